@@ -72,7 +72,7 @@ class Waits:
 
     @property
     def count(self) -> int:
-        """Of all of them."""
+        """Number of waits in all batches."""
         return sum(map(len, self.batches))
 
     def note(self, what: str) -> None:
@@ -103,7 +103,10 @@ class _Memory:
         return isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.held
 
     def move(self, copy: Callable[[], Tensor], *, to_host: bool, waits: bool) -> Tensor:
-        """What ``copy`` makes, on the other side; nothing has to be waited for where it is empty."""
+        """Return the tensor that ``copy`` makes on the other side.
+
+        The host waits for the copy if ``waits`` is set and the tensor is not empty.
+        """
         self._copies_to_host += to_host
         try:
             made = copy()
@@ -125,7 +128,10 @@ class _Memory:
 
 
 def _claims(memory: _Memory) -> dict[str, Any]:
-    """What a tensor says of itself, and how it moves."""
+    """Return replacements of ``Tensor`` attributes for the fake device.
+
+    They report the device of a tensor, move it, and note when the host reads it.
+    """
 
     def moved(tensor: Tensor, device: torch.device | None, dtype: Any, non_blocking: bool, copy: bool, form: Any) -> Tensor:
         here, options = memory.has(tensor), {} if form is None else {"memory_format": form}
@@ -172,7 +178,10 @@ def _claims(memory: _Memory) -> dict[str, Any]:
 
 
 class _Notes(TorchDispatchMode):
-    """What is made on the device, or of what is there, is there; what waits is noted."""
+    """Dispatch mode that places results on the fake device and notes host waits.
+
+    A result is on the device if the call asks for it there, or if an operand is there.
+    """
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()

@@ -31,8 +31,10 @@ class Call:
 
 
 def operations_of(calls: Sequence[Call]) -> list[Operation]:
-    """What a GPU would be given: a communicator is a stream, what was waited for goes before whatever is computed next, and what is read
-    holds the host."""
+    """Return the operations that a GPU receives for the host's calls.
+
+    Each communicator is a stream. A wait precedes all later computation. A read blocks the host.
+    """
     given: list[Operation] = []
     counts: Counter[Hashable] = Counter()
     ends: dict[int, list[int]] = {}

@@ -171,7 +171,10 @@ class Pool:
         return os.path.join(self._folder.name, f"stacks-{rank}.txt")
 
     def _stacks(self, rank: int) -> str:
-        """Where a worker stands, and the processes that it forked: each writes its own stacks when it gets the signal."""
+        """Return the stacks of a worker and of the processes that it forked.
+
+        Each process writes its own stacks on SIGUSR2.
+        """
         with contextlib.suppress(psutil.Error, OSError):
             worker = psutil.Process(self._workers[rank][0].pid)
             for process in (worker, *worker.children(recursive=True)):

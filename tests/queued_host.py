@@ -44,7 +44,7 @@ class Span:
         return cls(start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0), is_written)
 
     def disturbs(self, other: Span) -> bool:
-        """Whether the order of both matters."""
+        """Return True if both spans overlap and at least one is written."""
         return (self.is_written or other.is_written) and self.start < other.end and other.start < self.end
 
 
@@ -70,7 +70,7 @@ class Transfer(dist.Work):
         self._ended, self._future = threading.Event(), torch.futures.Future[list[Tensor]]()
 
     def disturbs(self, span: Span) -> bool:
-        """Whether it and a use of ``span`` must not overlap in time."""
+        """Return True if a use of ``span`` must not overlap in time with this operation."""
         return any(mine.disturbs(span) for mine in self.spans)
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class Host:
     calls: list[Call] = field(default_factory=list)
 
     def note(self, call: Call) -> int:
-        """Where it stands in ``calls``."""
+        """Record ``call`` and return its index in ``calls``."""
         self.calls.append(replace(call, stream=self.stream))
         return len(self.calls) - 1
 
@@ -162,7 +162,7 @@ class Host:
             transfer.join()
 
     def follow(self, what: str, stream: str, other: str) -> None:
-        """What comes in ``stream`` comes behind all that ``other`` waits for."""
+        """Make ``stream`` wait for all open operations that ``other`` waits for."""
         self.note(Call(what))
         for transfer in self.open:
             if other in transfer.ordered and stream not in transfer.ordered:

@@ -168,7 +168,10 @@ def options_of(door: str) -> list[str]:
 
 
 def required(door: str) -> list[str]:
-    """What must be given: the generator gives something that works for it, unless it draws something else."""
+    """Return the options that a front door needs.
+
+    The generator of random options gives each of them a usual value, unless it draws another one.
+    """
     signature = FRONT_DOORS[door][1]
     given = dict(getattr(signature, "__kwdefaults__", None) or {})
     fields = (
@@ -210,7 +213,10 @@ def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def verdict(door: str, values: dict[str, Any]) -> str:
-    """What is wrong with how the options are taken; "" if nothing is."""
+    """Call a front door with options and return the fault in how it takes them, or "".
+
+    It must accept them or refuse them in time, in a short message that names an option.
+    """
     started = time.process_time()
     message = None
     try:
@@ -230,7 +236,7 @@ def verdict(door: str, values: dict[str, Any]) -> str:
 
 
 def campaign(count: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """How many were accepted and refused by a front door, and what was wrong."""
+    """Try random options; return the number of draws by front door, and the faults found."""
     wrong, doors = [], Counter[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

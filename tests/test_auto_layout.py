@@ -120,7 +120,7 @@ def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
 
 
 def test_a_mixture_is_shared_out() -> None:
-    """Where all experts do not fit on a rank: over as few as will do."""
+    """Check that experts which do not fit on one rank are distributed over several."""
     module = LitGPT(
         GPTConfig.llama(
             vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=64, num_heads=4, num_experts=8, ffn_hidden_size=256

@@ -275,7 +275,7 @@ class LitSkips(LitNet):
 
 
 def error_of(rank: int, module: Any, layout: dict[str, Any], options: dict[str, Any], data: Any) -> str:
-    """What fit raises on this rank, by type and message."""
+    """Return the type and message of the error that ``fit`` raises on this rank."""
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout),
         accelerator="cpu",

@@ -103,7 +103,10 @@ def test_a_compiled_block_keeps_no_gathered_sequence(pool: Pool) -> None:
 
 
 def _order_in_a_block(rank: int) -> list[str]:
-    """What the compiled backward of a column layer does, by torch's own compiler."""
+    """Return the collectives, waits and products of a column layer's backward pass, in order.
+
+    They are read from the code that torch's compiler generates.
+    """
     from torch._inductor.utils import run_and_get_code
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

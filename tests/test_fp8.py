@@ -166,7 +166,7 @@ def test_layouts(name: str, pool: Pool, one_process: list[dict[str, Any]]) -> No
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Of the weights at the end, against how far they have come."""
+    """Return the distance of the final weights, relative to the distance trained."""
     left, right, start = (
         torch.cat([weights[name].flatten() for name in expected["final"]])
         for weights in (found["final"], expected["final"], expected["initial"])

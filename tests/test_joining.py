@@ -58,7 +58,10 @@ def joined(place: Place, rank: int, world_size: int, make: Callable[[Any], Any])
 def together(
     place: Place, ranks: Sequence[int], world_size: int, dying: Sequence[int] = (), error: Exception = GLOO
 ) -> dict[int, Any]:
-    """What each of the ranks, threads here, got: its store, or the error that it ended with. Those that die say nothing."""
+    """Join the ranks in threads; return the store or the error message of each.
+
+    If there are ``dying`` ranks, making the groups raises ``error`` on all others.
+    """
     found: dict[int, Any] = {}
 
     def make(rank: int, store: Any) -> Any:

@@ -147,7 +147,7 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
 
 
 def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
-    """What the others end with when one is frozen or killed as all are about to make the groups."""
+    """Send signal ``how`` to a rank before the groups are made; return the others' messages."""
     for rank in ranks:
         assert rank.says() == "making"
     os.kill(ranks[doomed].process.pid, how)
@@ -203,7 +203,10 @@ def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
 
 
 def test_who_waits_for_longer_than_rank_0_is_told_who_did_not_come(ranks: Any) -> None:
-    """Whether its limit is another, or it started later: with rank 0 goes the store."""
+    """Check that a rank which waits longer than rank 0 also names the rank that did not come.
+
+    It may have a longer limit, or have started later. The store ends with rank 0.
+    """
     first, second = ranks(LONG_S, come=(0, 1), limit_of_0_s=LIMIT_S)
     assert first.says().startswith("rank 0 could not join the other ranks: rank 2 did not come, ")
     first.process.kill()

@@ -62,7 +62,7 @@ class LitWatched(LitGPT, StepObserver):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has called, the connections that it has made inside of steps, and the whole model."""
+    """Calls of a rank, connections that it made within steps, and the whole model's weights."""
 
     calls: list[Call]
     late: list[Any]
@@ -112,7 +112,10 @@ def test_a_training_runs_on_the_rules_of_nccl(name: str, pool: Pool, expected: C
 
 
 def neighbours_in_one_group(calls: list[Call]) -> list[tuple[int, int]]:
-    """Where two different collectives of one group follow each other: the first three such places."""
+    """Return the first three pairs of different consecutive collectives in one group.
+
+    A pair holds their places in ``calls``.
+    """
     issued = [place for place, call in enumerate(calls) if call.group[1]]
     pairs = [(i, j) for i, j in pairwise(issued) if calls[i].group == calls[j].group and calls[i] != calls[j]]
     return [(i, j) for i, j in pairs if not {calls[i].what, calls[j].what} & {"send", "recv", "batch"}][:3]

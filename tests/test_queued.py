@@ -14,7 +14,10 @@ from tests.queued import HOST, RaceError
 
 
 def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
-    """What is told of a use before the wait, what was in memory then, what is read after it, and what was called."""
+    """Send a tensor, use it before waiting for it, and return the observations.
+
+    These are the message of the race error, the receiver's memory before the wait, the values after it, and the calls.
+    """
     gate, tensor = dist.new_group([0, 1]), torch.zeros(3)
     dist.barrier(gate)
     (dist.recv if rank else dist.send)(tensor, 1 - rank)  # makes the connection

@@ -69,7 +69,10 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @contextmanager
 def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
-    """How often the inside of each module runs: through a hook on its first child, or on itself if it has none."""
+    """Count how often the inside of each module runs.
+
+    A hook on the first child counts, or on the module itself if it has no children.
+    """
     calls = [0] * len(modules)
 
     def count(index: int) -> Callable[..., None]:

@@ -56,7 +56,7 @@ def test_a_wait_that_lightning_protects_can_be_broken(now: list[float]) -> None:
 
 
 class Launcher:
-    """Of processes that are told."""
+    """Launcher that records the signals for its processes."""
 
     def __init__(self, *procs: Any) -> None:
         self.procs, self.told = procs, list[int]()

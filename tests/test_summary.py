@@ -76,7 +76,7 @@ GPT_MOE = GPTConfig(
 
 
 class Told(L.Callback):
-    """What the strategy tells before the first step."""
+    """Callback that keeps the strategy's summary from the start of ``fit``."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.summary = trainer.strategy.summary()
@@ -99,7 +99,10 @@ def test_parameters_are_counted_once_wherever_they_are(layout: dict[str, Any], p
 
 
 def test_what_is_not_known_is_not_said(pool: Pool) -> None:
-    """How many experts a token of one's own model visits."""
+    """Check that the summary of a user's own mixture has no count of active parameters.
+
+    The number of experts that a token visits is not known there.
+    """
     (found, *_) = pool.run(_summary, world_size=4, args=({E: 4}, LitMixture))
     assert found.parameters == 2 * 29 * 8 + 4 * (4 * 8 + 2 * 4 * 8 * 16)
     assert found.active_parameters is None

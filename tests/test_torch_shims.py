@@ -131,7 +131,10 @@ def test_options_of_nccl_groups() -> None:
 
 
 def test_symmetric_memory_is_there() -> None:
-    """What is done with it: tests/tensor_parallel/test_overlap.py."""
+    """Check that torch has the symmetric memory that the package uses.
+
+    tests/tensor_parallel/test_overlap.py tests its use.
+    """
     from torch.distributed import _symmetric_memory
 
     assert has_symmetric_products()
@@ -141,7 +144,10 @@ def test_symmetric_memory_is_there() -> None:
 
 
 def test_arguments_of_a_compiler_that_waits_late() -> None:
-    """What comes of it: tests/test_compile.py."""
+    """Check the compiler arguments for late waits.
+
+    tests/test_compile.py tests their effect.
+    """
     from torch._inductor import comms, config
 
     late = with_late_waits({})["options"]

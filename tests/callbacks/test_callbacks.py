@@ -29,7 +29,10 @@ from tests.callbacks.toys import BATCH, FLOPS, LENGTH, Tokens
 
 
 class Keep(Callback):
-    """What was logged after each step."""
+    """Metrics logged before each training step and at the end of training.
+
+    It also counts validations.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

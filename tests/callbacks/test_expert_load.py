@@ -1,4 +1,7 @@
-"""What the experts get: the same numbers in every layout, at rank 0's loggers, wherever the layers are."""
+"""Tests of the expert load that the callback ``ExpertLoad`` logs.
+
+Every layout logs the same numbers. They reach the loggers of rank 0 even if other ranks hold the layers.
+"""
 
 from __future__ import annotations
 
@@ -102,11 +105,15 @@ class LitBatched(LitHuggingFace):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRun(Run):
-    """Of an ``OwnGPT``."""
+    """A run that trains an ``OwnGPT``."""
 
 
 def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
-    """What reached the logger of this rank, and what every rank may ask."""
+    """Train with ``ExpertLoad`` and return the metrics and files that this rank recorded.
+
+    "logged" and "kept" come from the rank's logger, "known" from the Trainer's callback metrics. "counted" holds the loads that
+    the test counts itself, for a ``Run`` in one process.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(3, verbose=False)
     toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout)

@@ -41,7 +41,7 @@ class MLFlowLogger(DummyLogger):
 
 
 class Members(L.Callback):
-    """How many look on in each batch."""
+    """Number of step observers at the end of each training batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -66,7 +66,7 @@ def _fit(rank: int, world_size: int, layout: dict[str, Any], folder: str, option
 
 
 def _metrics(folder: Path) -> dict[int, dict[str, float]]:
-    """Of the steps that were recorded."""
+    """Return the timeline metrics of the recorded steps, by step."""
     (file,) = folder.rglob("metrics.csv")
     rows = csv.DictReader(file.read_text().splitlines())
     return {

@@ -1,6 +1,8 @@
-"""What wrote ``tests/checkpoint/format-1``, which every later version reads: ``python -m tests.checkpoint.format_1 FOLDER`` writes another.
+"""Generator of the checkpoint ``tests/checkpoint/format-1``.
 
-It was written by version 0.1.0 on two replicas with a sharded optimizer and float32 masters of weights in bfloat16.
+Every later version must read that checkpoint. Version 0.1.0 wrote it on two replicas with a sharded optimizer,
+bfloat16 weights and float32 masters.
+``python -m tests.checkpoint.format_1 FOLDER`` writes a checkpoint of the same training with the present code.
 """
 
 from __future__ import annotations

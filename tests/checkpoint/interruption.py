@@ -73,7 +73,7 @@ def step_of(path: Path | None) -> int:
 
 
 def attempt(action: Callable[[], None], folder: Path | None, number: int, behind: bool, error: BaseException) -> bool:
-    """Whether ``action`` was cut off at operation ``number``; False if it has fewer."""
+    """Interrupt ``action`` at operation ``number``; return False if it has fewer operations."""
     with pytest.MonkeyPatch.context() as patch:
         cut = Cut(patch, folder, number, behind, error)
         try:

@@ -68,7 +68,10 @@ def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch
 
 
 def held(layout: Layout, rank: int, *, offset: int = 0) -> dict[str, tuple[torch.Tensor, Sharding]]:
-    """What ``rank`` holds: with two stages, block 1 is in the last one and everything else in the first."""
+    """Return the shards of the full model that ``rank`` holds.
+
+    With two stages, block 1 is in the last stage and everything else in the first.
+    """
     found = {}
     for name, (full, kind) in full_model(offset=offset).items():
         stage = 1 if ".h.1." in name.replace("/", ".") else 0

@@ -1,4 +1,4 @@
-"""What an earlier version wrote is read: the format belongs to those who have checkpoints in it."""
+"""Tests that this version reads a checkpoint in format 1 and trains on from it."""
 
 from __future__ import annotations
 

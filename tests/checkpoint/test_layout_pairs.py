@@ -81,7 +81,10 @@ def _names(layout: Layout, stage: int) -> list[str]:
 
 
 def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors:
-    """What a chunk of a rank holds: parameters, and the optimizer's state of them or of its range of them."""
+    """Return the parameters of a stage on one rank, and their optimizer state.
+
+    With ``layout.zero`` the state covers only the replica's range of each parameter.
+    """
     full, found = _full(), dict[str, tuple[torch.Tensor, Placed]]()
     for name in _names(layout, stage):
         value, kind = full[name]

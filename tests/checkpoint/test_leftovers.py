@@ -1,4 +1,7 @@
-"""What killed saves leave is finished or removed by who goes on, and what a living process writes is left alone."""
+"""Tests of the leftovers of killed saves.
+
+The next training finishes or removes them. A save that a living process is writing is left alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What was written later is newer, whatever the clocks say and whatever a copy did to the files' times."""
+"""Tests of the order of checkpoints: a checkpoint that was written later is newer.
+
+The order depends neither on clocks nor on file times, which a copy may change.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024
 
 
 def _bytes_read() -> int:
-    """Of this process, by any call that reads."""
+    """Return the number of bytes that this process has read, by any system call."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 

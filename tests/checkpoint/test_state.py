@@ -1,4 +1,4 @@
-"""What Lightning's state may hold, and what comes back."""
+"""Tests of the types that Lightning's state may hold, and of their values after loading."""
 
 from __future__ import annotations
 

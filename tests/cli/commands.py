@@ -1,4 +1,4 @@
-"""What the commands of several tests begin with."""
+"""Options that the commands of several tests share."""
 
 from __future__ import annotations
 

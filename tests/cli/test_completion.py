@@ -1,4 +1,4 @@
-"""What TAB offers."""
+"""Tests of shell completion."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def configure(config: str, path: Path, *, devices: int, steps: int, callbacks: S
 
 
 def _fit(config: str) -> str:
-    """What every process of torchrun runs; how often they had been started again by the last time."""
+    """Run ``ptdp fit`` in a process of torchrun and return the number of restarts so far."""
     if main(["fit", "--config", config, "--resume", "auto"]):
         raise RuntimeError("ptdp fit failed")
     return os.environ["TORCHELASTIC_RESTART_COUNT"]

@@ -374,7 +374,11 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
 
 
 def test_experts(ptdp: Run, tmp_path: Path) -> None:
-    """Of sizes that are given, with the degrees that are asked for; what is printed can be pasted."""
+    """Check ``ptdp plan`` for given sizes of a mixture of experts and given degrees.
+
+    The printed ``PTDPStrategy(...)`` can be pasted into code. An imbalance slows the experts.
+    A degree that does not divide the number of experts is an error.
+    """
     sizes = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--kv-heads", "8", "--ffn", "14336", "--sequence", "4096"]
     arguments = ["plan", *sizes, "--experts", "8", "--world", "64", "--batch", "256", "--pp", "4", "--ep", "4,8"]
     code, out, _ = ptdp(*arguments, "--picture", str(tmp_path / "plan.png"))

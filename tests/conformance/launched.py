@@ -29,7 +29,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 def trained_alone(make: Callable[[], torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """What the script's model becomes in a plain PyTorch loop."""
+    """Train the script's model in a plain PyTorch loop and return its weights."""
     torch.manual_seed(1)
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

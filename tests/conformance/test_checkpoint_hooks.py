@@ -1,4 +1,4 @@
-"""What hooks see of a checkpoint, and change in it, is what is saved and loaded."""
+"""Tests that changes by checkpoint hooks are saved and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is frozen at first and trained later, and the other way round, as in one process."""
+"""Tests of freezing and unfreezing during training: weights are as in one process."""
 
 from __future__ import annotations
 

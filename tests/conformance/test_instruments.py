@@ -54,7 +54,7 @@ def test_a_value_of_rank_zero_only_is_logged(place: Place, pool: Pool) -> None:
 
 
 class Reduces(L.Callback):
-    """What reductions return, and what they leave in the tensor that they were given."""
+    """Results of ``strategy.reduce``, and the values that it leaves in its input."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[float, ...]] = {}

@@ -1,4 +1,7 @@
-"""What a step leaves on the module, and metrics that it updates, are the same on every rank, as on one device."""
+"""Tests of state that a step collects on the module, and of metrics that it updates.
+
+They are the same on every rank, and the same as on one device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the conformance tests train, where it runs, and Lightning's own answer to compare with."""
+"""Models, data and strategies of the conformance tests.
+
+Lightning's own strategies give the results to compare with.
+"""
 
 from __future__ import annotations
 

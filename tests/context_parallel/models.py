@@ -61,6 +61,6 @@ class Encoder(nn.Module):
 
 
 def local_causal_mask(length: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """What a model builds from the length that it sees."""
+    """Return the causal mask that a model builds from the length of its local sequence."""
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     return seen if dtype is None else torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)

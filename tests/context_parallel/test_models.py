@@ -1,4 +1,4 @@
-"""What a slice of the sequence cannot honour is seen before launch."""
+"""Tests that models which cannot run on a slice of the sequence are refused before launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a model is handed that it could not know from its slice. One rank of two, without communication."""
+"""Tests of inputs that a model cannot derive from its slice of the sequence.
+
+These are positions and masks. The tests emulate one rank of two, without communication.
+"""
 
 from __future__ import annotations
 

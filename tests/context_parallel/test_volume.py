@@ -1,4 +1,4 @@
-"""What is sent and what is kept, counted."""
+"""Tests of the communication volume and of the activation memory of context parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the tests of this room share: a context group, comparisons, whole attention to compare with, counted messages."""
+"""Helpers of the context parallel tests.
+
+They provide a context group, comparisons, attention over the whole sequence as a reference, and counts of messages.
+"""
 
 from __future__ import annotations
 

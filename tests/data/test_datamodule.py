@@ -185,7 +185,10 @@ def test_what_is_wrong_is_found_before_anything_is_written(corpus: Path, folder:
 
 
 def loaded_modules(rank: int) -> set[str]:
-    """What a fresh process has loaded after it imported this file, and with it the front door."""
+    """Return the packages loaded in a fresh process.
+
+    The process has imported this file, and with it ``lightning_ptdp``.
+    """
     return {name.split(".")[0] for name in sys.modules}
 
 

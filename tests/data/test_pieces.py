@@ -1,4 +1,4 @@
-"""Where files are cut."""
+"""Tests of cutting files into pieces and documents."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Block:
         return next((order.removeprefix(NOT_RUN) for order in self.orders if order.startswith(NOT_RUN)), None)
 
     def value(self, word: str) -> str | None:
-        """What follows ``word`` in an order."""
+        """Return the argument of the first order that starts with ``word``, or None."""
         return next((order.removeprefix(f"{word} ") for order in self.orders if order.startswith(f"{word} ")), None)
 
 
@@ -168,7 +168,10 @@ def _run_ptdp(arguments: list[str], shared: Path) -> int:
 
 
 def tiny_options(arguments: list[str], shared: Path) -> list[str]:
-    """What makes a recipe's run one of a second: a tiny model on a tiny text."""
+    """Return options that shrink a recipe to a tiny model on a tiny text.
+
+    The list is empty for commands without a recipe and for a page's own configuration, which is tiny already.
+    """
     if arguments[0] not in _USES_A_RECIPE or "--config" not in arguments or "--help" in arguments:
         return []
     recipe = arguments[arguments.index("--config") + 1]

@@ -51,7 +51,7 @@ ALLOWED = {
 
 
 class LitTokens(pl.LightningModule):
-    """Of the kind that people write: logs, returns a dictionary, has a metric."""
+    """A typical user's module: it logs, returns a dictionary and has a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class LitLlama(pl.LightningModule):
 
 
 class Marks(pl.Callback):
-    """Where a batch begins, and where it ends."""
+    """Callback that starts a new list of waits at the start and the end of every batch."""
 
     def __init__(self, waits: Waits) -> None:
         self._batches = waits.batches
@@ -123,7 +123,7 @@ class Marks(pl.Callback):
 def fit(
     rank: int, size: int, options: dict[str, Any], settings: dict[str, Any], module: type[pl.LightningModule] | None = None
 ) -> dict[str, list[list[Wait]]]:
-    """What the host waits for in the batches of each kind."""
+    """Train on a fake GPU and return the host's waits in each training and validation batch."""
     torch.manual_seed(0)
     sizes = {"vocabulary_size": 32, "sequence_length": 8, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
     rows = [{"input_ids": row[:-1].clone(), "labels": row[1:].clone()} for row in torch.randint(32, (96, 9))]

@@ -102,7 +102,10 @@ def test_the_shares_are_of_a_sample() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float16_takes_the_steps_of_one_process(name: str, pool: Pool) -> None:
-    """Of 4096 tokens a batch: the loss times these and the loss scale is more than float16 has."""
+    """Check float16 training with 4096 tokens a batch.
+
+    The product of the loss, the number of tokens and the loss scale exceeds the range of float16.
+    """
     settings = {"counts": True, "length": 512, "precision": "16-true"}
     size, layout = LAYOUTS[name]
     (expected,) = pool.run(fit, world_size=1, args=(1, {}, settings))

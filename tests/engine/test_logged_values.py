@@ -1,5 +1,7 @@
-"""What is logged, returned and counted is of the whole batch, as in one process: however unevenly microbatches, replicas and slices of the
-sequence hold what counts."""
+"""Tests that logged, returned and counted values cover the whole batch, as in one process.
+
+Labels may be distributed unevenly over microbatches, replicas and slices of the sequence.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ class LitShifts(LitEvaluated):
 
 
 class Seen(L.Callback):
-    """What hooks get from every batch."""
+    """Metrics and outputs that callback hooks receive from every batch."""
 
     def __init__(self) -> None:
         self.outputs: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""What the last stage says reaches every stage."""
+"""Tests of the report that the last stage shares with every stage."""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ def _whole(config: Config) -> dict[str, torch.Tensor]:
 
 
 def _part(config: Config, rank: int) -> list[LocalRectangle]:
-    """Of one of four ranks: two replicas, each a pair that holds rows, columns or all of a tensor."""
+    """Return the rectangles that one of four ranks holds.
+
+    The ranks form two replicas of two. A pair holds rows, columns or a vocabulary part of a tensor, or all of it.
+    """
     tensors = {}
     for number, (name, value) in enumerate(_whole(config).items()):
         kinds = ["replicated", "vocabulary", *["row"] * (value.dim() == 2 and value.shape[1] % 2 == 0)]

@@ -1,4 +1,4 @@
-"""What transformers reads of the tokenizer that goes along with an export."""
+"""Tests of the tokenizer files in an export, as transformers reads them."""
 
 from __future__ import annotations
 

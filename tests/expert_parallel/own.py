@@ -62,7 +62,10 @@ def config_of(run: Run) -> GPTConfig:
 
 
 class LitUsual(L.LightningModule):
-    """What somebody would write around a GPT with experts, who knows nothing of labelled tokens' shares."""
+    """A typical user's module around a GPT with experts.
+
+    It averages the loss without weights for unequal numbers of labelled tokens.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -104,7 +107,10 @@ def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
 
 
 class Recorder(L.Callback):
-    """What every step logs, the norms, the weights at the start, and how many elements of experts there are here."""
+    """Logged metrics and gradient norms of every step, and the initial weights.
+
+    It also counts the elements of expert parameters, gradients and optimizer states on this rank.
+    """
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []

@@ -24,7 +24,7 @@ STEPS, CLIP = 6, 0.1
 
 @pytest.fixture(scope="module")
 def expected(pool: Pool) -> Callable[[Run], dict[str, Any]]:
-    """What one process makes of a run."""
+    """Return a function that gives the results of a run in one process."""
 
     @functools.cache
     def of(name: str, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -41,7 +41,10 @@ Alone = Callable[[Run], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> Alone:
-    """What one process finds, which several layouts are compared with."""
+    """Return a function that gives the results of a run in one process.
+
+    Each run is trained once, because several layouts are compared with it.
+    """
     found: dict[str, dict[str, Any]] = {}
 
     def run_alone(run: Run) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What is written in a layout is what one process writes, and training goes on as if nothing had been written."""
+"""Tests of text generation in every layout.
+
+The text is the same as in one process. Generation does not change the training that follows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What writing asks of a GPU and of NCCL: the host waits once a token, for the tokens, and all ranks issue the same in one order."""
+"""Tests of text generation on a fake GPU and on NCCL's rules.
+
+The host waits once for each token. All ranks issue the same operations in the same order.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class Writes(pl.Callback):
 
 
 def waits_of(rank: int, size: int, model: str, layout: dict[str, Any]) -> Counter[tuple[str, str]]:
-    """What the host waits for in writing, more for more tokens."""
+    """Return the host's waits that more generated tokens add."""
     torch.manual_seed(0)
     with fake_cuda(rank) as waits:
         trainer = pl.Trainer(

@@ -21,9 +21,9 @@ SAMPLED = Sampling(temperature=1.5, top_k=20, top_p=0.9, max_new_tokens=6)
 
 @dataclass(frozen=True, kw_only=True)
 class Writing:
-    """What is trained, in which layout, and what it writes at the end of every validation (None: nothing).
+    """A model to train, its layout, and the sampling of texts after every validation.
 
-    What a ``random`` training draws is not what one process draws.
+    With ``samplings=None`` no text is generated. A ``random`` training draws other numbers in a layout than in one process.
     """
 
     model: str

@@ -54,16 +54,16 @@ _EXECUTIONS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a case ended.
+    """Result of a case.
 
     Attributes:
-        name: The case's.
-        said: The error's words; "" if nothing was refused.
-        seconds: Of a processor.
-        megabytes: More than there were before, at the highest.
-        outside: What was opened, removed or changed outside of the folder.
-        executed: What was started.
-        wrong: What is not as promised; "" if all is.
+        name: Name of the case.
+        said: Message of the error; "" if there was none.
+        seconds: Processor time.
+        megabytes: Growth of the memory at its peak.
+        outside: Paths outside of the folder that were opened, removed or changed.
+        executed: Programs that were started.
+        wrong: Violated promises; "" if there are none.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _confined(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
-    """What an error lacks to be one of ours that names a file."""
+    """Return the reason why an error is not one of the package's that names a file, or ""."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     ours = type(error).__module__.startswith("lightning_ptdp") or Path(place.filename).is_relative_to(_PACKAGE)
     if not isinstance(error, ValueError) or not ours:
@@ -242,7 +242,10 @@ class _Watch:
 
 
 def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, Any] | None, int]:
-    """What ``work`` gives in a fork of this process, and how that ended."""
+    """Run ``work`` in a forked process; return its result and the wait status of the process.
+
+    The result is None if the process wrote nothing before it ended or ran out of time.
+    """
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()

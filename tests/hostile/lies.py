@@ -1,4 +1,4 @@
-"""What is wrong with JSON and with names of files, whatever they are for."""
+"""Broken JSON, false values, paths outside of a folder, and odd files for any parser."""
 
 from __future__ import annotations
 

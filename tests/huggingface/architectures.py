@@ -335,12 +335,12 @@ def build(name: str, **options: Any) -> nn.Module:
 
 
 class Samples(Dataset):
-    """What a model of the task is trained on, drawn once: all samples differ.
+    """Random samples for a task, all different.
 
     Args:
-        task: Of the architecture.
+        task: Task of the architecture.
         count: Number of samples.
-        padded: Whether as many labels are ignored as a sample's length leaves, another number in every sample.
+        padded: Whether the last labels of a sample are ignored. Their number varies between samples.
     """
 
     def __init__(self, task: str, count: int, *, padded: bool = False) -> None:

@@ -30,7 +30,12 @@ def causal(run: Run) -> LitCausalLM:
 
 
 def differences_around(pool: Pool, name: str, folder: Path, *, layout: str = "t2p2v2", tolerance: float = 1e-5) -> list[str]:
-    """Where folder -> two steps in ``layout`` -> folder -> two steps in one process is unlike one process throughout."""
+    """Return the differences between training in ``layout`` and training in one process.
+
+    A model trains two steps from a folder, in ``layout`` and in one process, and is exported to another folder. One process then
+    trains two more steps from each export. Losses, exported folders and final weights are compared.
+    transformers must load the folder from ``layout`` without missing or unexpected keys.
+    """
     import transformers
 
     torch.manual_seed(11)

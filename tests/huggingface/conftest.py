@@ -1,4 +1,4 @@
-"""What one process computes, once a module of tests."""
+"""Fixture of runs in one process, each trained once per test module."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """What one finds in tutorials: an embedding, ``nn.TransformerEncoder``, a head."""
+    """A model as in tutorials: an embedding, ``nn.TransformerEncoder`` and a head."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Samples(Dataset):
 
 
 class LitHuggingFace(L.LightningModule):
-    """What anybody would write."""
+    """A typical user's module around a Hugging Face model."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()

@@ -140,7 +140,7 @@ def test_packed_samples_are_as_if_they_were_apart(name: str, folder: Path, tmp_p
 
 
 class Wrapped(L.LightningModule):
-    """What somebody writes around a model."""
+    """A user's module around a model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What a Hugging Face model captures of its layers (hidden states, attention weights, routers' logits) is whole under a pipeline."""
+"""Tests of outputs that a Hugging Face model collects from all its layers.
+
+Hidden states, attention weights and router logits are complete under pipeline parallelism.
+"""
 
 from __future__ import annotations
 

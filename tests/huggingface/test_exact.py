@@ -104,7 +104,11 @@ def test_logits_loss_and_gradients(name: str, size: int, pool: Pool) -> None:
 
 
 def check_messages(rank: int) -> None:
-    """Of one layer more: two all-reduces forward and two backward (arXiv 1909.08053, section 3), whatever projections it has."""
+    """Check the number of collectives of one layer, as the difference between two depths.
+
+    Any model has two all-reduces forward and two backward (arXiv 1909.08053, section 3). Sequence parallelism has all-gathers and
+    reduce-scatters instead.
+    """
     group = tensor_group(rank)
     for kind, layers in (("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("bert", "num_hidden_layers")):
         for sequence_parallel in (False, True):

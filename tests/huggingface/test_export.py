@@ -95,7 +95,7 @@ class LitAdapted(LitHuggingFace):
 
 
 class LitFull(LitHuggingFace):
-    """Where the disk is full."""
+    """A module whose export finds a full disk."""
 
     def setup(self, stage: str) -> None:
         usage = shutil.disk_usage("/")
@@ -103,7 +103,10 @@ class LitFull(LitHuggingFace):
 
 
 def _fit(rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, Any], folder: Path) -> list[str]:
-    """What is left in the folder above, behind what fit says where it refuses."""
+    """Train with an export and return the names in its parent folder.
+
+    If ``fit`` refuses the export, the error message comes first.
+    """
     L.seed_everything(3, verbose=False)
     usage, said = shutil.disk_usage, []
     trainer = L.Trainer(

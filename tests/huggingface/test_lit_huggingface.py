@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a small Llama, one with tied weights in several files, and a BERT."""
+    """Return a folder of a small Llama, a Llama with tied weights in several files and a BERT."""
     folder = tmp_path_factory.mktemp("folders")
     make_tiny(folder / "llama", vocabulary_size=300, hidden_size=32, intermediate_size=48)
 
@@ -161,7 +161,7 @@ def test_sizes_that_are_none_of_a_model(given: dict[str, Any], said: str) -> Non
 
 
 def refused(folder: Path, **options: Any) -> str:
-    """What is said before launch."""
+    """Return the message of the error that is raised before launch."""
     with pytest.raises(ValueError) as caught:
         PTDPStrategy().check(LitCausalLM(str(folder), **options))
     assert "\n" not in str(caught.value)

@@ -239,7 +239,7 @@ def test_what_is_frozen_takes_no_memory_beside_itself(pool: Pool, tmp_path: Path
 
 
 def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Of a rank: the parts of adapters that all ranks hold, after training with dropout."""
+    """Train adapters with dropout and return the adapter parameters that all ranks hold."""
     module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
     trainer = L.Trainer(
         strategy=PTDPStrategy(tensor_parallel_size=2, **layout), accelerator="cpu", devices=2, max_steps=3, logger=False,

@@ -58,7 +58,7 @@ class Run:
 
 
 class LitUnseen(L.LightningModule):
-    """What anybody would write."""
+    """A typical user's module around a Hugging Face model."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How often each reason for an expected failure was met."""
+    """Print how often each reason for an expected failure occurred."""
     reasons = Counter(report.wasxfail for report in terminalreporter.stats.get("xfailed", ()))
     for reason, times in reasons.most_common():
         terminalreporter.write_line(f"{times:4d} expected: {reason}")
@@ -151,7 +151,7 @@ class _Substitution:
 
 
 def _sections(options: dict[str, Any], count: int) -> Iterator[str]:
-    """Of ``exceptions.toml``: what fails in a run with these options in this number of processes."""
+    """Yield the sections of ``exceptions.toml`` that apply to these options and processes."""
     yield "one_process"
     pipeline = options.get("pipeline_parallel_size", 1) > 1
     if pipeline or options.get("num_microbatches", 1) > 1:
@@ -165,7 +165,7 @@ def _sections(options: dict[str, Any], count: int) -> Iterator[str]:
 
 
 def _deeper(init: Any) -> Any:
-    """Of a model of one layer: something to cut."""
+    """Wrap ``BoringModel.__init__`` to make a model of two layers, which a pipeline can cut."""
 
     @functools.wraps(init)
     def with_layers(model: Any) -> None:
@@ -176,7 +176,7 @@ def _deeper(init: Any) -> Any:
 
 
 def _refusal(error: BaseException) -> str | None:
-    """What the strategy said if it refused to begin; another kind of error is a mistake of ours."""
+    """Return the message if the strategy refused to begin; None for any other error."""
     frames = traceback.extract_tb(error.__traceback__)
     begins = any(_STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup") for frame in frames)
     speaks = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"

@@ -105,8 +105,14 @@ class Processes:
 
 
 def _importance(reports: list[Any]) -> int:
-    """Who failed by itself, before who was to fail so, who lost the others, and who passed, though it was to fail too; last another rank
-    than 0 that failed in the test's own lines, since what it looks at is often there on rank 0 only."""
+    """Return the place of a rank's reports in the order of importance; the smallest is shown.
+
+    - 0: The rank failed by itself.
+    - 1: It failed as expected.
+    - 2: It failed because it lost another rank.
+    - 3: It passed, even if it was expected to fail.
+    - 4: It is not rank 0 and failed in the test's own lines. The files that these look at often exist on rank 0 only.
+    """
     failed = [report for report in reports if report.failed and not str(report.longrepr).startswith(_PASSED)]
     if not failed:
         return 1 if any(hasattr(report, "wasxfail") and report.skipped for report in reports) else 3

@@ -52,7 +52,7 @@ def test_mlflow_copies_folders(make_logger: Any, log_model: Any, pool: Pool, tmp
 
 
 class Run:
-    """What a W&B run is asked for."""
+    """Stand-in for a W&B run that records uploads."""
 
     id = "7"
 

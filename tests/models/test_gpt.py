@@ -23,7 +23,10 @@ def tokens(config: GPTConfig, *, batch: int = 2, length: int = 10, seed: int = 3
 
 
 def reset_by_module(model: nn.Module, seed: int) -> None:
-    """What the strategy does: every leaf alone, under a seed of its own, in any order."""
+    """Initialize every module alone under its own seed and in reverse order.
+
+    The strategy also seeds each module alone, in any order.
+    """
     for index, module in reversed(list(enumerate(model.modules()))):
         if hasattr(module, "reset_parameters"):
             torch.manual_seed(seed + index)

@@ -99,14 +99,14 @@ def make_batch(count: int, *, seed: int = 0) -> list[Microbatch]:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the uncut model gives: losses, and gradients by microbatch."""
+    """Losses of the uncut model, and its gradients by microbatch."""
 
     losses: list[float]
     parts: list[Gradients]
 
     @property
     def gradients(self) -> Gradients:
-        """Of all microbatches."""
+        """Gradients summed over all microbatches."""
         return {name: torch.stack([part[name] for part in self.parts]).sum(0) for name in self.parts[0]}
 
 

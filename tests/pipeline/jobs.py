@@ -1,4 +1,4 @@
-"""What a pipeline is given to do in tests."""
+"""A pipeline job for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is collected over the blocks is whole on the last stage: by the model's loop, by forward hooks; or its use is refused."""
+"""Tests of values that a model's loop or its forward hooks collect over the blocks.
+
+They are complete on the last stage, or their use is refused.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +138,7 @@ class DeeplyKept(Block):
 
 
 class Read(Base):
-    """What they keep is read where they are."""
+    """A model that reads attributes which its blocks set in forward."""
 
     def __init__(self) -> None:
         super().__init__(DeeplyKept)

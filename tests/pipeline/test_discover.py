@@ -1,4 +1,7 @@
-"""What stands before and behind the repeated container, seen by running the forward without data."""
+"""Tests of finding the modules before and after the repeated container.
+
+Most models run their forward without data to show the order of calls.
+"""
 
 from __future__ import annotations
 

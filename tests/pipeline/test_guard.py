@@ -186,7 +186,7 @@ def _run(rank: int, parent: Connection, folder: str, part: Callable[..., None], 
 
 
 def _ends(folder: Path, who: int, part: Callable[..., None], *arguments: Any) -> tuple[int | None, str]:
-    """How rank ``who`` of two ends, and what it has printed."""
+    """Run ``part`` on two ranks; return the exit code and the output of rank ``who``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     pipes = [context.Pipe() for _ in range(2)]

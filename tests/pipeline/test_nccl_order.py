@@ -22,7 +22,10 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("gpipe", 2), ("interleave
 
 
 def two_steps(rank: int, name: str, p: int, v: int, m: int, training: bool) -> list[list[tuple[str, int, int, str]]]:
-    """What is called, by step: ("send" or "recv", source, destination, direction) a message."""
+    """Return the messages of each of two steps on this rank.
+
+    A message is ("send" or "recv", source, destination, direction).
+    """
     sizes = {"pipeline_parallel_size": p, "virtual_pipeline_size": v}
     schedule = build_schedule(name, num_microbatches=m, training=training, **sizes)
     layout = ParallelLayout(world_size=p, placement=schedule.placement, **sizes)

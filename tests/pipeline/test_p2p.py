@@ -68,13 +68,13 @@ class Measured(Transport):
 
 
 def transport(rank: int, *, tensor: int = 1, **options: Any) -> Measured:
-    """Of one of two pipeline ranks."""
+    """Return the transport of one of two pipeline ranks."""
     layout = ParallelLayout(world_size=2 * tensor, pipeline_parallel_size=2, tensor_parallel_size=tensor)
     return Measured(mesh=ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=30)), device=CPU, **options)
 
 
 def outputs() -> dict[str, Any]:
-    """What a block may return, by the signature of its microbatch."""
+    """Return typical outputs of a block, by the signature of their microbatch."""
     x = torch.arange(6.0).view(2, 3)
     return {
         "tensor": x,
@@ -263,7 +263,7 @@ def test_a_form_that_depends_on_values_is_refused(pool: Pool) -> None:
 
 
 class Handle(torch.distributed.Work):
-    """Of a message that comes or does not."""
+    """Handle of a message that arrives, or fails with ``error``."""
 
     def __init__(self, error: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the recorder notes, how clocks are put together, and the ideal that the result is held against."""
+"""Tests of the step recorder, its alignment of clocks and the ideal step to compare with."""
 
 from __future__ import annotations
 

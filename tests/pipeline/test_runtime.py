@@ -37,7 +37,11 @@ def _run_case(rank: int, case: Case) -> dict[int, Outcome]:
 
 @pytest.fixture(scope="module")
 def steps(pool: Pool) -> Any:
-    """What a case gives, and what it should; a negative number of microbatches is with sends that block."""
+    """Return a function that runs a case.
+
+    By number of microbatches, it gives the schedule, the expected values and the outcomes of all ranks.
+    A negative number stands for sends that block.
+    """
 
     @cache
     def of(case: Case) -> Steps:

@@ -19,7 +19,10 @@ CUTS = ((1,), (2,), (3,), (4,), (5,), (6,), (2, 3), (1, 3, 5), (3, 4), (1, 2, 3,
 
 
 class EncoderDecoder(nn.Module):
-    """What a tutorial has: two lists, an embedding each, a norm behind the encoder."""
+    """A tutorial's encoder and decoder.
+
+    Each has an embedding and a list of blocks. A norm follows the encoder.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""What is said of each rank; users' errors pass; a store that is frozen or gone holds nobody up; nothing is left behind."""
+"""Tests of the watchdog.
+
+Each rank reports its action. Users' errors pass unchanged. A frozen or lost store blocks no rank. No threads are left behind.
+"""
 
 from __future__ import annotations
 

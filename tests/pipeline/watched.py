@@ -65,19 +65,22 @@ class Census:
 
 @dataclass
 class Outcome:
-    """What one rank saw of one step; sent to the test, so without graphs.
+    """Observations of one rank in one step.
+
+    They hold no autograd graphs, so that they can be sent to the test.
 
     Attributes:
-        computed: Forward actions, and under a split backward the others too, in the order in which they ran.
+        computed: Forward actions in the order in which they ran; with a split backward also backward and weight actions.
         losses: By microbatch, on the last stage's rank.
-        gradients: By name; after the step.
-        remaining: By stage, what was added to its gradients after ``before_last_gradients``, and which of them were awaited.
-        told: The order of calls: "last" and "reduce" with a stage.
-        late: Parameters that changed after they were said to be complete, or after their stage was reduced.
-        kept: By stage, the parameters that its first weight action found without gradient, and those with.
-        calls: Of the core of blocks, recomputations included.
-        held: The most units of which activations were alive.
-        unsent: The most outputs that were alive after they should have left.
+        gradients: By name, after the step.
+        remaining: By stage, the gradients added after ``before_last_gradients``, and the names of the parameters that it awaited.
+        told: Calls in order, as "last" or "reduce" with a stage.
+        completed: Parameters reported as complete, in order.
+        late: Parameters whose gradient changed after they were reported as complete, or after their stage was reduced.
+        kept: By stage, the parameters that its first weight action found without a gradient, and with one.
+        held: The largest number of units with live activations.
+        calls: Calls of the core of blocks, including recomputations.
+        unsent: The largest number of outputs that were alive after they should have been sent.
     """
 
     computed: list[str] = field(default_factory=list)
@@ -269,7 +272,7 @@ class Rank:
         return job.close()
 
     def rendezvous(self, on: bool) -> None:
-        """Whether sends block from now on."""
+        """Let every send block until its message has been received, if ``on``."""
         if self.transport is not None:
             self.transport.rendezvous = on
 

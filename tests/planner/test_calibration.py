@@ -200,8 +200,11 @@ def test_collectives_hide_only_where_a_core_is_free() -> None:
 
 @pytest.mark.parametrize(("p", "cores", "expected"), [(1, 4, 1.0), (1, 2, 2.0), (2, 4, 1.0), (2, 2, 4 / 3), (2, 1, 8 / 3)])
 def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
-    """Of 4 processes on 2 cores each has half of one. Of 2 stages one waits for the other in a third of the step at m = 2: 2 cores are then
-    busy all the time, and what counts is the work."""
+    """Check the slowdown of four processes on too few cores.
+
+    Without a pipeline, each of 4 processes on 2 cores has half of a core. With 2 stages and m = 2, a stage waits in a third of
+    the step. 2 cores are then always busy, so the work determines the time.
+    """
     model = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64, num_layers=2, vocabulary_size=8)
     job = small_job(model, precision="32-true", device="cpu", world_size=4, batch=8)
     how = choice(world_size=4, pipeline_parallel_size=p, b=1 if p == 2 else 2, m=2 if p == 2 else 1)

@@ -37,8 +37,11 @@ def test_it_is_never_free(exchange: str) -> None:
 
 
 def test_messages_of_the_ring_by_hand() -> None:
-    """Where a link is so slow that an attention hides next to nothing: keys and values travel c - 1 times in each direction, their
-    gradients in fp32 as often."""
+    """Check the transfer times of the ring on a link too slow to be hidden by attention.
+
+    Keys and values are sent c - 1 times in the forward and in the backward pass. The backward pass also sends their fp32
+    gradients c - 1 times.
+    """
     job = small_job(MODEL, world_size=8)
     slow = dataclasses.replace(job.cluster.node, bandwidth=1e6, latency_s=0.0)
     cluster = dataclasses.replace(job.cluster, node=slow, start_s=0.0)
@@ -68,7 +71,10 @@ def test_all_to_all_copies_few_heads() -> None:
 
 
 def test_a_tie_goes_to_the_simpler_layout() -> None:
-    """Of a machine whose links and memory cost nothing, each c takes as long."""
+    """Check that c = 1 comes first on a device with free communication and memory accesses.
+
+    All context-parallel sizes then take about the same time.
+    """
     device = find_device("h100")
     free = dataclasses.replace(device.cluster.node, bandwidth=1e30, latency_s=0.0)
     cluster = dataclasses.replace(device.cluster, node=free, card=free, start_s=0.0)

@@ -89,7 +89,7 @@ def test_fsdp2_with_context_parallelism() -> None:
 
 
 def test_without_the_preset_it_is_too_fast() -> None:
-    """What the presets are for."""
+    """Check that the FSDP2 preset predicts steps 15 to 30 % longer than this package's preset."""
     job, how = llama("ours-compiled", find_device("h200"), 32, b=2, length=8192, recompute="none")
     bf16 = dataclasses.replace(job, software=find_software("fsdp2-compiled"))
     ours, theirs = step_time(job, how).total, step_time(bf16, dataclasses.replace(how, recompute="none")).total

@@ -107,7 +107,10 @@ def test_reasons_of_memory() -> None:
 
 
 def test_a_reserve_is_left() -> None:
-    """What is proposed fits by its estimate, and still does if that is 23 % too low."""
+    """Check that proposed layouts fit, even if memory exceeds its estimate by 23 %.
+
+    With ``reserve=0`` the search uses the memory up to the limit.
+    """
     job = small_job(GPTConfig.llama(num_layers=24, hidden_size=4096, num_heads=32, sequence_length=2048), world_size=8, batch=256)
     fullest = max(candidate.memory.total for candidate in search(job, count=200, simulate=False).best)
     assert 1.23 * fullest <= job.device.usable_bytes

@@ -1,4 +1,7 @@
-"""What a Hugging Face configuration is to the planner, beside the model that it makes."""
+"""Tests that the planner reads model sizes from Hugging Face configurations.
+
+Parameter counts must match the model that the configuration builds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the papers print about the models of our recipes."""
+"""Model sizes and batches that papers print for the models of the recipes."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_the_layout_fits_the_model(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def check_mixture(name: str, module: LitCausalLM, strategy: PTDPStrategy, layout: ParallelLayout) -> None:
-    """What a token meets, the batch, and what the fullest rank holds."""
+    """Check the active parameters of a mixture, its batch, and the memory of the fullest rank."""
     _, active, batch = MIXTURES[name]
     experts = [child for child in module.modules() if type(child).__name__.endswith("Experts")]
     config = module.model.config

@@ -49,7 +49,7 @@ def devices_of(name: str) -> int:
 
 
 def is_rounded(number: int, printed: str) -> bool:
-    """Whether ``number`` becomes ``printed`` ("1.7 B", "34e1 M") when it is rounded to as many digits."""
+    """Return True if ``number``, rounded to its digits, is ``printed`` ("1.7 B", "34e1 M")."""
     digits, unit = printed.split()
     printed_value, last = Decimal(digits) * UNITS[unit], Decimal(1).scaleb(Decimal(digits).as_tuple().exponent) * UNITS[unit]
     return abs(Decimal(number) - printed_value) <= last / 2
@@ -145,7 +145,7 @@ def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_ar
 
 
 def test_one_device_instead_of_many() -> None:
-    """What recipes/common.yaml tells somebody with one GPU, and with none."""
+    """Check the options for one GPU, and for none, that ``recipes/common.yaml`` documents."""
     one = ["--trainer.devices", "1", "--trainer.strategy.num_microbatches", "32", "--data.num_microbatches", "32"]
     values = parsed_values(resolve_configs(["--config", "gpt/124m", *one]))
     data = values["data"]["init_args"]

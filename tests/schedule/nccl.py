@@ -1,7 +1,7 @@
-"""What the hosts of a pipeline give to NCCL: the operations of a lowered program, as the runtime and its transport issue them.
+"""Operations that the hosts of a pipeline give to NCCL for a lowered program.
 
-Written again here, from the rules alone and without torch, so that the runtime's own calls can be compared with it
-(test_nccl_order.py) and all sizes can be run on paper (test_nccl.py).
+This model follows the rules of the runtime and its transport, without torch. test_nccl_order.py compares it with the
+runtime's own calls. test_nccl.py simulates all sizes with it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ class Host:
             queue.append(receipt)
 
     def post(self, receipt: Receipt) -> bool:
-        """Whether the tensors were asked for, and not a header."""
+        """Post the receive of the tensors and return True.
+
+        If the boundary is not known yet, post the receive of its header and return False.
+        """
         if receipt.boundary is None or receipt.boundary in self.known:
             self.posted[receipt.what] = self.message(receipt.what, receipt.channel)
             return True
@@ -173,7 +176,10 @@ class Host:
 
 
 def operations(schedule: Schedule, habits: Habits) -> list[list[Operation]]:
-    """Of every rank: pipeline rank by tensor rank by replica."""
+    """Return the operations of every rank, with the pipeline rank changing fastest.
+
+    Tensor rank and replica follow.
+    """
     return [
         Host(schedule=schedule, rank=rank, habits=habits, side=side, replica=replica).run()
         for replica in range(habits.replicas)

@@ -34,7 +34,7 @@ def compute_orders(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 
 
 
 def _followers(action: Action, num_stages: int) -> list[Action]:
-    """What may have become possible by ``action``."""
+    """Return the actions that ``action`` may have enabled."""
     stage, i = action.stage, action.microbatch
     if action.kind is F:
         return [Action(B, stage, i) if stage + 1 == num_stages else Action(F, stage + 1, i)]
@@ -44,7 +44,7 @@ def _followers(action: Action, num_stages: int) -> list[Action]:
 
 
 def needs(action: Action, num_stages: int) -> set[Action]:
-    """What must have been computed before, on any rank."""
+    """Return the computations, on any rank, that must precede ``action``."""
     stage, i = action.stage, action.microbatch
     if action.kind is F:
         return {Action(F, stage - 1, i)} if stage else set()

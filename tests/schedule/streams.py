@@ -1,13 +1,14 @@
-"""Whether the operations that hosts give to their GPUs' streams can all run: the rules of CUDA and NCCL, on paper.
+"""Simulation of GPU streams by the rules of CUDA and NCCL, to find operations that hang.
 
-- Operations of one stream run one after the other, and an operation does not start before those that it waits for have ended.
-- A message, or a collective, ends when it has started on all its ranks: a send waits for its receive (rendezvous).
-- A host gives operations without waiting for them, but for those that *hold* it: what it reads from the device, and the first use of a
-  connection, which NCCL makes on the host of both sides (ncclSend, ncclAllReduce: lazily, ``NCCL_RUNTIME_CONNECT``).
-- With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all streams of a GPU share it: an operation that cannot start yet holds
-  up whatever was given after it, in any stream.
+- Operations of one stream run in order. An operation starts after all operations that it waits for have ended.
+- A message or a collective ends when it has started on all its ranks: a send waits for its receive (rendezvous).
+- A host issues operations without waiting for them, except for those that *hold* it. These are reads from the device, and the
+  first use of a connection, which NCCL makes lazily on the hosts of both sides (ncclSend, ncclAllReduce;
+  ``NCCL_RUNTIME_CONNECT``).
+- With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all streams of a GPU share it. An operation that cannot start
+  yet then blocks every later operation, in any stream.
 
-All of these say "after", so what can run does not depend on how fast anybody is: the operations can run if nobody waits in a circle.
+All rules only say "after", so the result does not depend on speed. The operations can run if there is no cycle of waits.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What one host gives to one stream.
+    """An operation that a host gives to a stream.
 
     Attributes:
-        name: For messages.
-        stream: "compute", or the communicator, which has a stream of its own.
-        waits: Places in this rank's list of what must have ended before.
-        meets: What this is one rank's part of: a message or collective; None: it is alone.
-        parts: How many ranks that has.
-        holds: The host does not go on before it has ended.
+        name: Name in messages.
+        stream: "compute", or a communicator, which has its own stream.
+        waits: Indices of operations of this rank that must have ended before.
+        meets: The message or collective of which this is one rank's part; None if it involves no other rank.
+        parts: Number of ranks of that message or collective.
+        holds: Whether the host waits until it has ended.
     """
 
     name: str
@@ -86,7 +87,7 @@ def stuck_operations(programs: Sequence[Sequence[Operation]], *, one_queue: bool
 
 
 def _ended(number: int, parts: dict[int, list[int]], absent: dict[int, int], wakes: list[list[int]]) -> Iterator[int]:
-    """What waited for the end of what has ended by the start of ``number``."""
+    """Yield the operations that wait for operations which end when ``number`` starts."""
     members = parts.get(number)
     if members is None:
         yield from wakes[number]

@@ -1,4 +1,7 @@
-"""Where communication goes: just in time, in the order of the sends, and never so that ranks wait for each other."""
+"""Tests of lowering, which adds communication to a program.
+
+Messages come just in time, in the order of the sends, and never in an order that deadlocks.
+"""
 
 from __future__ import annotations
 

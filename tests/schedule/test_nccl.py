@@ -81,7 +81,10 @@ def test_a_receive_behind_one_that_waits_holds_up_a_shared_queue() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
 def test_connections_that_are_made_when_they_are_first_used_hang(name: str) -> None:
-    """Where both ranks' first calls are of different channels, each host waits for the other's."""
+    """Check that lazy connections hang if both ranks first call different channels.
+
+    Each host then waits for the other's.
+    """
     programs = {
         "1f1b": ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"),
         "zb_h1": ("F0.0 RB0.0 SF0.0 B0.0 W0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 W1.0 R1"),

@@ -25,7 +25,10 @@ def counts(ranges: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 def key(bounds: tuple[int, ...], layers: list[float], first: float, last: float) -> tuple[Fraction | int, ...]:
-    """What the split is chosen by: the largest stage, evenness, the ends, and the remainders late."""
+    """Return the sort key that the best split minimizes.
+
+    It compares the largest stage, the evenness, the first and the last stage, and the boundaries, so that remainders come late.
+    """
     exact = [Fraction(str(cost)) for cost in layers]
     stages = [sum(exact[start:stop], Fraction(0)) for start, stop in pairwise(bounds)]
     stages[0] += Fraction(str(first))

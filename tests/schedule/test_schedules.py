@@ -1,4 +1,4 @@
-"""What the schedules promise: order, memory, names, and that all of them are proven."""
+"""Tests of the guarantees of schedules: order, memory, names, and a proof of each."""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ def pixels(path: Path) -> np.ndarray:
 
 
 def shares(row_w3: np.ndarray) -> list[float]:
-    """How much of a row is blue, green, amber and purple, chunks of both shades."""
+    """Return the shares of blue, green, amber and purple pixels in a row.
+
+    Both shades of the chunks count.
+    """
     red, green, blue = row_w3.T
     masks = (
         (blue > green + 25) & (green > red + 10),

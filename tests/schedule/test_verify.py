@@ -84,7 +84,7 @@ def is_legal(schedule: Schedule) -> bool:
 
 
 def needed(schedule: Schedule, action: Action) -> set[Action]:
-    """What a computation needs: other computations, and the message between ranks."""
+    """Return the computations that ``action`` needs, and the messages between ranks."""
     s, i = action.stage, action.microbatch
     found = needs(action, schedule.num_stages)
     for other in needs(action, schedule.num_stages):

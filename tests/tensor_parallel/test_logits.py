@@ -178,7 +178,7 @@ def check_argmax(rank: int) -> None:
 
 @dataclass
 class Output:
-    """What a model might return."""
+    """A model's output with logits and a loss."""
 
     logits: Any
     loss: float = 1.0

@@ -49,7 +49,7 @@ class Beside(TorchDispatchMode):
 
     @property
     def share(self) -> Fraction:
-        """Of the elements that this rank has given to collectives since: those beside products."""
+        """Share of collectives that overlapped with products, by number of elements."""
         given = {p: call.parts[0][0] for p, call in enumerate(HOST.calls) if p >= self.since and call.what.startswith("_")}
         return Fraction(sum(given[place] for place in self.beside), sum(given.values()) or 1)
 

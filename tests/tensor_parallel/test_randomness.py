@@ -83,7 +83,7 @@ class LitBert(LitBase):
 
 
 class Masks(L.Callback):
-    """What each dropout dropped, in the order of the calls, and the weights in the end."""
+    """Dropout masks by module, in the order of the calls."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[Tensor]] = {}

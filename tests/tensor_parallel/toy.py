@@ -1,4 +1,4 @@
-"""What the tests of this room share: a tensor group, comparisons, and a transformer of their own."""
+"""Helpers of the tensor parallel tests: a tensor group, comparisons and a transformer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def whole_gradient(grad: Tensor, sharding: Sharding, group: Group) -> Tensor:
-    """What a partial gradient is part of."""
+    """Return the whole gradient of which a rank holds a partial one.
+
+    Partial gradients are summed over the group. So are the parts of copied rows.
+    """
     if sharding.partial:
         grad = grad.clone()
         dist.all_reduce(grad, group=group.handle)
