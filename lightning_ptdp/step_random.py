@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_ptdp._lightning import is_compiled as is_compiled_module
 from lightning_ptdp._torch import is_compiled, untraced
 from lightning_ptdp.random import States, derive_seed, reseed, set_states
 from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
@@ -76,6 +77,8 @@ class StepRandomness(Surrounding):
         """Follow the calls of the blocks."""
         undo = contextlib.ExitStack()
         for number, name in self._blocks.items():
+            if _is_inside_graph(module, name):
+                continue  # hooks would break the graph: its blocks draw from the stream around it
             block = module.get_submodule(name)
             enter, leave = partial(self._enter, number), partial(self._leave)  # a method cannot be marked as untraced
             if is_compiled(block):
@@ -169,6 +172,13 @@ class StepRandomness(Surrounding):
             yield
         finally:
             _set_host_states(*now)
+
+
+def _is_inside_graph(module: nn.Module, block: str) -> bool:
+    """Return True if a module around the block is compiled as a whole."""
+    names = block.split(".")
+    around = (module.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
+    return is_compiled_module(module) or any(map(is_compiled, around))
 
 
 def _pass(*_: object) -> None:

@@ -61,3 +61,17 @@ def test_no_class_defines_wrapped() -> None:
             if "__wrapped__" in names:
                 wrong.append(f"{file.relative_to(PACKAGE.parent)}: {node.name}")
     assert not wrong
+
+
+def test_docstrings_begin_with_a_noun_phrase_or_a_verb() -> None:
+    """A relative clause as a first line ("What a rank holds") needs a second reading."""
+    relative = {"What", "Whether", "Who", "Whoever", "Of", "How", "Where", "That"}
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = []
+    for folder in (PACKAGE, TESTS, TESTS.parent / "ci"):
+        for file in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                text = ast.get_docstring(node) if isinstance(node, documented) else None
+                if text and text.split()[0] in relative:
+                    wrong.append(f"{file.relative_to(TESTS.parent)}: {text.splitlines()[0]}")
+    assert wrong == []

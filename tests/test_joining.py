@@ -144,7 +144,7 @@ def test_errors_of_other_kinds_pass(place: Place) -> None:
 
 
 def test_a_process_that_ended_before_it_came(place: Place) -> None:
-    """Whoever has started it sees that at once."""
+    """The process that started it reports the loss at once."""
     crowd = Crowd(rank=0, world_size=2, address="127.0.0.1", port=place.port)
     store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
     said = "rank 1 was lost: its process ended with exit code -9"

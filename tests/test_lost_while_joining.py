@@ -191,7 +191,7 @@ def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
 
 
 def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
-    """Whoever fails after rank 0 finds no store any more: rank 0 has to tell who it is that is missed."""
+    """A rank that fails after rank 0 finds no store any more, so rank 0 must report the missing rank."""
     together = ranks(LONG_S, what=_train)
     assert [rank.says() for rank in together] == ["joined"] * 3
     together[2].process.kill()

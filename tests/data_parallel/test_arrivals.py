@@ -1,4 +1,4 @@
-"""Whoever reads parameters between two steps finds those of the last one."""
+"""Parameters read between two steps are those of the last step."""
 
 from __future__ import annotations
 

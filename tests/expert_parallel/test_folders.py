@@ -17,10 +17,12 @@ from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
+FOLDER = {"checkpoint_format": "folder"}
+
 
 def test_a_checkpoint_goes_through_layouts_bitwise(pool: Pool, tmp_path: Path) -> None:
     """e4 to one process to t2 p2 e2, weights and optimizer; and to a folder, without the folder of a model."""
-    layouts: list[tuple[int, dict[str, Any]]] = [(4, {E: 4}), (1, {}), (8, {T: 2, P: 2, M: 2, E: 2})]
+    layouts: list[tuple[int, dict[str, Any]]] = [(4, {E: 4}), (1, FOLDER), (8, {T: 2, P: 2, M: 2, E: 2})]
     places = [str(tmp_path / f"{number}.ckpt") for number in range(len(layouts))]
     for (world_size, layout), resume, save in zip(layouts, [None, *places], places, strict=False):
         pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, resume=resume, save=save),))
