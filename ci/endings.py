@@ -39,6 +39,7 @@ LAUNCHERS = ("one", "ranks", "fork", "popen", "torchrun", "spawn")
 WAYS = ("return", "exit", "exception", "SIGTERM", "Ctrl-C", "Ctrl-C to one")
 HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "after fit")
 _SLOW_S = 0.4
+_JOINED_S = 300  # a start beside many busy processes takes minutes
 _BEGUN = "begun.txt"
 
 
@@ -120,7 +121,7 @@ def train(case: Case, folder: Path) -> None:
     if case.launcher in ("fork", "spawn", "popen"):
         layout["start_method"] = case.launcher
     trainer = pl.Trainer(
-        strategy=PTDPStrategy(**layout, async_save=True, timeout_s=60),
+        strategy=PTDPStrategy(**layout, async_save=True, timeout_s=_JOINED_S),
         accelerator="cpu",
         devices=2 if two else 1,
         max_epochs=3,

@@ -1,5 +1,6 @@
-"""Architectures of Hugging Face, layouts and options drawn at random, each trained beside one process: the same losses and weights, or a
-refusal before launch, in one sentence.
+"""Architectures of Hugging Face, layouts, options and habits drawn at random, each trained beside one process.
+
+A run must have the same losses and weights, or be refused in one sentence: before launch, or for a habit where the module shows it.
 
 ::
 
@@ -30,6 +31,7 @@ from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.circle import CIRCLE, differences_around
+from tests.huggingface.habits import HABITS, WHOLE_LOSS
 from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
 from tests.pool import Pool, WorkerFailure
 
@@ -83,6 +85,9 @@ def draw_run(draw: Draw, name: str) -> Run:
     options: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
     if found.task in ("causal", "masked") and draw.random() < 0.5:
         options["tie_word_embeddings"] = draw.random() < 0.5
+    habit = draw.choice(sorted(HABITS)) if draw.random() < 0.5 else ""
+    if (habit == "draws" and (d > 1 or m == 1)) or (habit in WHOLE_LOSS and (padded or c > 1)):
+        habit = ""  # replicas, and Lightning's own loop, draw other numbers; a mean over labels is none over samples
     return Run(
         architecture=name,
         options=options,
@@ -94,6 +99,7 @@ def draw_run(draw: Draw, name: str) -> Run:
         padded=padded,
         hidden=hidden,
         eager=draw.random() < 0.3,
+        habit=habit,
     )
 
 
@@ -115,7 +121,8 @@ def compare(pool: Pool, run: Run, known: dict[str, Any] | None = None) -> Outcom
     try:
         found = pool.run(fit, world_size=run.world_size, args=(run,), limit=45.0)
     except WorkerFailure as failure:
-        return Outcome("late", _last_line(failure))
+        text = _last_line(failure)
+        return Outcome("refused" if run.habit and _is_refusal(text) else "late", text)
     unlike = [text for rank in found for text in differences(rank, expected)]
     return Outcome("different", "; ".join(unlike[:3])) if unlike else Outcome("equal")
 
@@ -128,6 +135,11 @@ def _last_line(failure: WorkerFailure) -> str:
         if line and line[0].isalpha() and ": " in line and "Error" in line.split(": ")[0]
     ]
     return max(lines, key=lambda line: ("Connection" not in line, -lines.index(line)), default=str(failure)[-500:])
+
+
+def _is_refusal(text: str) -> bool:
+    """Return True if the strategy refused, by name, what it can see only while the module runs."""
+    return text.partition(": ")[0].endswith(("PartialModelError", "MisconfigurationException"))
 
 
 def draw_runs(seed: int, names: list[str]) -> Iterator[tuple[str, Run]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.architectures import ARCHITECTURES, Samples, build
+from tests.huggingface.habits import HABITS, Habit
 
 __all__ = ["Run", "differences", "fit", "one_process", "refusal"]
 
@@ -37,6 +40,7 @@ class Run:
         hidden: A hidden state of the middle is in the loss.
         eager: Built in ``__init__``.
         lora: Options of an adapter of peft's around the model; none: no adapter.
+        habit: Name of one of ``HABITS``; empty: none.
     """
 
     architecture: str
@@ -51,13 +55,14 @@ class Run:
     hidden: bool = False
     eager: bool = False
     lora: dict[str, Any] = field(default_factory=dict)
+    habit: str = ""
 
     @property
     def task(self) -> str:
         return ARCHITECTURES[self.architecture].task
 
 
-class LitUnseen(L.LightningModule):
+class LitUnseen(Habit):
     """A typical user's module around a Hugging Face model."""
 
     def __init__(self, run: Run) -> None:
@@ -93,6 +98,10 @@ class LitUnseen(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def _module(run: Run) -> LitUnseen:
+    return type(run.habit, (HABITS[run.habit], LitUnseen), {})(run) if run.habit else LitUnseen(run)
+
+
 class Losses(L.Callback):
     """Losses of every batch, the mean over all samples or labels, and the weights at the start."""
 
@@ -114,8 +123,9 @@ class Losses(L.Callback):
 
 
 def one_process(run: Run) -> Run:
-    """The same training without parallelism."""
-    return replace(run, world_size=1, layout={})
+    """The same training without parallelism; random numbers are drawn for each microbatch, as in the layout."""
+    microbatches = run.layout.get("num_microbatches", 1) if run.habit == "draws" else 1
+    return replace(run, world_size=1, layout={"num_microbatches": microbatches} if microbatches > 1 else {})
 
 
 def _trainer(run: Run, callbacks: list[Any]) -> L.Trainer:
@@ -144,7 +154,7 @@ def refusal(rank: int, run: Run) -> str | None:
     _quiet()
     L.seed_everything(3, verbose=False)
     try:
-        trainer, module = _trainer(run, []), LitUnseen(run)
+        trainer, module = _trainer(run, []), _module(run)
         trainer.strategy.connect(module)
         trainer.strategy._lightning_module = module
         trainer.state.fn = "fit"
@@ -155,15 +165,16 @@ def refusal(rank: int, run: Run) -> str | None:
 
 
 def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; returns losses, initial and final weights of the whole model."""
+    """Train; returns losses, what the module saw itself, initial and final weights of the whole model."""
     _quiet()
     L.seed_everything(3, verbose=False)
-    losses, module = Losses(), LitUnseen(run)
+    losses, module = Losses(), _module(run)
     trainer = _trainer(run, [losses])
     data = Samples(run.task, run.batch * run.accumulate * run.steps, padded=run.padded)
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
     trainer.fit(module, DataLoader(data, batch_size=run.batch // sampler.num_replicas, sampler=sampler))
-    return {"losses": losses.losses, "initial": losses.initial, "final": trainer.strategy.gather_state_dict()}
+    final = trainer.strategy.gather_state_dict()
+    return {"losses": losses.losses, "seen": module.seen, "initial": losses.initial, "final": final}
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any], *, tolerance: float = 1e-4) -> list[str]:
@@ -184,6 +195,11 @@ def differences(found: dict[str, Any], expected: dict[str, Any], *, tolerance: f
     result = [
         f"loss of batch {i}: {there!r} instead of {here!r}"
         for i, (there, here) in enumerate(zip(found["losses"], expected["losses"], strict=True))
+        if not abs(there - here) <= tolerance * abs(here) * 0.1
+    ][:1]
+    result += [
+        f"value {i} that the module saw: {there!r} instead of {here!r}"
+        for i, (there, here) in enumerate(zip_longest(found["seen"], expected["seen"], fillvalue=math.nan))
         if not abs(there - here) <= tolerance * abs(here) * 0.1
     ][:1]
     ways = {name: (value - expected["initial"][name]).double() for name, value in expected["final"].items()}

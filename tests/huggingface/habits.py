@@ -1,0 +1,174 @@
+"""Habits of people's LightningModules, each a mixin over hooks that Lightning documents.
+
+A run with a habit must train as one process does, or be refused by name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+__all__ = ["HABITS", "WHOLE_LOSS", "Habit"]
+
+_RATE = 0.1
+
+
+class Habit(L.LightningModule):
+    """A module of which a mixin changes some hooks.
+
+    Attributes:
+        seen: Values that the module computed itself; they must be those of one process.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[float] = []
+
+
+def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a change to the loss that a step returned."""
+    return {**output, "loss": change(output["loss"])} if isinstance(output, dict) else change(output)
+
+
+class Draws(Habit):
+    """Random numbers of three generators in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = random.uniform(0.5, 1.5) + float(np.random.beta(0.4, 0.4)) + float(torch.rand(()))
+        return _changed(super().training_step(batch, batch_idx), lambda loss: loss * scale)
+
+
+class Penalty(Habit):
+    """An L2 penalty over all parameters in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        penalty = 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
+        return _changed(super().training_step(batch, batch_idx), lambda loss: loss + penalty)
+
+
+class LayerRates(Habit):
+    """A learning rate for every parameter by its place in the model; no decay of vectors."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [parameter], "lr": _RATE * 0.9**index, "weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
+            for index, parameter in enumerate(self.parameters())
+        ]
+        return torch.optim.SGD(groups)
+
+
+class NamedGroups(Habit):
+    """Two groups by name, momentum, and a schedule of the learning rate in every step."""
+
+    def configure_optimizers(self) -> Any:
+        names = dict(self.named_parameters())
+        slow = [parameter for name, parameter in names.items() if "norm" in name.lower() or name.endswith("bias")]
+        rest = [parameter for name, parameter in names.items() if not ("norm" in name.lower() or name.endswith("bias"))]
+        groups = [{"params": rest, "weight_decay": 0.1}] + ([{"params": slow, "lr": _RATE / 4}] if slow else [])
+        optimizer = torch.optim.SGD(groups, lr=_RATE, momentum=0.9, nesterov=True)
+        schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Adaptive(Habit):
+    """AdamW, with an epsilon that lets no gradient of zero be divided by itself."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+class ClipsNorm(Habit):
+    """Clips by torch's function in Lightning's hook and keeps the norm."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
+
+
+class ClipsValue(Habit):
+    """Clips every element by torch's function in Lightning's hook."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)
+
+
+class WatchesNorm(Habit):
+    """Reads the norm of the gradient before each step of the optimizer."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.seen.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+class Freezes(Habit):
+    """Trains neither embeddings nor vectors."""
+
+    def configure_optimizers(self) -> Any:
+        for name, parameter in self.named_parameters():
+            if "embed" in name or parameter.ndim < 2:
+                parameter.requires_grad_(False)
+        return torch.optim.SGD((one for one in self.parameters() if one.requires_grad), lr=_RATE)
+
+
+class Averages(Habit):
+    """An exponential average of the weights by Lightning's callback, which puts it into the module at the end."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [EMAWeightAveraging(decay=0.5)]
+
+
+class Measures(Habit):
+    """A metric of torchmetrics that is updated in the step and logged at the end of the epoch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.mean.update(output.detach(), weight=len(next(iter(batch.values()))))
+        return output
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+        self.seen.append(float(self.mean.compute()))
+
+
+class Counts(Habit):
+    """A buffer that a hook changes after each batch."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("batches", torch.zeros(()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+
+HABITS: MappingProxyType[str, type[Habit]] = MappingProxyType(
+    {
+        "adaptive": Adaptive,
+        "averages": Averages,
+        "clips norm": ClipsNorm,
+        "clips value": ClipsValue,
+        "counts": Counts,
+        "draws": Draws,
+        "freezes": Freezes,
+        "layer rates": LayerRates,
+        "measures": Measures,
+        "named groups": NamedGroups,
+        "penalty": Penalty,
+        "watches norm": WatchesNorm,
+    }
+)
+WHOLE_LOSS = frozenset({"measures"})
+"""Habits that take the returned loss for the mean over the samples of a batch."""
