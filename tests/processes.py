@@ -15,7 +15,7 @@ import psutil
 
 __all__ = ["Session", "listening", "session"]
 
-LIMIT = 120.0
+LIMIT = 240.0  # within pytest's own, so that a script that hangs is told with its output
 
 
 class Session:

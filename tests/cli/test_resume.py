@@ -130,12 +130,14 @@ def test_a_requeued_job_is_known_by_slurms_count(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
-    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under SLURM Lightning would take the first one's ``hpc_ckpt_1.ckpt``."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {"logger": False, "limit_val_batches": 0, "val_check_interval": None, "callbacks": [SAVE_EACH_STEP]}
     Path(config).write_text(yaml.safe_dump({**settings, "sample": None}))
+    said: list[str] = []
+    monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         monkeypatch.setenv(name, "1")
     arguments = ["fit", "--config", config, PTDP, "--resume=auto"]
@@ -150,12 +152,12 @@ def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
     second = newest_checkpoint(tmp_path)
     assert second is not None
     assert read_metadata(second).run["global_step"] == 1
-    assert f"{left} is left alone: model.optimizer.learning_rate is 0.01 there, 0.02 here" in caplog.text
-    assert f"--ckpt_path {left}" in caplog.text
+    assert f"{left} is left alone: model.optimizer.learning_rate is 0.01 there, 0.02 here" in "\n".join(said)
+    assert f"--ckpt_path {left}" in "\n".join(said)
 
     code, _, err = ptdp(*arguments, "--trainer.max_steps=3", "--ckpt_path", str(left))
     assert code == 0, err
-    assert f"starting from {left}" in caplog.text
+    assert f"starting from {left}" in "\n".join(said)
     third = newest_checkpoint(tmp_path)
     assert third is not None
     assert read_metadata(third).run["global_step"] == 3
