@@ -2,75 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ptdp.engine.batch import merge_outputs
 from lightning_ptdp.nested import Nested, batch_size
 
-__all__ = ["Captured", "Replay"]
+__all__ = ["Captured", "Replay", "chain_batches", "join_batches"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Captured:
     """Batches of one replica.
 
     Attributes:
-        train: Batches of each epoch.
-        validation: Batches of each validation loader.
-        length: Batches in a whole epoch; None if the loader has no length.
+        lists: ("train", epoch) or ("validation", loader) -> batches.
+        length: Batches in a whole epoch of training; None if the loader has no length.
+        parts: Batches that make one of the layout.
     """
 
-    train: Sequence[Sequence[Nested]]
-    validation: Sequence[Sequence[Nested]]
-    length: int | None
+    lists: dict[tuple[str, int], list[Nested]] = field(default_factory=dict)
+    length: int | None = None
+    parts: int = 1
 
-    @classmethod
-    def of_one_process(cls, replicas: Sequence[Captured], *, joined: bool) -> Captured:
-        """Return the batches of all replicas, each joined to one, or one after the other.
 
-        Raises:
-            ValueError: They cannot be joined.
-        """
-        length = replicas[0].length
-        return cls(
-            train=_combined([replica.train for replica in replicas], joined=joined),
-            validation=_combined([replica.validation for replica in replicas], joined=joined),
-            length=length if joined or length is None else length * len(replicas),
-        )
+def join_batches(replicas: Sequence[Captured]) -> Captured:
+    """Return batches with the samples of all replicas.
+
+    Raises:
+        ValueError: They cannot be joined.
+    """
+    lists = {key: [_join(parts) for parts in _side_by_side(replicas, key)] for key in replicas[0].lists}
+    return Captured(lists=lists, length=replicas[0].length)
+
+
+def chain_batches(replicas: Sequence[Captured]) -> Captured:
+    """Return the batches of all replicas one after the other."""
+    lists = {key: [batch for parts in _side_by_side(replicas, key) for batch in parts] for key in replicas[0].lists}
+    length = replicas[0].length
+    return Captured(lists=lists, length=None if length is None else length * len(replicas), parts=len(replicas))
 
 
 class Replay:
-    """A loader of captured batches: those of this rank's replica, epoch by epoch.
+    """A loader of captured batches.
 
     Args:
-        trainer: Knows the rank; without several replicas all ranks read the first batches.
-        replicas: Epochs of each replica.
-        length: Batches in an epoch, if they have a number.
-        again: Whether every epoch is the first.
+        batches: Returns those of an epoch.
+        length: Their number; None if it is not known.
     """
 
-    def __init__(
-        self, trainer: Any, replicas: Sequence[Sequence[Sequence[Nested]]], *, length: int | None, again: bool = False
-    ) -> None:
-        self._trainer, self._replicas, self._length, self._again = trainer, replicas, length, again
-        self._epoch = 0
+    def __init__(self, batches: Callable[[], Iterable[Nested]], length: Any) -> None:
+        self._batches, self._length = batches, length
 
     def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError("the captured loader has no length")
-        return self._length
+        return self._length  # None is a TypeError, as it is for any loader without a length
 
     def __iter__(self) -> Iterator[Nested]:
-        epochs = self._replicas[self._trainer.strategy.distributed_sampler_kwargs["rank"]]
-        epoch, self._epoch = self._epoch, 0 if self._again else self._epoch + 1
-        yield from epochs[epoch] if epoch < len(epochs) else ()
+        return iter(self._batches())
 
 
-def _combined(replicas: Sequence[Sequence[Sequence[Nested]]], *, joined: bool) -> list[list[Nested]]:
-    lists = zip(*replicas, strict=False)
-    return [[batch for parts in zip(*each, strict=False) for batch in ([_join(parts)] if joined else parts)] for each in lists]
+def _side_by_side(replicas: Sequence[Captured], key: tuple[str, int]) -> Iterator[tuple[Nested, ...]]:
+    return zip(*(replica.lists.get(key, ()) for replica in replicas), strict=False)
 
 
 def _join(parts: Sequence[Nested]) -> Nested:

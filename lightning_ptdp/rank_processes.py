@@ -69,7 +69,7 @@ def run_ranks(function: Callable[..., object], *, count: int, args: Sequence[obj
     processes = []
     for rank in range(count):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(there, function, rank, tuple(args)), daemon=True)
+        process = context.Process(target=_serve, args=(there, function, rank, tuple(args)))
         process.start()
         there.close()
         processes.append(process)
