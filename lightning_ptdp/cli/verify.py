@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
-
 from lightning_ptdp.cli.checks import check_run
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.held_back import held_back
@@ -20,15 +17,12 @@ def run(verb: str, arguments: list[str]) -> int:
     Raises:
         ValueError: The configuration cannot work.
     """
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     with held_back():
         cli = PTDPCLI(verb, [*arguments, "--trainer.logger=false"])
         if not hasattr(cli.trainer.strategy, "config"):
             raise UserError("ptdp verify compares a layout of the ptdp strategy: set --trainer.strategy ptdp")
         check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=None, writes=False)
     given = cli.config
-    if given.output is not None and Path(given.output).suffix != ".png":
-        raise UserError(f"--output {given.output} must end in .png")
     if cli.datamodule is not None:
         cli.datamodule.prepare_data()
     options = {name: value for name, value in vars(cli.config_init.trainer).items() if value is not None}
@@ -36,7 +30,7 @@ def run(verb: str, arguments: list[str]) -> int:
     try:
         report = verify(cli.model, cli.datamodule, steps=given.steps, blocks=given.blocks, limit_s=given.limit_s, **options)
     except VerificationError as error:
-        print(f"ptdp verify: {error}", flush=True)
+        print("\n".join([f"ptdp verify: {error}", *getattr(error, "__notes__", ())]), flush=True)
         return 1
     print(report, flush=True)
     if given.output is not None:

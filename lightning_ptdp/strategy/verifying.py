@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_ptdp._lightning import Trainer, trainer_options
 from lightning_ptdp.strategy.run import RunningStrategy
@@ -21,15 +22,16 @@ def verify_first_step(strategy: RunningStrategy, trainer: Trainer, arguments: Se
         MisconfigurationException: This process does not start all ranks.
         VerificationError: They differ; holds the report.
     """
-    environment, option = strategy.cluster_environment, f"verify={strategy.config.verify!r}"
-    ours = environment is None or isinstance(environment, strategy._names.LightningEnvironment)
+    environment: Any = strategy.cluster_environment
+    option = f"verify={strategy.config.verify!r}"
+    ours = isinstance(environment, strategy._names.LightningEnvironment)
     if strategy.num_nodes > 1 or not ours:
         reason = f"{type(environment).__name__} has started the ranks" if not ours else f"num_nodes={strategy.num_nodes}"
         raise strategy.refusal(
             f"{option} forks processes on this machine before training, but {reason}. Leave it out, and run ptdp verify, or "
             "lightning_ptdp.verify, on one machine first"
         )
-    if environment is not None and strategy.num_processes > 1 and environment.creates_processes_externally:
+    if strategy.num_processes > 1 and environment.creates_processes_externally:
         return  # started by rank 0, which has verified
     _, train, validation, datamodule = [*arguments, None, None, None][:4]
     report = verify(

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_ptdp.verification.batches import Captured, chain_batches, join_batches
+from lightning_ptdp.verification.batches import Captured, combine
 from lightning_ptdp.verification.case import Case, smaller_layouts
 from lightning_ptdp.verification.causes import Evidence, find_causes
 from lightning_ptdp.verification.compare import Comparison, Difference
-from lightning_ptdp.verification.errors import VerificationError
 from lightning_ptdp.verification.record import Record
 from lightning_ptdp.verification.report import Report
-from lightning_ptdp.verification.training import Subject
+from lightning_ptdp.verification.training import Subject, VerificationError
 
 __all__ = ["verify"]
 
@@ -68,11 +68,11 @@ def verify(
         raise ValueError(f"num_nodes={trainer['num_nodes']}: verify starts processes on this machine only; use num_nodes=1")
     if torch.cuda.is_initialized():
         raise ValueError("verify forks processes, which cannot use CUDA once this one has: call it before anything uses the GPU")
-    if not isinstance(devices, int) or devices < 1:
+    if not isinstance(devices, int):
         raise ValueError(f"devices={devices!r} must be a number of processes")
     if trainer.get("max_steps", -1) > 0:
         steps = min(steps, trainer["max_steps"])
-    own = replace(config, keyed_dropout=True, compile="none", compile_options=None, async_save=False, verify=None)
+    own = replace(config, keyed_dropout=True, compile="none", compile_options=None, verify=None)
     case = Case(name="the layout", config=own, devices=devices, blocks=blocks)
     _ = case.layout  # raises if the degrees do not fit
     with tempfile.TemporaryDirectory(prefix="ptdp-verify-") as folder:
@@ -86,20 +86,6 @@ def verify(
             limit_s=limit_s,
         )
         return _Verification(subject, case).report()
-
-
-@dataclass(kw_only=True)
-class _Trained:
-    """A layout, and one process that read the same."""
-
-    case: Case
-    ranks: list[Record]
-    alone: Record
-    compared: list[Difference]
-
-    @property
-    def differences(self) -> list[Difference]:
-        return [one for one in self.compared if one.differs]
 
 
 @dataclass
@@ -128,8 +114,8 @@ class _Verification:
             self.notes.append(f"random numbers are replaced by constants, equal for all samples ({', '.join(places[:3])})")
             self.case = replace(self.case, frozen=True)
             ranks = self.subject.train(self.case)
-        trained = self._in_double(self._against_one_process(self.case, ranks))
-        layout, steps = self.case.layout.describe(), trained.alone.steps
+        trained = self._in_double(Comparison(ranks, self._one_process(self.case)))
+        layout, steps = self.case.layout.describe(), trained.expected.steps
         report = Report(layout=layout, steps=steps, compared=trained.compared, notes=self.notes)
         return report if report.equal else self._explained(report, trained)
 
@@ -157,9 +143,9 @@ class _Verification:
         replicas = {rank.replica: rank.batches for rank in ranks}
         batches = [replicas[number] for number in sorted(replicas)]
         try:
-            self.whole = join_batches(batches)
-        except ValueError as error:
-            self.whole = chain_batches(batches)
+            self.whole = combine(batches, joined=True)
+        except (ValueError, RuntimeError) as error:
+            self.whole = combine(batches, joined=False)
             self.notes.append(f"one process accumulates over the replicas' batches: {error}")
         self.case = replace(self.case, batches=batches)
         return ranks
@@ -167,35 +153,32 @@ class _Verification:
     def _one_process(self, case: Case) -> Record:
         return self.subject.train(case.only("", 1, [self.whole]))[0]
 
-    def _against_one_process(self, case: Case, ranks: list[Record]) -> _Trained:
-        alone = self._one_process(case)
-        return _Trained(case=case, ranks=ranks, alone=alone, compared=Comparison(ranks, alone, alone.eps).run())
-
-    def _in_double(self, trained: _Trained) -> _Trained:
+    def _in_double(self, trained: Comparison) -> Comparison:
         """Repeat in float64 what could be rounding, or could hide behind it."""
-        eps, differences = trained.alone.eps, trained.differences
+        eps, differences = trained.expected.eps, trained.differences
         near = bool(differences) and all(one.excess <= _FAR for one in differences)
         if eps < _DOUBLE_EPS or not (near or eps > _HALF_EPS):
             return trained
-        case = replace(trained.case, precision="64-true")
+        case = replace(self.case, precision="64-true")
         try:
-            double = self._against_one_process(case, self.subject.train(case))
+            double = Comparison(self.subject.train(case), self._one_process(case))
         except VerificationError as error:
-            self.notes.append(f"float64 was not possible ({_headline(error)}): errors up to the tolerances may be hidden")
+            self.notes.append(f"float64 was not possible ({error}): errors up to the tolerances may be hidden")
             return trained
         if double.differences:
             self.notes.append("compared in float64")
+            self.case = case
             return double
         self.notes.append("equal in float64; in the precision that was asked for, the rounding of one process is allowed")
-        noise = Comparison([double.alone], trained.alone, eps).run()
-        return replace(trained, compared=Comparison(trained.ranks, trained.alone, eps, noise).run())
+        noise = Comparison([double.expected], trained.expected)
+        return Comparison(trained.found, trained.expected, noise.compared)
 
     # ---- reasons ------------------------------------------------------------------------------------------------------
 
-    def _explained(self, report: Report, trained: _Trained) -> Report:
+    def _explained(self, report: Report, trained: Comparison) -> Report:
         """Return the report with reasons, without values that one process does not give twice."""
-        alone, eps = trained.alone, trained.alone.eps
-        unsteady = [one for one in Comparison([self._one_process(trained.case)], alone, eps).run() if one.differs]
+        alone = trained.expected
+        unsteady = Comparison([self._one_process(self.case)], alone).differences
         repeats = {one.kind for one in unsteady} <= {"logged value", "metric"}
         if unsteady and repeats:
             names = {one.name for one in unsteady}
@@ -203,37 +186,33 @@ class _Verification:
             report = replace(report, compared=[one for one in report.compared if one.name not in names])
             if report.equal:
                 return report
-        count = max(len(rank.losses) for rank in trained.ranks)
+        count = max(len(rank.losses) for rank in trained.found)
         axes: list[tuple[str, str]] = []
         first_of: dict[str, Difference] = {}
         losses: list[float] = []
-        for letters, case in smaller_layouts(trained.case, self.whole, microbatches=count) if repeats else ():
+        for letters, case in smaller_layouts(self.case, self.whole, microbatches=count) if repeats else ():
             try:
                 ranks = self.subject.train(case)
             except VerificationError as error:
-                axes.append((letters, f"cannot be tried: {_headline(error)}"))
+                axes.append((letters, f"cannot be tried: {error}"))
                 continue
             if letters == "m":
                 losses = ranks[0].losses
-            found = next((one for one in Comparison(ranks, alone, eps).run() if one.differs), None)
-            axes.append((letters, f"DIFFERENT, {found}" if found else "equal"))
-            if found is not None:
-                first_of[letters] = found
+            differences = Comparison(ranks, alone).differences
+            if differences:
+                first_of[letters] = differences[0]
+            axes.append((letters, f"DIFFERENT, {differences[0]}" if differences else "equal"))
         first = report.differences[0]
         if first.kind == "loss" and first.step == 0 and "m" not in first_of:
-            self._name_microbatch(trained.ranks, losses, count)
-        batch = self.whole.lists["train", 0][len(alone.numbers["loss", 0][""]) - 1]
+            self._name_microbatch(trained.found, losses, count)
+        batch = self.whole.lists["train", 0][len(alone.numbers["loss", 0, ""][""]) - 1]
         evidence = Evidence(first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats)
-        return replace(report, axes=axes, causes=find_causes(evidence))
+        return replace(report, axes=axes, causes=list(find_causes(evidence)))
 
-    def _name_microbatch(self, ranks: list[Record], losses: list[float], count: int) -> None:
+    def _name_microbatch(self, ranks: Sequence[Record], losses: list[float], count: int) -> None:
         for rank in ranks:
             pairs = zip(rank.losses, losses[rank.replica * count :], strict=False)
             for index, (loss, other) in enumerate(pairs):
                 if not math.isclose(loss, other, rel_tol=1e-4):
                     self.notes.append(f"microbatch {index} on {rank.place} differs first: {loss:.6g} instead of {other:.6g}")
                     return
-
-
-def _headline(error: VerificationError) -> str:
-    return str(error).partition("\n")[0]

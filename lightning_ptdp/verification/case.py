@@ -69,16 +69,13 @@ def smaller_layouts(case: Case, whole: Captured, *, microbatches: int) -> Iterat
         microbatches: Of one batch of a replica.
     """
     layout, replicas = case.layout, case.layout.num_replicas
-    count = {"num_microbatches": microbatches * replicas // whole.parts}
+    count = microbatches * replicas // whole.parts
     if microbatches > 1 or replicas > 1:
-        yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count["num_microbatches"], 2))
-    for axis, size, options in (
-        ("t", layout.size("tensor"), {}),
-        ("p", layout.size("pipeline"), count),
-        ("c", layout.size("context"), {}),
-    ):
-        if size > 1:
-            yield axis, case.only(axis, size, [whole], **options)
+        yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count, 2))
+    for letter, axis in (("t", "tensor"), ("p", "pipeline"), ("c", "context")):
+        if layout.size(axis) > 1:
+            options = {"num_microbatches": count} if letter == "p" else {}
+            yield letter, case.only(letter, layout.size(axis), [whole], **options)
     if replicas > 1:
         axes = "de" if layout.size("expert") > 1 else "d"
         yield axes, case.only(axes, replicas, case.batches)

@@ -59,64 +59,59 @@ class Evidence:
     repeats: bool
 
 
-def find_causes(evidence: Evidence) -> list[Cause]:
-    """Return the known causes that explain the difference, the likeliest first."""
-    found = []
-    for name, names in _causes(evidence):
-        shown = [*sorted(names)[:3], "..."][: len(names)]
-        seen = f" ({', '.join(shown)})" if shown else ""
-        found.append(Cause(name=name, text=_TEXTS[name].format(seen=seen)))
-    return found
-
-
-def _causes(evidence: Evidence) -> Iterator[tuple[str, Collection[str]]]:
-    """Yield (cause, names that are shown)."""
+def find_causes(evidence: Evidence) -> Iterator[Cause]:
+    """Yield the known causes that explain the difference, the likeliest first."""
     first, seen, differing = evidence.first, evidence.alone, evidence.first_of
     if first.kind == "random numbers" or not evidence.repeats:
-        yield "random numbers", seen.random
+        yield _cause("random numbers", seen.random)
     elif first.kind == "optimizer option":
-        yield "optimizer groups", ()
+        yield _cause("optimizer groups")
     elif first.kind == "gradient" and first.point != "the backward":
-        yield "gradients changed by hand", [first.point]
+        yield _cause("gradients changed by hand", [first.point])
     elif first.kind == "weight":
-        yield "optimizer", ()
+        yield _cause("optimizer")
     else:
         axes = next((axes for axes in differing if axes[0] in "md"), None)
         if axes is not None:
             yield _of_batches(evidence, differing[axes])
         if seen.parameters and (not differing or {"t", "p"} & differing.keys()):
-            yield "parameters in the step", seen.parameters
+            yield _cause("parameters in the step", seen.parameters)
         if "c" in differing:
-            yield "label shift", ()
+            yield _cause("label shift")
         if axes is None and seen.random:
-            yield "random numbers", seen.random
+            yield _cause("random numbers", seen.random)
         if axes is None and seen.written and first.step > 0:
-            yield "hidden state", seen.written
+            yield _cause("hidden state", seen.written)
 
 
-def _of_batches(evidence: Evidence, first: Difference) -> tuple[str, Collection[str]]:
+def _cause(name: str, names: Collection[str] = ()) -> Cause:
+    shown = [*sorted(names)[:3], "..."][: len(names)]
+    return Cause(name=name, text=_TEXTS[name].format(seen=f" ({', '.join(shown)})" if shown else ""))
+
+
+def _of_batches(evidence: Evidence, first: Difference) -> Cause:
     seen, losses = evidence.alone, evidence.losses
     if first.kind in ("logged value", "metric"):
-        return "logged values", [first.name]
-    expected = seen.numbers["loss", 0][""][-1][0]
+        return _cause("logged values", [first.name])
+    expected = seen.numbers["loss", 0, ""][""][-1][0]
     if len(losses) > 1 and math.isclose(sum(losses), expected, rel_tol=1e-3):
-        return "sum over samples", ()
+        return _cause("sum over samples")
     if key := _uneven_labels(evidence.batch, losses, expected):
-        return "uneven labels", [key]
+        return _cause("uneven labels", [key])
     if seen.written and first.step > 0:
-        return "hidden state", seen.written
-    statistics = {name for name in seen.written if "num_batches_tracked" in name or "running_" in name}
+        return _cause("hidden state", seen.written)
+    statistics = {name for name in seen.written if "num_batches_tracked" in name}
     if statistics:
-        return "buffers", statistics
+        return _cause("buffers", statistics)
     if seen.random:
-        return "random numbers", seen.random
-    return "coupled samples", seen.written
+        return _cause("random numbers", seen.random)
+    return _cause("coupled samples", seen.written)
 
 
 def _uneven_labels(batch: Nested, losses: Sequence[float], expected: float) -> str:
     """Return the key of the labels by whose number the microbatches' losses give the loss of one process; "" if there is none."""
     for name, tensor in named_tensors(batch):
-        if tensor.is_floating_point() or tensor.dim() < 1 or not (tensor == _IGNORED).any():
+        if tensor.dim() < 1 or not (tensor == _IGNORED).any():
             continue
         for labels in (tensor, tensor[..., 1:]):
             counts = [int((part != _IGNORED).sum()) for part in labels.tensor_split(len(losses) or 1)]

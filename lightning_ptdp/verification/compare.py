@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_ptdp.verification.record import Held, Pairs, Record
+from lightning_ptdp.verification.record import Held, Key, Pairs, Record
 
 __all__ = ["KINDS", "Comparison", "Difference"]
 
@@ -32,7 +32,7 @@ _FLOOR = 1e-3
 """A tensor is compared with its own size, but at least with this part of the model's; a number with at least this."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
     """One compared value.
 
@@ -50,11 +50,11 @@ class Difference:
     kind: str
     step: int
     name: str
-    point: str = ""
+    point: str
     error: float
-    tolerance: float = 0.0
-    place: str = ""
-    text: str = ""
+    tolerance: float
+    place: str
+    text: str
 
     @property
     def excess(self) -> float:
@@ -73,8 +73,7 @@ class Difference:
         named = f" '{self.name}'" if self.name else ""
         point = f" after {self.point}" if self.point else ""
         where = f" on {self.place}" if self.place else ""
-        size = f" ({self.error:.1e} off, tolerance {self.tolerance:.0e})" if self.excess < math.inf else ""
-        return f"{when}: {self.kind}{named}{point}{where} {self.text or 'differs'}{size}"
+        return f"{when}: {self.kind}{named}{point}{where} {self.text or f'is {self.error:.1e} off'}"
 
 
 class Comparison:
@@ -86,79 +85,78 @@ class Comparison:
     Args:
         found: Of the layout's ranks.
         expected: Of one process.
-        eps: Machine epsilon of the dtype.
         noise: The same comparison of one process in float64 with one process; enlarges the tolerances.
+
+    Attributes:
+        compared: Everything that is compared, in the order of the training, the largest difference of equal ones first.
     """
 
-    def __init__(self, found: Sequence[Record], expected: Record, eps: float, noise: Sequence[Difference] = ()) -> None:
-        self._found, self._expected = found, expected
-        eps = max(eps, 1e-8)  # modules in float64 often compute parts in float32
+    def __init__(self, found: Sequence[Record], expected: Record, noise: Sequence[Difference] = ()) -> None:
+        self.found, self.expected = found, expected
+        eps = max(expected.eps, 1e-8)  # modules in float64 often compute parts in float32
         value, tensor = min(128 * eps, 0.05), min(1024 * eps, 0.5)
         self._tolerances = dict.fromkeys(("loss", "logged value", "metric"), value)
         self._tolerances |= {"gradient": tensor, "buffer": tensor, "weight": min(3 * math.sqrt(eps), 0.5)}
         self._insignificant = min(10 * tensor, 0.01)
-        self._noise = {(one.kind, one.step, one.name, one.point): _NOISE * one.error for one in noise}
+        self._noise = {(one.kind, one.step, one.point, one.name): _NOISE * one.error for one in noise if one.tolerance}
         self._significant: dict[str, Tensor] = {}
-
-    def run(self) -> list[Difference]:
-        """Return everything that is compared, in the order of the training, the largest difference of equal ones first."""
-        parts = [self._exact()]
-        parts += [self._tensors(*key) for key in self._expected.tensors]
-        numbers = {key: None for record in (self._expected, *self._found) for key in record.numbers}
-        parts += [self._numbers(*key) for key in numbers]
+        parts = [self._exact(), *map(self._tensors, expected.tensors), *map(self._numbers, expected.numbers)]
         compared = [one for part in parts for one in sorted(part, key=lambda one: -one.excess)]
-        return sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind)))
+        self.compared = sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind)))
 
-    def _difference(self, kind: str, step: int, name: str, error: float, *, point: str = "", **more: str) -> Difference:
-        tolerance = self._tolerances.get(kind, 0.0)
-        if tolerance:
-            tolerance = max(tolerance, self._noise.get((kind, step, name, point), 0.0))
-        return Difference(kind=kind, step=step, name=name, point=point, error=error, tolerance=tolerance, **more)
+    @property
+    def differences(self) -> list[Difference]:
+        """The values that differ, the first in the training first."""
+        return [one for one in self.compared if one.differs]
+
+    def _difference(self, key: Key, name: str, error: float, *, text: str = "", place: str = "") -> Difference:
+        kind, step, point = key
+        tolerance = max(self._tolerances.get(kind, 0.0), self._noise.get((*key, name), 0.0))
+        return Difference(kind, step, name, point, error, tolerance, place, text)
 
     def _exact(self) -> Iterator[Difference]:
         """Options are those of one process. Ranks that read the same samples read the same batches, and draw the same numbers."""
-        first: dict[tuple[str, ...], str] = {}
-        for rank in self._found:
+        first: dict[tuple[object, ...], str] = {}
+        for rank in self.found:
             for (kind, name), value in rank.exact.items():
-                if kind == "optimizer option":
-                    expected = self._expected.exact.get((kind, name), "no group")
-                else:
-                    expected = first.setdefault((rank.peers, kind, name), value)
+                expected = self.expected.exact.get((kind, name), "no group")
+                if kind != "optimizer option":
+                    expected = first.setdefault((rank.replica, rank.context, kind, name), value)
                 error = 0.0 if value == expected else math.inf
-                yield self._difference(kind, -1, name, error, place=rank.place, text=f"is {value} instead of {expected}")
-        trained = {key for rank in self._found for key in rank.exact}
-        for kind, name in sorted(self._expected.exact.keys() - trained):
+                text = f"is {value} instead of {expected}"
+                yield self._difference((kind, -1, ""), name, error, text=text, place=rank.place)
+        trained = {key for rank in self.found for key in rank.exact}
+        for kind, name in sorted(self.expected.exact.keys() - trained):
             if kind == "optimizer option":
-                yield self._difference(kind, -1, name, math.inf, text="is in no rank's optimizer")
+                yield self._difference((kind, -1, ""), name, math.inf, text="is in no rank's optimizer")
 
-    def _tensors(self, kind: str, step: int, point: str) -> Iterator[Difference]:
-        expected = self._expected.tensors[kind, step, point]
-        ranks = [rank.tensors.get((kind, step, point), {}) for rank in self._found]
+    def _tensors(self, key: Key) -> Iterator[Difference]:
+        expected = self.expected.tensors[key]
+        ranks = [rank.tensors.get(key, {}) for rank in self.found]
         floor = 0.0
-        if kind == "gradient":
+        if key[0] == "gradient":
             self._mark(expected)
-        if kind == "weight":
+        if key[0] == "weight":
             expected, ranks = self._ways(expected), [self._ways(rank) for rank in ranks]
-        if kind in ("gradient", "weight"):
+        if key[0] in ("gradient", "weight"):
             floor = _FLOOR * _rms(expected)
-        for rank, tensors in zip(self._found, ranks, strict=True):
+        for rank, tensors in zip(self.found, ranks, strict=True):
             for name, held in tensors.items():
-                error = _error(held, expected.get(name, []), floor)
-                yield self._difference(kind, step, name, error, point=point, place=rank.place)
+                yield self._difference(key, name, _error(held, expected.get(name, []), floor), place=rank.place)
         for name in sorted(expected.keys() - set().union(*ranks)):
-            if any(bool(value.any()) for _, value in expected[name]):
-                yield self._difference(kind, step, name, math.inf, point=point, text="is on no rank")
+            if expected[name][0][1].any():
+                yield self._difference(key, name, math.inf, text="is on no rank")
 
     def _mark(self, gradients: Mapping[str, Held]) -> None:
         """An element whose gradient is rounding is divided by itself by some optimizers: it is not compared from here on."""
         floor = _FLOOR * _rms(gradients)
         for name, held in gradients.items():
             counts = held[0][1].abs() >= self._insignificant * max(_rms({name: held}), floor)
-            self._significant[name] = self._significant.get(name, torch.ones_like(counts)) & counts
+            self._significant[name] = self._significant.get(name, counts) & counts
 
     def _ways(self, weights: Mapping[str, Held]) -> dict[str, Held]:
         """Return how far significant elements went since the start."""
-        start = self._expected.tensors["initial value", -1, ""]
+        start = self.expected.tensors["initial value", -1, ""]
         return {
             name: [
                 (offset, (value.double() - _cut(start[name][0][1], offset, value)) * _cut(self._significant[name], offset, value))
@@ -168,24 +166,22 @@ class Comparison:
             if name in start and name in self._significant
         }
 
-    def _numbers(self, kind: str, step: int) -> Iterator[Difference]:
+    def _numbers(self, key: Key) -> Iterator[Difference]:
         """Compare the mean over the replicas: a value that is logged without sync_dist=True is each replica's own."""
-        expected = self._expected.numbers.get((kind, step), {})
+        expected = self.expected.numbers[key]
         found: dict[str, Pairs] = {}
-        for rank in self._found:
-            for name, pairs in rank.numbers.get((kind, step), {}).items():
+        for rank in self.found:
+            for name, pairs in rank.numbers.get(key, {}).items():
                 found.setdefault(name, []).extend(pairs)
-        for name in sorted({*expected, *found}):
-            if name not in found or name not in expected:
-                text = "is missing in one process" if name in found else "is missing"
-                yield self._difference(kind, step, name, math.inf, text=text)
-                continue
+        for name in sorted(expected.keys() ^ found.keys()):
+            yield self._difference(key, name, math.inf, text="is missing in one process" if name in found else "is missing")
+        for name in sorted(expected.keys() & found.keys()):
             values, weights = (set(each) for each in zip(*found[name], strict=True))
-            if kind != "loss" and self._expected.counted and len(values) > len(weights) == 1:
+            if key[0] != "loss" and self.expected.counted and len(values) > len(weights) == 1:
                 continue  # means over unknown numbers of tokens
             value, other = _mean(found[name]), _mean(expected[name])
             error = _error(_scalar(value), _scalar(other), _FLOOR)
-            yield self._difference(kind, step, name, error, text=f"is {value:.8g} instead of {other:.8g}")
+            yield self._difference(key, name, error, text=f"is {value:.8g} instead of {other:.8g}")
 
 
 def _mean(pairs: Pairs) -> float:
@@ -210,8 +206,9 @@ def _error(held: Held, expected: Held, floor: float) -> float:
     """Relative norm of the difference; of what is expected at least ``floor`` an element counts."""
     off = size = 0.0
     for offset, value in held:
-        other = _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value, dtype=torch.float64)
-        same = (value == other) | (value.isnan() & other.isnan())
-        off += float((value.double() - other)[~same].square().sum())
+        value = value.double()
+        other = _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value)
+        same = value.isclose(other, rtol=0.0, atol=0.0, equal_nan=True)
+        off += float((value - other)[~same].square().sum())
         size += float(other[other.isfinite()].square().clamp(min=floor**2).sum())
     return math.sqrt(off / max(size, 1e-300)) if off else 0.0

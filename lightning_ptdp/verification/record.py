@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +13,12 @@ from lightning_ptdp._lightning import replace_once
 from lightning_ptdp.nested import Nested, iterate_tensors, map_tensors
 from lightning_ptdp.verification.batches import Captured
 
-__all__ = ["Held", "Pairs", "Record", "Recorder", "digest"]
+__all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
 
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
+Key = tuple[str, int, str]
+"""(kind, step, hook of the step behind which a gradient is kept); the step before the first is -1."""
 Pairs = list[tuple[float, float]]
 """(value, tokens or 1) of each batch of a step."""
 
@@ -29,10 +30,10 @@ class Record:
     Attributes:
         place: Rank and coordinates, in words.
         replica: Which replica it belongs to.
-        peers: Equal for ranks that read the same batches.
+        context: Which part of the sequence it reads.
         steps: Number of optimizer steps.
-        tensors: (kind, step, point of the step) -> parameters or buffers by name; the step before the first is -1.
-        numbers: (kind, step) -> losses, logged values and metrics by name.
+        tensors: Parameters or buffers by name.
+        numbers: Losses, logged values and metrics by name.
         losses: Of the microbatches of the first step's last batch, where this rank has them.
         exact: ("batch" or "random numbers", which) -> checksum, equal on ranks that read the same samples; ("optimizer option", parameter)
             -> options of its group.
@@ -46,10 +47,10 @@ class Record:
 
     place: str = ""
     replica: int = 0
-    peers: str = ""
+    context: int = 0
     steps: int = 0
-    tensors: dict[tuple[str, int, str], dict[str, Held]] = field(default_factory=dict)
-    numbers: dict[tuple[str, int], dict[str, Pairs]] = field(default_factory=dict)
+    tensors: dict[Key, dict[str, Held]] = field(default_factory=dict)
+    numbers: dict[Key, dict[str, Pairs]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     exact: dict[tuple[str, str], str] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)
@@ -79,7 +80,7 @@ class Recorder:
         rank, layout = self._strategy.global_rank, self._strategy.layout
         self.record.place = f"rank {rank} ({self._strategy.mesh.where})"
         self.record.replica = layout.replica(rank)
-        self.record.peers = f"{self.record.replica} {layout.coordinates(rank)['context']}"
+        self.record.context = layout.coordinates(rank)["context"]
         replace_once(self._strategy, "batch_to_device", self._capture)
         replace_once(module, "configure_gradient_clipping", self._clip)
 
@@ -119,7 +120,7 @@ class Recorder:
         if isinstance(outputs, dict) and "loss" in outputs:
             record.counted |= "num_tokens" in outputs
             self._tokens = float(outputs.get("num_tokens", 1.0))
-            losses = record.numbers.setdefault(("loss", record.steps), {"": []})
+            losses = record.numbers.setdefault(("loss", record.steps, ""), {"": []})
             losses[""].append((float(outputs["loss"]), self._tokens))
         if record.steps == 0:
             record.losses = [float(loss) for loss in self._strategy.engine.microbatch_losses]
@@ -128,12 +129,11 @@ class Recorder:
         record.steps += 1
         self._keep_model()
         self._keep_numbers("logged value", trainer.callback_metrics)
-        trainer.should_stop = trainer.should_stop or record.steps >= self.steps
+        trainer.should_stop |= record.steps >= self.steps
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._keep_numbers("metric", trainer.callback_metrics)
-        length = trainer.num_training_batches
-        self.record.batches.length = length if isinstance(length, int) else None
+        self.record.batches.length = trainer.num_training_batches
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Keep values for the logger, which gets those of a step behind it."""
@@ -141,7 +141,7 @@ class Recorder:
 
     def _keep_numbers(self, kind: str, values: Mapping[str, float]) -> None:
         weight = self._tokens if kind == "logged value" else 1.0
-        kept = self.record.numbers.setdefault((kind, self.record.steps - 1), {})
+        kept = self.record.numbers.setdefault((kind, self.record.steps - 1, ""), {})
         for name, value in values.items():
             kept.setdefault(name, [(float(value), weight)])
 
@@ -149,8 +149,9 @@ class Recorder:
         found = {}
         for _, name, tensor, placed in self._optimized():
             if tensor.grad is not None:
-                last, held = self._gradients.get(name, []), _held(tensor.grad, placed)
-                same = len(last) == len(held) and all(torch.equal(a, b) for (_, a), (_, b) in zip(last, held, strict=True))
+                held = _held(tensor.grad, placed)
+                last = self._gradients.get(name, held)
+                same = all(torch.equal(a, b) for (_, a), (_, b) in zip(last, held, strict=True))
                 found[name] = last if same else held
         self._gradients = self.record.tensors["gradient", self.record.steps, point] = found
 
@@ -175,9 +176,6 @@ def _held(tensor: Tensor, placed: Any) -> Held:
 
 
 def digest(value: Nested) -> str:
-    """Return a checksum of the tensors of a batch."""
-    found = hashlib.blake2b(digest_size=8)
-    for tensor in iterate_tensors(value):
-        found.update(str(tensor.shape).encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    """Return the hash value of a batch's tensors, which is the same in all forked processes."""
+    flat = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in iterate_tensors(value)]
+    return str(hash(tuple(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)))

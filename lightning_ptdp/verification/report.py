@@ -28,9 +28,6 @@ class Cause:
     name: str
     text: str
 
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -67,13 +64,13 @@ class Report:
         sections = [
             [f"{self.layout} is {'DIFFERENT from' if found else 'equal to'} one process in {self.steps} steps"],
             [self._table()],
-            [f"first difference: {one}" for one in found[:1]] + [f"            then: {one}" for one in found[1:_SHOWN]],
+            [f"difference {number}: {one}" for number, one in enumerate(found[:_SHOWN], 1)],
             [f"{axes} alone: {result}" for axes, result in self.axes],
-            [f"why: {cause}" for cause in self.causes],
+            [f"why: {cause.name}: {cause.text}" for cause in self.causes],
             [f"note: {note}" for note in self.notes],
         ]
         if len(found) > _SHOWN:
-            sections[2].append(f"             and: {len(found) - _SHOWN} more")
+            sections[2].append(f"and {len(found) - _SHOWN} more")
         if found and not self.causes:
             sections[4].append("why: none of the known causes was found")
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -84,10 +81,9 @@ class Report:
             values = [one for one in self.compared if one.kind == kind]
             if values:
                 worst = max(values, key=lambda one: one.excess)
-                where = f"{worst.name} step {worst.step}".strip() if worst.error else ""
-                error = "differs" if worst.error == math.inf else f"{worst.error:.1e}"
+                where = f"step {worst.step} {worst.name}" if worst.error else ""
                 tolerance = f"{worst.tolerance:.0e}" if worst.tolerance else "exact"
-                rows.append((kind, str(len(values)), error, tolerance, where))
+                rows.append((kind, str(len(values)), f"{worst.error:.1e}", tolerance, where))
         return columns(rows, words=(0, 4))
 
     def draw(self, path: str | Path) -> None:
@@ -101,8 +97,8 @@ class Report:
         figure = Figure(figsize=(7, 3.5), layout="constrained")
         axes = figure.add_subplot(ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0])
         for kind in KINDS:
-            points = [(one.step, one.excess) for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
-            axes.plot([step for step, _ in points], [excess for _, excess in points], "o", markersize=3, label=kind)
+            shown = [one for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
+            axes.plot([one.step for one in shown], [one.excess for one in shown], "o", markersize=3, label=kind)
         axes.axhline(1.0, color="0.4", linestyle="--")
         figure.legend(loc="outside right upper")
         figure.savefig(path)

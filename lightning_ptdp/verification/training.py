@@ -17,16 +17,16 @@ import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch import nn
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.rank_processes import Tell, run_ranks
 from lightning_ptdp.verification.batches import Replay
 from lightning_ptdp.verification.case import Case
-from lightning_ptdp.verification.errors import VerificationError
 from lightning_ptdp.verification.record import Record, Recorder
 from lightning_ptdp.verification.watch import StepWatch
 
-__all__ = ["Subject"]
+__all__ = ["Subject", "VerificationError"]
 
 _LEFT_OUT = (
     "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches reload_dataloaders_every_n_epochs barebones"
@@ -41,6 +41,10 @@ _BYTES = 16
 """A parameter's value, gradient and two states of an optimizer, in float32."""
 _SHOWN = 2000
 """Characters of a log."""
+
+
+class VerificationError(PTDPError, RuntimeError):
+    """A training of the verification failed, or a layout differs from one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ class Subject:
             VerificationError: The training failed, was refused or was late.
         """
         self._run(self._train_rank, case.devices, case, name=f"training {case.name}")
-        return [torch.load(self._file(rank), weights_only=False) for rank in range(case.devices)]
+        return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(case.devices)]
 
     def fits_one_process(self) -> bool:
         """Return True if one process can hold the whole model.
@@ -80,8 +84,7 @@ class Subject:
         Raises:
             VerificationError: The model could not be built.
         """
-        fits: bool = self._run(self._measure, 1, name="measuring the model")[0]
-        return fits
+        return bool(self._run(self._measure, 1, name="measuring the model")[0])
 
     def _run(self, function: Callable[..., object], count: int, *args: object, name: str) -> dict[int, Any]:
         """Return the results of ``function(rank, *args)`` in forked processes, which are Lightning's ranks."""
@@ -90,7 +93,7 @@ class Subject:
         def call(rank: int, tell: Tell) -> object:
             tell(name)
             vars(sys).pop("ps1", None)  # nobody types here
-            with self._log(rank).open("wb") as file:
+            with open(self.folder / f"{rank}.txt", "wb") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             if count > 1:
@@ -105,16 +108,12 @@ class Subject:
         outcome = run_ranks(call, count=count, timeout_s=self.limit_s)
         if problem := outcome.explain():
             late = f" after limit_s={self.limit_s:g}" if not outcome.errors else ""
-            log = self._log(next(iter(outcome.errors or outcome.late)))
-            printed = log.read_text(errors="replace")[-_SHOWN:] if log.exists() else ""
-            raise VerificationError(f"{problem}{late}\n{printed}")
+            error = VerificationError(f"{problem}{late}")
+            log = self.folder / f"{next(iter(outcome.errors or outcome.late))}.txt"
+            log.touch()
+            error.add_note(log.read_text(errors="replace")[-_SHOWN:])
+            raise error
         return outcome.results
-
-    def _log(self, rank: int) -> Path:
-        return self.folder / f"{rank}.txt"
-
-    def _file(self, rank: int) -> Path:
-        return self.folder / f"{rank}.pt"
 
     def _measure(self, rank: int) -> bool:
         with torch.device("meta"):
@@ -145,11 +144,10 @@ class Subject:
             train = Replay(lambda: lists.get(("train", trainer.current_epoch), ()), captured.length)
             validation = [Replay(partial(lists.__getitem__, key), len(lists[key])) for key in lists if key[0] == "validation"]
             if datamodule is not None:
-                hooks = train, validation
-                vars(datamodule).update(train_dataloader=lambda: hooks[0], val_dataloader=lambda: hooks[1])
+                vars(datamodule).update(train_dataloader=lambda own=train: own, val_dataloader=lambda own=validation: own)
                 train = validation = None
         trainer.fit(module, train, validation, datamodule)
-        torch.save(record, self._file(rank))
+        torch.save(record, self.folder / f"{rank}.pt")
 
     def _options(self, case: Case, recorder: Any) -> dict[str, Any]:
         names = self.strategy._names
@@ -158,13 +156,12 @@ class Subject:
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         kept = [one for one in callbacks if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS.split()]
         parts = case.batches[0].parts if case.batches else 1
-        if not given.get("max_steps") and not given.get("max_epochs"):
-            given["max_epochs"] = -1
         logger = names.DummyLogger()
         vars(logger)["log_metrics"] = recorder.log
         return given | {
             "strategy": type(self.strategy)(**vars(case.config) | {"start_method": "popen"}),
             "devices": case.devices,
+            "max_epochs": given.get("max_epochs") or -1,
             "precision": case.precision or given.get("precision"),
             "accumulate_grad_batches": parts * (given.get("accumulate_grad_batches") or 1),
             "callbacks": [recorder, *kept],

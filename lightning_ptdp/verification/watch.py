@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import random
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp._lightning import replace_once
@@ -29,7 +28,6 @@ _RANDOM = (
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_ bernoulli_ "
     "random_ exponential_ geometric_ cauchy_ log_normal_"
 )
-_DROPOUT = "dropout alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu"
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -46,8 +44,11 @@ class StepWatch(TorchFunctionMode):
         super().__init__()
         self._record, self._frozen = record, frozen
         # Metrics are written in every step.
-        modules = [(name, child) for name, child in module.named_modules() if not hasattr(child, "_update_count")]
-        self._owners = [replace(find_owners(child)[0], name=name) for name, child in modules]
+        self._owners = [
+            replace(find_owners(child)[0], name=name)
+            for name, child in module.named_modules()
+            if not hasattr(child, "_update_count")
+        ]
 
         replace_once(module, "training_step", self._watched)
 
@@ -70,8 +71,6 @@ class StepWatch(TorchFunctionMode):
         self, function: Callable, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
-        if self._frozen and name in _DROPOUT.split() and kwargs.get("training", True):
-            return args[0]
         draws = name in _RANDOM.split()
         if draws or (name != "__get__" and any(isinstance(each, nn.Parameter) for each in args)):
             place, inside = _caller(self._watched.__code__)
@@ -88,7 +87,7 @@ def _caller(end: object) -> tuple[str, bool]:
     place, inside = "", False
     while frame is not None and frame.f_code is not end:
         file = frame.f_code.co_filename
-        if not place and (not file.startswith(_SKIPPED) or "/models/" in file):
+        if not place and not file.startswith(_SKIPPED):
             place = f"{Path(file).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         inside |= frame.f_code.co_name == "_call_impl"
         frame = frame.f_back
@@ -101,7 +100,7 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         drawn = function(*args, **kwargs)
-    if not isinstance(drawn, Tensor) or not drawn.dim():
+    if not drawn.dim():
         return drawn
     row = drawn[0].clone()
     if "randn" in name or "normal" in name:  # torch draws other numbers with another size
@@ -110,6 +109,8 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
         return drawn.copy_(torch.arange(len(drawn)) if name == "randperm" else row.to(drawn).expand_as(drawn))
 
 
-def _generators() -> dict[str, str]:
-    states = {"torch": torch.get_rng_state().tolist(), "random": random.getstate(), "numpy": np.random.get_state()}
-    return {name: hashlib.blake2b(pickle.dumps(state)).hexdigest() for name, state in states.items()}
+def _generators() -> dict[str, int]:
+    """Return the states' hash values, which are the same in all forked processes."""
+    numpy = pickle.dumps(np.random.get_state())
+    torch_ = torch.get_rng_state().numpy().tobytes()
+    return {"torch": hash(torch_), "random": hash(random.getstate()), "numpy": hash(numpy)}
