@@ -115,8 +115,9 @@ class _Verification:
             self.case = replace(self.case, frozen=True)
             ranks = self.subject.train(self.case)
         trained = self._in_double(Comparison(ranks, self._one_process(self.case)))
-        layout, steps = self.case.layout.describe(), trained.expected.steps
-        report = Report(layout=layout, steps=steps, compared=trained.compared, notes=self.notes)
+        report = Report(
+            layout=self.case.layout.describe(), steps=trained.expected.steps, compared=trained.compared, notes=self.notes
+        )
         return report if report.equal else self._explained(report, trained)
 
     # ---- trainings ----------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def smaller_layouts(case: Case, whole: Captured, *, microbatches: int) -> Iterat
         whole: Batches of one process.
         microbatches: Of one batch of a replica.
     """
-    layout, replicas = case.layout, case.layout.num_replicas
+    layout = case.layout
+    replicas = layout.num_replicas
     count = microbatches * replicas // whole.parts
     if microbatches > 1 or replicas > 1:
         yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count, 2))

@@ -120,10 +120,11 @@ class Comparison:
         for rank in self.found:
             for (kind, name), value in rank.exact.items():
                 expected = self.expected.exact.get((kind, name), "no group")
+                text = f"is {value} instead of {expected}"
                 if kind != "optimizer option":
                     expected = first.setdefault((rank.replica, rank.context, kind, name), value)
+                    text = "differs from other ranks that read the same samples"
                 error = 0.0 if value == expected else math.inf
-                text = f"is {value} instead of {expected}"
                 yield self._difference((kind, -1, ""), name, error, text=text, place=rank.place)
         trained = {key for rank in self.found for key in rank.exact}
         for kind, name in sorted(self.expected.exact.keys() - trained):
