@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
+from lightning_ptdp.verification import VerificationError
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.circle import CIRCLE, differences_around
-from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.huggingface.unseen import Run, refusal, verified
 from tests.pool import Pool, WorkerFailure
 
 SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v")}
@@ -97,9 +98,8 @@ def draw_run(draw: Draw, name: str) -> Run:
     )
 
 
-def compare(pool: Pool, run: Run, known: dict[str, Any] | None = None) -> Outcome:
-    """Check, and train if nothing is refused, also in one process if ``known`` does not hold what that gives."""
-    known, alone = {} if known is None else known, one_process(run)
+def compare(pool: Pool, run: Run) -> Outcome:
+    """Check, and train if nothing is refused."""
     try:
         refused = pool.run(refusal, world_size=1, args=(run,))[0]
     except WorkerFailure as failure:
@@ -107,17 +107,10 @@ def compare(pool: Pool, run: Run, known: dict[str, Any] | None = None) -> Outcom
     if refused is not None:
         return Outcome("refused", refused)
     try:
-        if str(alone) not in known:
-            known[str(alone)] = pool.run(fit, world_size=1, args=(alone,))[0]
-        expected = known[str(alone)]
-    except WorkerFailure as failure:
-        return Outcome("late", f"in one process: {_last_line(failure)}")
-    try:
-        found = pool.run(fit, world_size=run.world_size, args=(run,), limit=45.0)
-    except WorkerFailure as failure:
-        return Outcome("late", _last_line(failure))
-    unlike = [text for rank in found for text in differences(rank, expected)]
-    return Outcome("different", "; ".join(unlike[:3])) if unlike else Outcome("equal")
+        report = verified(run)
+    except VerificationError as error:
+        return Outcome("late", str(error))
+    return Outcome("equal") if report.equal else Outcome("different", str(report))
 
 
 def _last_line(failure: WorkerFailure) -> str:
@@ -176,9 +169,8 @@ def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
     """Return the result of each architecture in each layout of the table."""
     found: dict[str, list[Outcome]] = {}
     for name in names:
-        known: dict[str, Any] = {}
         runs = [Run(architecture=name, world_size=2, layout=layout) for layout in COLUMNS.values()]
-        found[name] = [compare(pool, run, known) for run in runs]
+        found[name] = [compare(pool, run) for run in runs]
         for run, outcome in zip(runs, found[name], strict=True):
             if outcome.kind not in ("equal", "refused"):
                 print(f"{outcome.kind}: {run}\n  {outcome.text}", flush=True)
