@@ -29,10 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
+from lightning_ptdp.verification import VerificationError
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.circle import CIRCLE, differences_around
-from tests.huggingface.habits import HABITS, WHOLE_LOSS
-from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.huggingface.habits import HABITS
+from tests.huggingface.unseen import Run, refusal, verified
 from tests.pool import Pool, WorkerFailure
 
 SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v")}
@@ -86,8 +87,8 @@ def draw_run(draw: Draw, name: str) -> Run:
     if found.task in ("causal", "masked") and draw.random() < 0.5:
         options["tie_word_embeddings"] = draw.random() < 0.5
     habit = draw.choice(sorted(HABITS)) if draw.random() < 0.5 else ""
-    if (habit == "draws" and (d > 1 or m == 1)) or (habit in WHOLE_LOSS and (padded or c > 1)):
-        habit = ""  # replicas, and Lightning's own loop, draw other numbers; a mean over labels is none over samples
+    if habit == "measures" and (padded or c > 1):
+        habit = ""  # it takes the loss, a mean over labels, for one over samples
     return Run(
         architecture=name,
         options=options,
@@ -103,9 +104,8 @@ def draw_run(draw: Draw, name: str) -> Run:
     )
 
 
-def compare(pool: Pool, run: Run, known: dict[str, Any] | None = None) -> Outcome:
-    """Check, and train if nothing is refused, also in one process if ``known`` does not hold what that gives."""
-    known, alone = {} if known is None else known, one_process(run)
+def compare(pool: Pool, run: Run) -> Outcome:
+    """Check, and train if nothing is refused."""
     try:
         refused = pool.run(refusal, world_size=1, args=(run,))[0]
     except WorkerFailure as failure:
@@ -113,18 +113,10 @@ def compare(pool: Pool, run: Run, known: dict[str, Any] | None = None) -> Outcom
     if refused is not None:
         return Outcome("refused", refused)
     try:
-        if str(alone) not in known:
-            known[str(alone)] = pool.run(fit, world_size=1, args=(alone,))[0]
-        expected = known[str(alone)]
-    except WorkerFailure as failure:
-        return Outcome("late", f"in one process: {_last_line(failure)}")
-    try:
-        found = pool.run(fit, world_size=run.world_size, args=(run,), limit=45.0)
-    except WorkerFailure as failure:
-        text = _last_line(failure)
-        return Outcome("refused" if run.habit and _is_refusal(text) else "late", text)
-    unlike = [text for rank in found for text in differences(rank, expected)]
-    return Outcome("different", "; ".join(unlike[:3])) if unlike else Outcome("equal")
+        report = verified(run)
+    except VerificationError as error:
+        return Outcome("refused" if run.habit and _is_refusal(error) else "late", str(error))
+    return Outcome("equal") if report.equal else Outcome("different", str(report))
 
 
 def _last_line(failure: WorkerFailure) -> str:
@@ -137,9 +129,9 @@ def _last_line(failure: WorkerFailure) -> str:
     return max(lines, key=lambda line: ("Connection" not in line, -lines.index(line)), default=str(failure)[-500:])
 
 
-def _is_refusal(text: str) -> bool:
+def _is_refusal(error: VerificationError) -> bool:
     """Return True if the strategy refused, by name, what it can see only while the module runs."""
-    return text.partition(": ")[0].endswith(("PartialModelError", "MisconfigurationException"))
+    return any(name in str(error) for name in ("PartialModelError", "MisconfigurationException"))
 
 
 def draw_runs(seed: int, names: list[str]) -> Iterator[tuple[str, Run]]:
@@ -188,9 +180,8 @@ def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
     """Return the result of each architecture in each layout of the table."""
     found: dict[str, list[Outcome]] = {}
     for name in names:
-        known: dict[str, Any] = {}
         runs = [Run(architecture=name, world_size=2, layout=layout) for layout in COLUMNS.values()]
-        found[name] = [compare(pool, run, known) for run in runs]
+        found[name] = [compare(pool, run) for run in runs]
         for run, outcome in zip(runs, found[name], strict=True):
             if outcome.kind not in ("equal", "refused"):
                 print(f"{outcome.kind}: {run}\n  {outcome.text}", flush=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.doctor.check import Check, ok, warning
 from lightning_ptdp.doctor.collectives import Place
-from lightning_ptdp.doctor.processes import Tell
+from lightning_ptdp.rank_processes import Tell
 
 __all__ = ["SIZES", "Measurement", "check_links", "measure"]
 

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from lightning_ptdp._memory import return_large_blocks
 from lightning_ptdp.doctor.collectives import Place
 from lightning_ptdp.doctor.links import Links, measure_links
-from lightning_ptdp.doctor.processes import Tell
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.models.lean import RMSNorm, swiglu
 from lightning_ptdp.planner import SOFTWARE, Cluster, Device, Link, Measured, find_device, known_device
+from lightning_ptdp.rank_processes import Tell
 from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
 from lightning_ptdp.world.mesh import Group

@@ -18,8 +18,8 @@ from lightning_ptdp.doctor.check import Check, Status, failed
 from lightning_ptdp.doctor.devices import check_devices, count_gpus
 from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
 from lightning_ptdp.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
-from lightning_ptdp.doctor.processes import Tell, run_ranks
 from lightning_ptdp.doctor.ranks import check_ranks
+from lightning_ptdp.rank_processes import Tell, run_ranks
 
 __all__ = ["Inspection", "Question", "Section", "inspect_all"]
 

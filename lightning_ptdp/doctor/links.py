@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.doctor.collectives import Place
-from lightning_ptdp.doctor.processes import Tell
+from lightning_ptdp.rank_processes import Tell
 from lightning_ptdp.world.layout import divisors
 
 __all__ = ["LINK_SIZES", "Links", "measure_links"]

@@ -67,7 +67,7 @@ from lightning_ptdp.strategy.sampling import draw_like_replicas
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
 from lightning_ptdp.strategy.surroundings import make_surroundings
-from lightning_ptdp.strategy.verifying import check_verifiable, verify_first_step
+from lightning_ptdp.strategy.verifying import verify_first_step
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.summary import StrategySummary, summarize
 from lightning_ptdp.surroundings import Context, Surroundings
@@ -119,7 +119,6 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
                 check_data(source, self.config, self.layout)
                 check_packing(self.lightning_module, source, self.config)
         if fits(trainer) and self.config.verify is not None:
-            check_verifiable(self)
             verify_first_step(self, trainer, arguments)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.verification.batches import Captured
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["Case", "smaller_layouts"]
@@ -28,12 +29,11 @@ class Case:
     """A training.
 
     Attributes:
-        name: In the report.
+        name: In error messages.
         config: The strategy's options.
         devices: Number of processes.
+        batches: Read by each replica; empty: the user's loaders are read.
         precision: The Trainer's.
-        reads: "loader" (the user's), "replicas" (what each replica of the first training read) or "joined".
-        accumulates: Replicas whose batches one process accumulates over, because they cannot be joined.
         frozen: Whether random numbers are replaced by constants.
         blocks: Number of blocks that are kept of each repeated container; None: all.
     """
@@ -41,9 +41,8 @@ class Case:
     name: str
     config: PTDPConfig
     devices: int
+    batches: Sequence[Captured] = ()
     precision: Any = None
-    reads: str = "loader"
-    accumulates: int = 1
     frozen: bool = False
     blocks: int | None = None
 
@@ -52,36 +51,32 @@ class Case:
         """The degrees on the devices."""
         return self.config.layout(self.devices)
 
-    def one_process(self, *, accumulates: int) -> Case:
-        """Return the same training without parallelism."""
-        return replace(self.only("", 1), name="one process", accumulates=accumulates)
-
-    def only(self, letters: str, devices: int, *, microbatches: int | None = None) -> Case:
-        """Return the training with some axes of the layout, on ``devices``."""
-        options: dict[str, Any] = {each.name: each.default for each in fields(PTDPConfig)}
-        kept = " ".join(names for letter, names in _AXES.items() if letter in letters).split()
-        dropped = {name: options[name] for name in " ".join(_AXES.values()).split() if name not in kept}
-        if microbatches is not None:
-            dropped |= {"num_microbatches": microbatches, "micro_batch_size": None}
-        return replace(self, config=replace(self.config, **dropped), devices=devices, reads="joined", name=f"{letters} alone")
+    def only(self, axes: str, devices: int, batches: Sequence[Captured], **options: Any) -> Case:
+        """Return the training with some axes of the layout ("": one process), on ``devices``."""
+        for axis, names in _AXES.items():
+            if axis not in axes:
+                options = {name: getattr(PTDPConfig, name) for name in names.split()} | options
+        name = f"{axes} alone" if axes else "one process"
+        return replace(self, name=name, config=replace(self.config, **options), devices=devices, batches=batches)
 
 
-def smaller_layouts(case: Case, *, microbatches: int, accumulates: int) -> Iterator[tuple[str, Case]]:
+def smaller_layouts(case: Case, whole: Captured, *, microbatches: int) -> Iterator[tuple[str, Case]]:
     """Yield (axes, training) with one axis of the layout at a time.
 
     Args:
         case: The whole layout.
-        microbatches: Of one step of a replica.
-        accumulates: As in ``Case``; else the batches of all replicas are joined and have the microbatches of all.
+        whole: Batches of one process.
+        microbatches: Of one batch of a replica.
     """
-    layout, replicas = case.layout, case.layout.num_replicas
-    count = microbatches if accumulates > 1 else microbatches * replicas
+    layout = case.layout
+    replicas = layout.num_replicas
+    count = microbatches * replicas // whole.parts
     if microbatches > 1 or replicas > 1:
-        yield "m", replace(case.only("m", 1, microbatches=max(count, 2)), accumulates=accumulates)
-    for letters, number in (("t", None), ("p", count), ("c", None)):
-        size = layout.size({"t": "tensor", "p": "pipeline", "c": "context"}[letters])
-        if size > 1:
-            yield letters, replace(case.only(letters, size, microbatches=number), accumulates=accumulates)
+        yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count, 2))
+    for letter, axis in (("t", "tensor"), ("p", "pipeline"), ("c", "context")):
+        if layout.size(axis) > 1:
+            options = {"num_microbatches": count} if letter == "p" else {}
+            yield letter, case.only(letter, layout.size(axis), [whole], **options)
     if replicas > 1:
-        letters = "de" if layout.size("expert") > 1 else "d"
-        yield letters, replace(case.only(letters, replicas), reads="replicas")
+        axes = "de" if layout.size("expert") > 1 else "d"
+        yield axes, case.only(axes, replicas, case.batches)

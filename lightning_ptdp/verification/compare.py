@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_ptdp.verification.record import Held, Record, StepRecord
+from lightning_ptdp.verification.record import Held, Key, Pairs, Record
 
-__all__ = ["KINDS", "Difference", "compare"]
+__all__ = ["KINDS", "Comparison", "Difference"]
 
 KINDS = (
     "batch",
@@ -30,7 +29,7 @@ KINDS = (
 _NOISE = 8
 """A value may be so many times further from one process than float64 is."""
 _FLOOR = 1e-3
-"""A tensor is compared with its own size, but at least with this part of the model's."""
+"""A tensor is compared with its own size, but at least with this part of the model's; a number with at least this."""
 
 
 @dataclass(frozen=True)
@@ -41,140 +40,124 @@ class Difference:
         kind: One of ``KINDS``.
         step: From 0; -1 before the first.
         name: Parameter, buffer, metric or option.
+        point: Hook behind which a gradient is compared.
         error: Relative.
         tolerance: Largest error of equal values.
-        point: Hook behind which a gradient is compared.
         place: Rank and its coordinates.
         text: Both values, where they are numbers.
-        order: Of points within a step.
     """
 
     kind: str
     step: int
     name: str
+    point: str
     error: float
-    tolerance: float = 0.0
-    point: str = ""
-    place: str = ""
-    text: str = ""
-    order: int = 0
+    tolerance: float
+    place: str
+    text: str
+
+    @property
+    def excess(self) -> float:
+        """Return the error as a multiple of the tolerance."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance and self.error == self.error else math.inf
 
     @property
     def differs(self) -> bool:
         """Return True if the error is more than rounding."""
-        return not self.error <= self.tolerance
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Return what identifies the compared value on every rank."""
-        return self.kind, self.step, self.name, self.point
+        return self.excess > 1
 
     def __str__(self) -> str:
         when = "before step 0" if self.step < 0 else f"step {self.step}"
         named = f" '{self.name}'" if self.name else ""
         point = f" after {self.point}" if self.point else ""
         where = f" on {self.place}" if self.place else ""
-        size = f" ({self.error:.1e} off, tolerance {self.tolerance:.0e})" if self.tolerance and self.error < math.inf else ""
-        return f"{when}: {self.kind}{named}{point}{where} {self.text or 'differs'}{size}"
+        return f"{when}: {self.kind}{named}{point}{where} {self.text or f'is {self.error:.1e} off'}"
 
 
-def compare(found: Sequence[Record], expected: Record, eps: float, noise: Sequence[Difference] = ()) -> list[Difference]:
-    """Return everything that was compared, in the order of the training, the largest difference of equal ones first.
+class Comparison:
+    """Comparison of the ranks of a layout with one process.
+
+    Tolerances, all relative, are those that another order of sums explains. Values are losses and logged values; gradients and buffers
+    are compared by norm; so is the way that a weight went, but optimizers such as Adam divide a gradient by itself, and so its rounding.
 
     Args:
         found: Of the layout's ranks.
         expected: Of one process.
-        eps: Machine epsilon of the dtype.
         noise: The same comparison of one process in float64 with one process; enlarges the tolerances.
-    """
-    measured: dict[tuple[object, ...], float] = {}
-    for one in noise:
-        measured[one.key] = max(measured.get(one.key, 0.0), one.error)
-    compared = [
-        replace(one, tolerance=max(one.tolerance, _NOISE * measured.get(one.key, 0.0))) if one.tolerance else one
-        for one in _Comparison(found, expected, eps).run()
-    ]
-    return sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind), one.order, -one.error / (one.tolerance or 1)))
 
-
-class _Comparison:
-    """Tolerances, all relative, are those that another order of sums explains. Values are losses and logged values; gradients and buffers
-    are compared by norm; so is the way that a weight went, but optimizers such as Adam divide a gradient by itself, and so its rounding.
+    Attributes:
+        compared: Everything that is compared, in the order of the training, the largest difference of equal ones first.
     """
 
-    def __init__(self, found: Sequence[Record], expected: Record, eps: float) -> None:
-        self._found, self._expected = found, expected
-        eps = max(eps, 1e-8)  # modules in float64 often compute parts in float32
-        self._value_tolerance, self._tolerance = min(128 * eps, 0.05), min(1024 * eps, 0.5)
-        self._weight_tolerance = min(3 * math.sqrt(eps), 0.5)
+    def __init__(self, found: Sequence[Record], expected: Record, noise: Sequence[Difference] = ()) -> None:
+        self.found, self.expected = found, expected
+        eps = max(expected.eps, 1e-8)  # modules in float64 often compute parts in float32
+        value, tensor = min(128 * eps, 0.05), min(1024 * eps, 0.5)
+        self._tolerances = dict.fromkeys(("loss", "logged value", "metric"), value)
+        self._tolerances |= {"gradient": tensor, "buffer": tensor, "weight": min(3 * math.sqrt(eps), 0.5)}
+        self._insignificant = min(10 * tensor, 0.01)
+        self._noise = {(one.kind, one.step, one.point, one.name): _NOISE * one.error for one in noise if one.tolerance}
         self._significant: dict[str, Tensor] = {}
+        parts = [self._exact(), *map(self._tensors, expected.tensors), *map(self._numbers, expected.numbers)]
+        compared = [one for part in parts for one in sorted(part, key=lambda one: -one.excess)]
+        self.compared = sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind)))
 
-    def run(self) -> Iterator[Difference]:
-        found, expected = self._found, self._expected
-        yield from self._peers()
-        for part in ("weights", "buffers"):
-            start = [getattr(rank.start, part) for rank in found]
-            yield from self._tensors("initial value", -1, start, getattr(expected.start, part), 0.0)
-        yield from self._options()
-        counts = {len(rank.steps) for rank in (*found, expected)}
-        if len(counts) > 1:
-            yield Difference("loss", min(counts), "", math.inf, text="is that of another number of steps")
-        for index in range(min(counts)):
-            yield from self._step(index, [rank.steps[index] for rank in found], expected.steps[index])
-        yield from self._numbers("metric", max(counts), [(rank.final, 1.0) for rank in found], expected.final)
+    @property
+    def differences(self) -> list[Difference]:
+        """The values that differ, the first in the training first."""
+        return [one for one in self.compared if one.differs]
 
-    def _peers(self) -> Iterator[Difference]:
-        """Ranks that read the same samples read the same batches, and draw the same numbers in the step of one microbatch."""
-        first: dict[tuple[object, ...], tuple[Record, str]] = {}
-        for rank in self._found:
-            read: dict[tuple[Any, ...], str] = {("batch", "", index): value for index, value in enumerate(rank.read)}
-            for (batch, generator), state in rank.seen.draws.items():
-                read["random numbers", generator, batch] = state
-            for key, value in read.items():
-                other, others = first.setdefault((rank.peers, *key), (rank, value))
-                if value != others:
-                    text = f"not those of rank {other.rank} for the same samples"
-                    yield Difference(key[0], 0, key[1], math.inf, place=rank.place, text=text)
+    def _difference(self, key: Key, name: str, error: float, *, text: str = "", place: str = "") -> Difference:
+        kind, step, point = key
+        tolerance = max(self._tolerances.get(kind, 0.0), self._noise.get((*key, name), 0.0))
+        return Difference(kind, step, name, point, error, tolerance, place, text)
 
-    def _options(self) -> Iterator[Difference]:
-        trained: set[str] = set()
-        for rank in self._found:
-            trained |= rank.options.keys()
-            for name, options in rank.options.items():
-                expected = self._expected.options.get(name, {})
-                wrong = [key for key, value in options.items() if value != expected.get(key, value)]
-                text = ", ".join(f"{key}={options[key]!r} instead of {expected[key]!r}" for key in wrong)
-                error = math.inf if wrong or not expected else 0.0
-                yield Difference("optimizer option", -1, name, error, place=rank.place, text=text)
-        for name in sorted(self._expected.options.keys() - trained):
-            yield Difference("optimizer option", -1, name, math.inf, text="is in no rank's optimizer")
+    def _exact(self) -> Iterator[Difference]:
+        """Options are those of one process. Ranks that read the same samples read the same batches, and draw the same numbers."""
+        first: dict[tuple[object, ...], str] = {}
+        for rank in self.found:
+            for (kind, name), value in rank.exact.items():
+                expected = self.expected.exact.get((kind, name), "no group")
+                text = f"is {value} instead of {expected}"
+                if kind != "optimizer option":
+                    expected = first.setdefault((rank.replica, rank.context, kind, name), value)
+                    text = "differs from other ranks that read the same samples"
+                error = 0.0 if value == expected else math.inf
+                yield self._difference((kind, -1, ""), name, error, text=text, place=rank.place)
+        trained = {key for rank in self.found for key in rank.exact}
+        for kind, name in sorted(self.expected.exact.keys() - trained):
+            if kind == "optimizer option":
+                yield self._difference((kind, -1, ""), name, math.inf, text="is in no rank's optimizer")
 
-    def _step(self, index: int, found: Sequence[StepRecord], expected: StepRecord) -> Iterator[Difference]:
-        yield self._value("loss", index, "", _mean_loss(found), _mean_loss([expected]))
-        tolerance = self._tolerance
-        gradients: Mapping[str, Held] = {}
-        for order, (point, gradients) in enumerate(expected.gradients.items()):
-            ranks = [step.gradients.get(point, {}) for step in found]
-            floor = _FLOOR * _rms(gradients)
-            yield from self._tensors("gradient", index, ranks, gradients, tolerance, floor=floor, point=point, order=order)
-        self._mark(gradients)
-        ways = self._ways(expected.weights)
-        ranks = [self._ways(step.weights) for step in found]
-        yield from self._tensors("weight", index, ranks, ways, self._weight_tolerance, floor=_FLOOR * _rms(ways))
-        yield from self._tensors("buffer", index, [step.buffers for step in found], expected.buffers, tolerance)
-        logged = [(step.logged, step.losses[-1][1] if step.losses else 1.0) for step in found]
-        yield from self._numbers("logged value", index, logged, expected.logged)
+    def _tensors(self, key: Key) -> Iterator[Difference]:
+        expected = self.expected.tensors[key]
+        ranks = [rank.tensors.get(key, {}) for rank in self.found]
+        floor = 0.0
+        if key[0] == "gradient":
+            self._mark(expected)
+        if key[0] == "weight":
+            expected, ranks = self._ways(expected), [self._ways(rank) for rank in ranks]
+        if key[0] in ("gradient", "weight"):
+            floor = _FLOOR * _rms(expected)
+        for rank, tensors in zip(self.found, ranks, strict=True):
+            for name, held in tensors.items():
+                yield self._difference(key, name, _error(held, expected.get(name, []), floor), place=rank.place)
+        for name in sorted(expected.keys() - set().union(*ranks)):
+            if expected[name][0][1].any():
+                yield self._difference(key, name, math.inf, text="is on no rank")
 
     def _mark(self, gradients: Mapping[str, Held]) -> None:
         """An element whose gradient is rounding is divided by itself by some optimizers: it is not compared from here on."""
-        part = min(10 * self._tolerance, 0.01)
+        floor = _FLOOR * _rms(gradients)
         for name, held in gradients.items():
-            counts = held[0][1].abs() >= part * max(_rms({"": held}), _FLOOR * _rms(gradients))
-            self._significant[name] = self._significant.get(name, torch.ones_like(counts)) & counts
+            counts = held[0][1].abs() >= self._insignificant * max(_rms({name: held}), floor)
+            self._significant[name] = self._significant.get(name, counts) & counts
 
     def _ways(self, weights: Mapping[str, Held]) -> dict[str, Held]:
         """Return how far significant elements went since the start."""
-        start = self._expected.start.weights
+        start = self.expected.tensors["initial value", -1, ""]
         return {
             name: [
                 (offset, (value.double() - _cut(start[name][0][1], offset, value)) * _cut(self._significant[name], offset, value))
@@ -184,55 +167,31 @@ class _Comparison:
             if name in start and name in self._significant
         }
 
-    def _tensors(
-        self,
-        kind: str,
-        step: int,
-        found: Sequence[Mapping[str, Held]],
-        expected: Mapping[str, Held],
-        tolerance: float,
-        *,
-        floor: float = 0.0,
-        **more: Any,
-    ) -> Iterator[Difference]:
-        known: set[str] = set()
-        for rank, tensors in zip(self._found, found, strict=True):
-            known |= tensors.keys()
-            for name, held in tensors.items():
-                error = _error(held, expected.get(name, ()), floor)
-                yield Difference(kind, step, name, error, tolerance, place=rank.place, **more)
-        for name in expected.keys() - known:
-            if any(bool(value.any()) for _, value in expected[name]):
-                yield Difference(kind, step, name, math.inf, text="is on no rank", **more)
-
-    def _numbers(
-        self, kind: str, step: int, found: Sequence[tuple[Mapping[str, float], float]], expected: Mapping[str, float]
-    ) -> Iterator[Difference]:
+    def _numbers(self, key: Key) -> Iterator[Difference]:
         """Compare the mean over the replicas: a value that is logged without sync_dist=True is each replica's own."""
-        for name in sorted({*expected, *(name for values, _ in found for name in values)}):
-            own = [(values[name], weight) for values, weight in found if name in values]
-            if not own or name not in expected:
-                text = "is logged, but not in one process" if own else "is not logged"
-                yield Difference(kind, step, name, math.inf, text=text)
-                continue
-            local, total = len({value for value, _ in own}) > 1, sum(weight for _, weight in own)
-            weighted = len({weight for _, weight in own}) > 1
-            if local and self._expected.counted and not weighted:
+        expected = self.expected.numbers[key]
+        found: dict[str, Pairs] = {}
+        for rank in self.found:
+            for name, pairs in rank.numbers.get(key, {}).items():
+                found.setdefault(name, []).extend(pairs)
+        for name in sorted(expected.keys() ^ found.keys()):
+            yield self._difference(key, name, math.inf, text="is missing in one process" if name in found else "is missing")
+        for name in sorted(expected.keys() & found.keys()):
+            values, weights = (set(each) for each in zip(*found[name], strict=True))
+            if key[0] != "loss" and self.expected.counted and len(values) > len(weights) == 1:
                 continue  # means over unknown numbers of tokens
-            mean = sum(value * weight for value, weight in own) / total if local and total else own[0][0]
-            yield self._value(kind, step, name, mean, expected[name])
-
-    def _value(self, kind: str, step: int, name: str, found: float, expected: float) -> Difference:
-        same = found == expected or (math.isnan(found) and math.isnan(expected))
-        error = 0.0 if same else abs(found - expected) / max(abs(expected), 1e-3)
-        text = "" if same else f"is {found:.8g} instead of {expected:.8g}"
-        return Difference(kind, step, name, error, self._value_tolerance, text=text)
+            value, other = _mean(found[name]), _mean(expected[name])
+            error = _error(_scalar(value), _scalar(other), _FLOOR)
+            yield self._difference(key, name, error, text=f"is {value:.8g} instead of {other:.8g}")
 
 
-def _mean_loss(ranks: Sequence[StepRecord]) -> float:
-    pairs = [pair for step in ranks for pair in step.losses if pair[1]]
-    weight = sum(tokens for _, tokens in pairs)
-    return sum(loss * tokens for loss, tokens in pairs) / weight if weight else math.nan
+def _mean(pairs: Pairs) -> float:
+    counted = [pair for pair in pairs if pair[1]] or [(pairs[0][0], 1.0)]
+    return sum(value * weight for value, weight in counted) / sum(weight for _, weight in counted)
+
+
+def _scalar(value: float) -> Held:
+    return [((), torch.tensor(value, dtype=torch.float64))]
 
 
 def _rms(tensors: Mapping[str, Held]) -> float:
@@ -244,13 +203,13 @@ def _cut(whole: Tensor, offset: Sequence[int], like: Tensor) -> Tensor:
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, like.shape, strict=True))]
 
 
-def _error(held: Held, expected: Sequence[tuple[tuple[int, ...], Tensor]], floor: float) -> float:
+def _error(held: Held, expected: Held, floor: float) -> float:
     """Relative norm of the difference; of what is expected at least ``floor`` an element counts."""
-    off = size = count = 0.0
+    off = size = 0.0
     for offset, value in held:
-        other = _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value, dtype=torch.float64)
-        same = (value == other) | (value.isnan() & other.isnan())
-        off += float((value.double() - other).masked_fill(same, 0.0).square().sum())
-        size += float(other.masked_fill(same & other.isnan(), 0.0).square().sum())
-        count += value.numel()
-    return math.sqrt(off) / max(math.sqrt(size), floor * math.sqrt(count), 1e-300) if off else 0.0
+        value = value.double()
+        other = _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value)
+        same = value.isclose(other, rtol=0.0, atol=0.0, equal_nan=True)
+        off += float((value - other)[~same].square().sum())
+        size += float(other[other.isfinite()].square().clamp(min=floor**2).sum())
+    return math.sqrt(off / max(size, 1e-300)) if off else 0.0

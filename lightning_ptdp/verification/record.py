@@ -2,77 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ptdp.nested import Nested, map_tensors
+from lightning_ptdp._lightning import replace_once
+from lightning_ptdp.nested import Nested, iterate_tensors, map_tensors
 from lightning_ptdp.verification.batches import Captured
-from lightning_ptdp.verification.watch import Seen, StepWatch, digest
 
-__all__ = ["Held", "Record", "Recorder", "StepRecord", "make_logger"]
+__all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
 
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
+Key = tuple[str, int, str]
+"""(kind, step, hook of the step behind which a gradient is kept); the step before the first is -1."""
+Pairs = list[tuple[float, float]]
+"""(value, tokens or 1) of each batch of a step."""
 
 
-@dataclass
-class StepRecord:
-    """One optimizer step.
-
-    Attributes:
-        losses: (loss, tokens or 1) of each batch.
-        microbatches: Losses of the last batch's microbatches, where this rank has them.
-        gradients: Point of the step -> gradients that the optimizer's tensors have then.
-        weights: Parameters after the step.
-        buffers: Buffers after the step.
-        logged: Values that ``self.log`` or the logger was given.
-    """
-
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    microbatches: list[float] = field(default_factory=list)
-    gradients: dict[str, dict[str, Held]] = field(default_factory=dict)
-    weights: dict[str, Held] = field(default_factory=dict)
-    buffers: dict[str, Held] = field(default_factory=dict)
-    logged: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Record:
     """One rank's training.
 
     Attributes:
-        rank: Global rank.
         place: Rank and coordinates, in words.
         replica: Which replica it belongs to.
-        peers: Equal for ranks that read the same batches.
-        options: Parameter -> options of its group in the optimizer.
-        start: Weights and buffers before the first step.
-        steps: Optimizer steps.
-        final: Metrics at the end.
-        seen: Observations of the user's step.
-        batches: Batches of the replica.
-        read: Checksums of the training batches.
+        context: Which part of the sequence it reads.
+        steps: Number of optimizer steps.
+        tensors: Parameters or buffers by name.
+        numbers: Losses, logged values and metrics by name.
+        losses: Of the microbatches of the first step's last batch, where this rank has them.
+        exact: ("batch" or "random numbers", which) -> checksum, equal on ranks that read the same samples; ("optimizer option", parameter)
+            -> options of its group.
+        random: Lines that draw random numbers with torch, or other generators that were used.
+        parameters: Lines of the step that read parameters of modules that are not being called.
+        written: Attributes and buffers that a step changed.
+        batches: Batches of the replica, if they are captured.
         counted: Whether the step returned ``num_tokens``.
         eps: Machine epsilon of the coarsest dtype of weights and arithmetic.
     """
 
-    rank: int = 0
     place: str = ""
     replica: int = 0
-    peers: str = ""
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    start: StepRecord = field(default_factory=StepRecord)
-    steps: list[StepRecord] = field(default_factory=list)
-    final: dict[str, float] = field(default_factory=dict)
-    seen: Seen = field(default_factory=Seen)
-    batches: Captured | None = None
-    read: list[str] = field(default_factory=list)
+    context: int = 0
+    steps: int = 0
+    tensors: dict[Key, dict[str, Held]] = field(default_factory=dict)
+    numbers: dict[Key, dict[str, Pairs]] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    exact: dict[tuple[str, str], str] = field(default_factory=dict)
+    random: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    batches: Captured = field(default_factory=Captured)
     counted: bool = False
     eps: float = 0.0
 
@@ -81,140 +65,117 @@ class Recorder:
     """Mixin of a Lightning callback that records a training and ends it after some steps.
 
     Args:
-        folder: Each rank writes its record there when training ends.
+        record: Filled by the hooks.
         steps: Optimizer steps.
-        watch: Watches the user's step.
         captures: Whether the batches are kept.
     """
 
-    def __init__(self, folder: Path, *, steps: int, watch: StepWatch, captures: bool) -> None:
-        self.folder, self.steps, self.watch, self.captures = folder, steps, watch, captures
-        self.record = Record(seen=watch.seen)
-        self.step = StepRecord()
-        self.epochs: list[list[Nested]] = []
-        self.loaders: list[list[Nested]] = []
+    def __init__(self, record: Record, *, steps: int, captures: bool) -> None:
+        self.record, self.steps, self.captures = record, steps, captures
+        self._tokens = 1.0
+        self._gradients: dict[str, Held] = {}
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.trainer, strategy = trainer, trainer.strategy
-        at = strategy.layout.coordinates(strategy.global_rank)
-        self.record.rank, self.record.replica = strategy.global_rank, strategy.layout.replica(strategy.global_rank)
-        places = ", ".join(f"{name} {index}" for name, index in at.items() if strategy.layout.size(name) > 1)
-        self.record.place = f"rank {self.record.rank}" + (f" ({places})" if places else "")
-        self.record.peers = f"{self.record.replica} {at['context']}"
-        capture = partial(self._capture, trainer)
-        vars(strategy)["batch_to_device"] = _around(strategy.batch_to_device, before=capture)
-        vars(module)["configure_gradient_clipping"] = _around(
-            module.configure_gradient_clipping,
-            before=lambda *_, **__: self._keep_gradients(strategy, "on_before_optimizer_step"),
-            after=lambda: self._keep_gradients(strategy, "configure_gradient_clipping"),
-        )
+        self._trainer, self._strategy = trainer, trainer.strategy
+        rank, layout = self._strategy.global_rank, self._strategy.layout
+        self.record.place = f"rank {rank} ({self._strategy.mesh.where})"
+        self.record.replica = layout.replica(rank)
+        self.record.context = layout.coordinates(rank)["context"]
+        replace_once(self._strategy, "batch_to_device", self._capture)
+        replace_once(module, "configure_gradient_clipping", self._clip)
 
-    def _capture(self, trainer: Any, batch: Nested, *_: object, **options: Any) -> None:
-        if trainer.training:
-            self.record.read.append(digest(batch))
-            lists, index = self.epochs, trainer.current_epoch
-        else:
-            lists, index = self.loaders, options.get("dataloader_idx", 0)
+    def _capture(self, move: Callable[..., Nested], batch: Nested, *args: Any, **options: Any) -> Nested:
+        key = ("validation", options.get("dataloader_idx", 0))
+        if self._trainer.training:
+            key = ("train", self._trainer.current_epoch)
+            self.record.exact["batch", str(self._trainer.fit_loop.total_batch_idx + 1)] = digest(batch)
         if self.captures:
-            lists.extend([] for _ in range(index + 1 - len(lists)))
-            lists[index].append(map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True)))
+            copy = map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
+            self.record.batches.lists.setdefault(key, []).append(copy)
+        return move(batch, *args, **options)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._keep_model(trainer.strategy, self.record.start)
-        coarse = "16" in str(trainer.precision) or trainer.strategy.config.fp8 is not None
+        self._keep_model()
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-        self.record.eps = max(torch.finfo(dtype).eps for dtype in dtypes | ({torch.bfloat16} if coarse else set()))
-        for group, name, *_ in _optimized(trainer.strategy):
-            self.record.options[name] = {
-                key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))
-            }
+        if "16" in str(trainer.precision) or self._strategy.config.fp8 is not None:
+            dtypes.add(torch.bfloat16)
+        self.record.eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        for group, name, *_ in self._optimized():
+            options = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, (int, float, str, tuple))]
+            self.record.exact["optimizer option", name] = ", ".join(options)
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.step.gradients.clear()
-        self._keep_gradients(trainer.strategy, "the backward")
+    def on_after_backward(self, *_: object) -> None:
+        self._keep_gradients("the backward")
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self._keep_gradients(trainer.strategy, "on_after_backward")
+    def on_before_optimizer_step(self, *_: object) -> None:
+        self._keep_gradients("on_after_backward")
+
+    def _clip(self, clip: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._keep_gradients("on_before_optimizer_step")
+        clip(*args, **kwargs)
+        self._keep_gradients("configure_gradient_clipping")
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: object) -> None:
+        record = self.record
         if isinstance(outputs, dict) and "loss" in outputs:
-            tokens = outputs.get("num_tokens")
-            self.record.counted |= tokens is not None
-            self.step.losses.append((float(outputs["loss"]), 1.0 if tokens is None else float(tokens)))
-        self.step.microbatches = [float(loss) for loss in trainer.strategy.engine.microbatch_losses]
-        if trainer.global_step == len(self.record.steps):
+            record.counted |= "num_tokens" in outputs
+            self._tokens = float(outputs.get("num_tokens", 1.0))
+            losses = record.numbers.setdefault(("loss", record.steps, ""), {"": []})
+            losses[""].append((float(outputs["loss"]), self._tokens))
+        if record.steps == 0:
+            record.losses = [float(loss) for loss in self._strategy.engine.microbatch_losses]
+        if trainer.global_step == record.steps:
             return
-        self._keep_model(trainer.strategy, self.step)
-        self.step.logged |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.record.steps.append(self.step)
-        self.step = StepRecord()
-        trainer.should_stop = trainer.should_stop or len(self.record.steps) >= self.steps
+        record.steps += 1
+        self._keep_model()
+        self._keep_numbers("logged value", trainer.callback_metrics)
+        trainer.should_stop |= record.steps >= self.steps
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.record.final |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if self.captures:
-            length = trainer.num_training_batches
-            self.record.batches = Captured(
-                train=self.epochs, validation=self.loaders, length=length if isinstance(length, int) else None
-            )
-        torch.save(self.record, self.folder / f"{self.record.rank}.pt")
+        self._keep_numbers("metric", trainer.callback_metrics)
+        self.record.batches.length = trainer.num_training_batches
 
-    def log(self, metrics: dict[str, float], *_: object, **__: object) -> None:
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Keep values for the logger, which gets those of a step behind it."""
-        values = {name: float(value) for name, value in metrics.items()}
-        if self.trainer.validating or not self.record.steps:
-            self.record.final |= values
-        else:
-            self.record.steps[-1].logged = {**values, **self.record.steps[-1].logged}
+        self._keep_numbers("metric" if self._trainer.validating or not self.record.steps else "logged value", metrics)
 
-    def _keep_gradients(self, strategy: Any, point: str) -> None:
-        last = next(reversed(self.step.gradients.values()), {})
+    def _keep_numbers(self, kind: str, values: Mapping[str, float]) -> None:
+        weight = self._tokens if kind == "logged value" else 1.0
+        kept = self.record.numbers.setdefault((kind, self.record.steps - 1, ""), {})
+        for name, value in values.items():
+            kept.setdefault(name, [(float(value), weight)])
+
+    def _keep_gradients(self, point: str) -> None:
         found = {}
-        for _, name, tensor, placed in _optimized(strategy):
-            if tensor.grad is None:
-                continue
-            held = _held(tensor.grad, placed)
-            same = name in last and all(torch.equal(a, b) for (_, a), (_, b) in zip(last[name], held, strict=True))
-            found[name] = last[name] if same else held
-        self.step.gradients[point] = found
+        for _, name, tensor, placed in self._optimized():
+            if tensor.grad is not None:
+                held = _held(tensor.grad, placed)
+                last = self._gradients.get(name, held)
+                same = all(torch.equal(a, b) for (_, a), (_, b) in zip(last, held, strict=True))
+                found[name] = last if same else held
+        self._gradients = self.record.tensors["gradient", self.record.steps, point] = found
 
-    def _keep_model(self, strategy: Any, step: StepRecord) -> None:
-        trained = {record.name for record in strategy.parallel.records.values()}
-        for name, (tensor, sharding) in strategy._model_tensors().items():
-            (step.weights if name in trained else step.buffers)[name] = _held(tensor, sharding)
+    def _keep_model(self) -> None:
+        trained = {record.name for record in self._strategy.parallel.records.values()}
+        for name, (tensor, sharding) in self._strategy._model_tensors().items():
+            kind = "weight" if name in trained else "buffer"
+            key = (kind if self.record.steps else "initial value", self.record.steps - 1, "")
+            self.record.tensors.setdefault(key, {})[name] = _held(tensor, sharding)
 
-
-def make_logger(base: type, log: Callable[..., None]) -> Any:
-    """Return a logger that writes nothing and passes its values to ``log``; ``base`` is Lightning's DummyLogger."""
-
-    def log_metrics(self: object, metrics: dict[str, float], step: int | None = None) -> None:
-        log(metrics)
-
-    return type("VerificationLogger", (base,), {"log_metrics": log_metrics})()
-
-
-def _optimized(strategy: Any) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
-    """Yield (group, name, tensor, its position in the full parameter) of everything that the optimizer steps on."""
-    names, placed = strategy._optimizer_records()
-    for group in strategy.optimizers[0].param_groups:
-        for tensor in group["params"]:
-            if tensor in names:
-                yield group, names[tensor], tensor, placed[names[tensor]]
+    def _optimized(self) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
+        """Yield (group, name, tensor, its position in the full parameter) of everything that the optimizer steps on."""
+        names, placed = self._strategy._optimizer_records()
+        for group in self._strategy.optimizers[0].param_groups:
+            for tensor in group["params"]:
+                if tensor in names:
+                    yield group, names[tensor], tensor, placed[names[tensor]]
 
 
 def _held(tensor: Tensor, placed: Any) -> Held:
     return [(offset, view.detach().to("cpu", copy=True)) for offset, view in placed.held(tensor)]
 
 
-def _around(
-    function: Callable[..., Any], *, before: Callable[..., None], after: Callable[[], None] | None = None
-) -> Callable[..., Any]:
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        result = function(*args, **kwargs)
-        if after is not None:
-            after()
-        return result
-
-    return called
+def digest(value: Nested) -> str:
+    """Return the hash value of a batch's tensors, which is the same in all forked processes."""
+    flat = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in iterate_tensors(value)]
+    return str(hash(tuple(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)))

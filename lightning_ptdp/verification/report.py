@@ -21,15 +21,12 @@ class Cause:
 
     Attributes:
         name: "random numbers", "parameters in the step", "gradients changed by hand", "optimizer groups", "optimizer", "buffers",
-            "label shift", "uneven labels", "sum over samples", "coupled samples" or "hidden state".
+            "label shift", "uneven labels", "sum over samples", "coupled samples", "logged values" or "hidden state".
         text: What was seen, and what helps.
     """
 
     name: str
     text: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,43 +52,38 @@ class Report:
     @property
     def equal(self) -> bool:
         """Return True if no value differs by more than rounding."""
-        return self.first is None
+        return not self.differences
 
     @property
     def differences(self) -> list[Difference]:
         """The values that differ, the first in the training first."""
         return [one for one in self.compared if one.differs]
 
-    @property
-    def first(self) -> Difference | None:
-        """The first difference."""
-        return next((one for one in self.compared if one.differs), None)
-
     def __str__(self) -> str:
-        verdict = "equal to" if self.equal else "DIFFERENT from"
-        lines = [f"{self.layout} is {verdict} one process in {self.steps} steps", "", self._table()]
-        if self.first is not None:
-            found = self.differences
-            lines += ["", f"first difference: {self.first}"]
-            lines += [f"             then: {one}" for one in found[1:_SHOWN]]
-            lines += [f"                   and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        lines += ["", *(f"{axes} alone: {result}" for axes, result in self.axes)] if self.axes else []
-        lines += ["", *(f"why: {cause}" for cause in self.causes)] if self.causes else []
-        if not self.equal and not self.causes:
-            lines += ["", "why: none of the known causes was found"]
-        lines += ["", *(f"note: {note}" for note in self.notes)] if self.notes else []
-        return "\n".join(lines)
+        found = self.differences
+        sections = [
+            [f"{self.layout} is {'DIFFERENT from' if found else 'equal to'} one process in {self.steps} steps"],
+            [self._table()],
+            [f"difference {number}: {one}" for number, one in enumerate(found[:_SHOWN], 1)],
+            [f"{axes} alone: {result}" for axes, result in self.axes],
+            [f"why: {cause.name}: {cause.text}" for cause in self.causes],
+            [f"note: {note}" for note in self.notes],
+        ]
+        if len(found) > _SHOWN:
+            sections[2].append(f"and {len(found) - _SHOWN} more")
+        if found and not self.causes:
+            sections[4].append("why: none of the known causes was found")
+        return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
     def _table(self) -> str:
         rows = [("", "compared", "largest error", "tolerance", "where")]
         for kind in KINDS:
             values = [one for one in self.compared if one.kind == kind]
-            if not values:
-                continue
-            worst = max(values, key=_excess)
-            where = f"{worst.name} step {worst.step}".strip() if worst.error else ""
-            error = "differs" if worst.error == math.inf else f"{worst.error:.1e}"
-            rows.append((kind, str(len(values)), error, f"{worst.tolerance:.0e}" if worst.tolerance else "exact", where))
+            if values:
+                worst = max(values, key=lambda one: one.excess)
+                where = f"step {worst.step} {worst.name}" if worst.error else ""
+                tolerance = f"{worst.tolerance:.0e}" if worst.tolerance else "exact"
+                rows.append((kind, str(len(values)), f"{worst.error:.1e}", tolerance, where))
         return columns(rows, words=(0, 4))
 
     def draw(self, path: str | Path) -> None:
@@ -102,18 +94,11 @@ class Report:
         """
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 3.5), dpi=160, layout="constrained")
+        figure = Figure(figsize=(7, 3.5), layout="constrained")
         axes = figure.add_subplot(ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0])
         for kind in KINDS:
-            points = [(one.step, _excess(one)) for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
-            if points:
-                axes.plot(*zip(*points, strict=True), "o", markersize=3, label=kind)
+            shown = [one for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
+            axes.plot([one.step for one in shown], [one.excess for one in shown], "o", markersize=3, label=kind)
         axes.axhline(1.0, color="0.4", linestyle="--")
         figure.legend(loc="outside right upper")
         figure.savefig(path)
-
-
-def _excess(one: Difference) -> float:
-    if not one.tolerance:
-        return math.inf if one.error else 0.0
-    return one.error / one.tolerance if one.error == one.error else math.inf

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from torch import nn
 
+from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.verification.batches import Captured, Replay
+from lightning_ptdp.rank_processes import Tell, run_ranks
+from lightning_ptdp.verification.batches import Replay
 from lightning_ptdp.verification.case import Case
-from lightning_ptdp.verification.processes import run_ranks
-from lightning_ptdp.verification.record import Record, Recorder, make_logger
+from lightning_ptdp.verification.record import Record, Recorder
 from lightning_ptdp.verification.watch import StepWatch
 
-__all__ = ["Subject"]
+__all__ = ["Subject", "VerificationError"]
 
 _LEFT_OUT = (
-    "callbacks devices accumulate_grad_batches precision strategy num_nodes logger enable_checkpointing enable_progress_bar "
-    "enable_model_summary default_root_dir profiler max_time fast_dev_run overfit_batches limit_train_batches limit_val_batches "
-    "val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps reload_dataloaders_every_n_epochs barebones"
+    "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches reload_dataloaders_every_n_epochs barebones"
 )
-"""The Trainer's options that are ours, or do not change a step."""
+"""The Trainer's options that do not change a step, besides those that are ours."""
 _WRITERS = (
     "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport SaveOnSignal SaveResolvedConfig StepProgress "
     "Throughput ValidateAtEnd WriteSamples"
 )
 _NEVER = 10**9
+_BYTES = 16
+"""A parameter's value, gradient and two states of an optimizer, in float32."""
+_SHOWN = 2000
+"""Characters of a log."""
+
+
+class VerificationError(PTDPError, RuntimeError):
+    """A training of the verification failed, or a layout differs from one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +54,7 @@ class Subject:
     Attributes:
         module: The LightningModule; trained in forked processes only.
         strategy: A strategy with the layout.
-        datamodule: Its data, or None.
-        train_dataloaders: Training data without a data module.
-        val_dataloaders: Validation data without a data module.
+        data: Training loaders, validation loaders and data module; each may be None.
         steps: Optimizer steps of a training.
         trainer: Arguments of the Trainer.
         folder: For records and logs.
@@ -55,75 +63,109 @@ class Subject:
 
     module: Any
     strategy: Any
-    datamodule: Any
-    train_dataloaders: Any
-    val_dataloaders: Any
+    data: tuple[Any, Any, Any]
     steps: int
     trainer: Mapping[str, Any]
     folder: Path
     limit_s: float
 
-    @property
-    def accumulates(self) -> int:
-        """Batches in a step of a replica."""
-        count: int = self.trainer.get("accumulate_grad_batches") or 1
-        return count
-
-    def train(self, case: Case, replicas: Sequence[Captured] = ()) -> list[Record]:
+    def train(self, case: Case) -> list[Record]:
         """Return the record of each rank.
 
         Raises:
-            ValueError: The layout is refused.
-            VerificationError: The training failed or was late.
+            VerificationError: The training failed, was refused or was late.
         """
-        folder = self.folder / f"{len(list(self.folder.iterdir()))}"
-        folder.mkdir()
-        train = partial(self._train_here, case, replicas, folder)
-        run_ranks(train, case.devices, name=case.name, log=folder / "log.txt", limit_s=self.limit_s)
-        ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(case.devices)]
-        for file in folder.glob("*.pt"):
-            file.unlink()
-        return ranks
+        self._run(self._train_rank, case.devices, case, name=f"training {case.name}")
+        return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(case.devices)]
 
-    def _train_here(self, case: Case, replicas: Sequence[Captured], folder: Path) -> None:
+    def fits_one_process(self) -> bool:
+        """Return True if one process can hold the whole model.
+
+        Raises:
+            VerificationError: The model could not be built.
+        """
+        return bool(self._run(self._measure, 1, name="measuring the model")[0])
+
+    def _run(self, function: Callable[..., object], count: int, *args: object, name: str) -> dict[int, Any]:
+        """Return the results of ``function(rank, *args)`` in forked processes, which are Lightning's ranks."""
+        port = str(find_free_network_port())
+
+        def call(rank: int, tell: Tell) -> object:
+            tell(name)
+            vars(sys).pop("ps1", None)  # nobody types here
+            with open(self.folder / f"{rank}.txt", "wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            if count > 1:
+                os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            torch.set_num_threads(1)  # OpenMP's threads of the parent do not exist here
+            try:
+                return function(rank, *args)
+            except Exception:
+                traceback.print_exc()
+                raise
+
+        outcome = run_ranks(call, count=count, timeout_s=self.limit_s)
+        if problem := outcome.explain():
+            late = f" after limit_s={self.limit_s:g}" if not outcome.errors else ""
+            error = VerificationError(f"{problem}{late}")
+            log = self.folder / f"{next(iter(outcome.errors or outcome.late))}.txt"
+            log.touch()
+            error.add_note(log.read_text(errors="replace")[-_SHOWN:])
+            raise error
+        return outcome.results
+
+    def _measure(self, rank: int) -> bool:
+        with torch.device("meta"):
+            self.module.configure_model()
+        needed = _BYTES * sum(parameter.numel() for parameter in self.module.parameters())
+        available = psutil.virtual_memory().available
+        if self.trainer.get("accelerator", "auto") != "cpu" and torch.cuda.is_available():
+            available = min(available, torch.cuda.mem_get_info()[0])
+        return needed <= available
+
+    def _train_rank(self, rank: int, case: Case) -> None:
         names, module = self.strategy._names, self.module
         warnings.filterwarnings("ignore")
-        logging.disable(logging.INFO)
-        os.environ["PL_GLOBAL_SEED"] = os.environ.get("PL_GLOBAL_SEED") or str(torch.initial_seed() % 2**32)
-        torch.manual_seed(int(os.environ["PL_GLOBAL_SEED"]))
+        os.environ.setdefault("PL_GLOBAL_SEED", str(torch.initial_seed() % 2**32))
         if case.blocks is not None:
             _shorten(module, case)
-        if case.frozen and not case.config.keyed_dropout:
+        if not case.config.keyed_dropout:
             _switch_dropout_off(module)
-        watch = StepWatch(module, frozen=case.frozen)
         kind = type("VerificationRecorder", (Recorder, names.Callback), {})
-        recorder = kind(folder, steps=self.steps, watch=watch, captures=case.reads == "loader")
-        trainer = names.Trainer(**self._options(case, recorder, names))
-        train, validation, datamodule = self.train_dataloaders, self.val_dataloaders, self.datamodule
-        if case.reads != "loader":
-            train, validation = _replayed(trainer, replicas)
+        record = Record()
+        StepWatch(module, record, frozen=case.frozen)
+        recorder = kind(record, steps=self.steps, captures=not case.batches)
+        trainer = names.Trainer(**self._options(case, recorder))
+        train, validation, datamodule = self.data
+        if case.batches:
+            captured = case.batches[case.layout.replica(rank)]
+            lists = captured.lists
+            train = Replay(lambda: lists.get(("train", trainer.current_epoch), ()), captured.length)
+            validation = [Replay(partial(lists.__getitem__, key), len(lists[key])) for key in lists if key[0] == "validation"]
             if datamodule is not None:
-                loaders = train, validation
-                vars(datamodule).update(train_dataloader=lambda: loaders[0], val_dataloader=lambda: loaders[1])
+                vars(datamodule).update(train_dataloader=lambda own=train: own, val_dataloader=lambda own=validation: own)
                 train = validation = None
         trainer.fit(module, train, validation, datamodule)
+        torch.save(record, self.folder / f"{rank}.pt")
 
-    def _options(self, case: Case, recorder: Any, names: Any) -> dict[str, Any]:
+    def _options(self, case: Case, recorder: Any) -> dict[str, Any]:
+        names = self.strategy._names
         given = {name: value for name, value in self.trainer.items() if name not in _LEFT_OUT.split()}
-        callbacks = self.trainer.get("callbacks") or []
+        callbacks = given.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         kept = [one for one in callbacks if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS.split()]
-        options = {each.name: getattr(case.config, each.name) for each in fields(case.config)} | {"start_method": "popen"}
-        endless = {} if given.get("max_steps") or given.get("max_epochs") else {"max_epochs": -1}
-        return {
-            **given,
-            **endless,
-            "strategy": type(self.strategy)(**options),
+        parts = case.batches[0].parts if case.batches else 1
+        logger = names.DummyLogger()
+        vars(logger)["log_metrics"] = recorder.log
+        return given | {
+            "strategy": type(self.strategy)(**vars(case.config) | {"start_method": "popen"}),
             "devices": case.devices,
-            "precision": case.precision or self.trainer.get("precision"),
-            "accumulate_grad_batches": self.accumulates * case.accumulates,
+            "max_epochs": given.get("max_epochs") or -1,
+            "precision": case.precision or given.get("precision"),
+            "accumulate_grad_batches": parts * (given.get("accumulate_grad_batches") or 1),
             "callbacks": [recorder, *kept],
-            "logger": make_logger(names.DummyLogger, recorder.log),
+            "logger": logger,
             "default_root_dir": str(self.folder),
             "limit_val_batches": self.steps,
             "val_check_interval": _NEVER,  # validated when the recorder ends the training
@@ -136,17 +178,6 @@ class Subject:
         }
 
 
-def _replayed(trainer: Any, replicas: Sequence[Captured]) -> tuple[Any, Any]:
-    """Return loaders of captured batches for training and validation."""
-    first = replicas[0]
-    train = Replay(trainer, [each.train for each in replicas], length=first.length)
-    validation = [
-        Replay(trainer, [[each.validation[index]] for each in replicas], length=len(loader), again=True)
-        for index, loader in enumerate(first.validation)
-    ]
-    return train, validation
-
-
 def _shorten(module: Any, case: Case) -> None:
     """Keep the first blocks only, also of what ``configure_model`` builds."""
     build = module.configure_model
@@ -156,7 +187,8 @@ def _shorten(module: Any, case: Case) -> None:
         plan = case.config.plan
         if plan is None and hasattr(module, "configure_parallel"):
             plan = module.configure_parallel()
-        for name in as_names(plan.blocks) if plan is not None and plan.blocks is not None else find_blocks(module):
+        blocks = getattr(plan, "blocks", None)
+        for name in as_names(blocks) if blocks else find_blocks(module):
             members = module.get_submodule(name)._modules
             for key in list(members)[case.blocks :]:
                 del members[key]

@@ -1,56 +1,34 @@
-"""Observation of the user's step: random numbers, parameters that are read, shifted slices, and state that is written."""
+"""Observation of the user's step: random numbers, parameters that are read, and state that is written."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
 import os
 import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.nested import Nested, iterate_tensors
+from lightning_ptdp._lightning import replace_once
+from lightning_ptdp.engine.step_state import StepState, find_owners
+from lightning_ptdp.nested import Nested
+from lightning_ptdp.verification.record import Record, digest
 
-__all__ = ["Seen", "StepWatch", "digest"]
+__all__ = ["StepWatch"]
 
 _RANDOM = (
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_ bernoulli_ "
     "random_ exponential_ geometric_ cauchy_ log_normal_"
 )
-_DROPOUT = "dropout alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout rrelu"
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-_LARGEST = 2**22
-"""Elements of an attribute that is compared before and after a step."""
-
-
-@dataclass
-class Seen:
-    """Observations of the steps of one rank.
-
-    Attributes:
-        random: Lines that draw random numbers with torch, or other generators that were used.
-        parameters: Lines of the step that read parameters of modules that are not being called.
-        shifts: Lines that leave out the first or the last element along a dimension.
-        written: Attributes and buffers that a step changed.
-        draws: (microbatch, generator) -> its state when the step began, for steps that draw outside of modules.
-    """
-
-    random: set[str] = field(default_factory=set)
-    parameters: set[str] = field(default_factory=set)
-    shifts: set[str] = field(default_factory=set)
-    written: set[str] = field(default_factory=set)
-    draws: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 class StepWatch(TorchFunctionMode):
@@ -58,67 +36,49 @@ class StepWatch(TorchFunctionMode):
 
     Args:
         module: The LightningModule, whose step is replaced.
+        record: Takes the observations.
         frozen: Whether random numbers are replaced by constants, equal for all samples.
     """
 
-    def __init__(self, module: Any, *, frozen: bool) -> None:
+    def __init__(self, module: Any, record: Record, *, frozen: bool) -> None:
         super().__init__()
-        self.seen = Seen()
-        self._module, self._frozen = module, frozen
-        self._step: Callable[..., Nested] = module.training_step
-        self._draws_itself = False
+        self._record, self._frozen = record, frozen
+        # Metrics are written in every step.
+        self._owners = [
+            replace(find_owners(child)[0], name=name)
+            for name, child in module.named_modules()
+            if not hasattr(child, "_update_count")
+        ]
 
-        @functools.wraps(self._step)
-        def training_step(*args: Any, **kwargs: Any) -> Nested:
-            return self._watched(*args, **kwargs)
+        replace_once(module, "training_step", self._watched)
 
-        vars(module)["training_step"] = training_step
-
-    def _watched(self, *args: Any, **kwargs: Any) -> Nested:
-        batch, before, written = digest(args[0] if args else kwargs), _generators(), _state_of(self._module)
-        self._draws_itself = False
+    def _watched(self, step: Callable[..., Nested], *args: Any, **kwargs: Any) -> Nested:
+        state = StepState(self._owners)
+        self._record.exact["random numbers", digest((args, kwargs))] = str(_generators())
         if self._frozen:
             random.seed(0)
             np.random.seed(0)
-        entered = _generators()
+        before = _generators()
         try:
             with self:
-                return self._step(*args, **kwargs)
+                return step(*args, **kwargs)
         finally:
-            used = {name for name, state in _generators().items() if name != "torch" and state != entered[name]}
-            self.seen.random |= {f"the generator of {name}" for name in used}
-            for name in used | ({"torch"} if self._draws_itself else set()):
-                self.seen.draws[batch, name] = before[name]
-            after = _state_of(self._module)
-            self.seen.written |= {name for name, value in after.items() if written.get(name) != value}
+            after = _generators()
+            self._record.random |= {f"the generator of {name}" for name in ("random", "numpy") if after[name] != before[name]}
+            self._record.written |= {change.name for change in state.changes()}
 
     def __torch_function__(
         self, function: Callable, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
         draws = name in _RANDOM.split()
-        if self._frozen and name in _DROPOUT.split() and kwargs.get("training", True):
-            return args[0]
-        if draws or _is_shift(name, args) or (name != "__get__" and any(isinstance(each, nn.Parameter) for each in args)):
+        if draws or (name != "__get__" and any(isinstance(each, nn.Parameter) for each in args)):
             place, inside = _caller(self._watched.__code__)
             if draws:
-                self.seen.random.add(place)
-                self._draws_itself |= not inside
-            elif _is_shift(name, args):
-                self.seen.shifts.add(place)
+                self._record.random.add(place)
             elif not inside:
-                self.seen.parameters.add(place)
+                self._record.parameters.add(place)
         return _constant(function, name, args, kwargs) if draws and self._frozen else function(*args, **kwargs)
-
-
-def digest(value: Nested) -> str:
-    """Return a checksum of the tensors of a batch."""
-    found = hashlib.blake2b(digest_size=8)
-    for tensor in iterate_tensors(value):
-        found.update(
-            str(tensor.shape).encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return found.hexdigest()
 
 
 def _caller(end: object) -> tuple[str, bool]:
@@ -127,17 +87,11 @@ def _caller(end: object) -> tuple[str, bool]:
     place, inside = "", False
     while frame is not None and frame.f_code is not end:
         file = frame.f_code.co_filename
-        if not place and (not file.startswith(_SKIPPED) or "/models/" in file):
+        if not place and not file.startswith(_SKIPPED):
             place = f"{Path(file).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         inside |= frame.f_code.co_name == "_call_impl"
         frame = frame.f_back
     return place, inside
-
-
-def _is_shift(name: str, args: Sequence[Any]) -> bool:
-    index = args[1] if name == "__getitem__" else ()
-    slices = [one for one in (index if isinstance(index, tuple) else (index,)) if isinstance(one, slice)]
-    return name == "roll" or any(one.step is None and (one.start == 1 or one.stop == -1) for one in slices)
 
 
 def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -146,30 +100,17 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
         drawn = function(*args, **kwargs)
-    if not isinstance(drawn, Tensor) or not drawn.dim():
+    if not drawn.dim():
         return drawn
-    row = torch.linspace(-1, 1, drawn[0].numel()).view_as(drawn[0]) if "randn" in name or "normal" in name else drawn[0].clone()
+    row = drawn[0].clone()
+    if "randn" in name or "normal" in name:  # torch draws other numbers with another size
+        row = torch.linspace(-1, 1, row.numel()).view_as(row)
     with torch.no_grad():
         return drawn.copy_(torch.arange(len(drawn)) if name == "randperm" else row.to(drawn).expand_as(drawn))
 
 
-def _generators() -> dict[str, str]:
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "random": random.getstate(), "numpy": np.random.get_state()}
-    return {name: hashlib.blake2b(pickle.dumps(state), digest_size=8).hexdigest() for name, state in states.items()}
-
-
-def _state_of(module: nn.Module) -> dict[str, object]:
-    """Return checksums of the public attributes of all modules, and the versions of buffers."""
-    found: dict[str, object] = {f"the buffer '{name}'": buffer._version for name, buffer in module.named_buffers()}
-    for name, child in module.named_modules():
-        if hasattr(child, "_update_count"):  # a metric of torchmetrics
-            continue
-        for key, value in vars(child).items():
-            if key.startswith("_") or key in ("training", "trainer", "training_step") or isinstance(value, nn.Module):
-                continue
-            if callable(value) or (isinstance(value, Tensor) and value.numel() > _LARGEST):
-                continue
-            with contextlib.suppress(Exception):  # what cannot be pickled is not compared
-                state = value.get_state() if isinstance(value, torch.Generator) else value
-                found[f"the attribute '{name}.{key}'".replace("'.", "'")] = hash(pickle.dumps(state))
-    return found
+def _generators() -> dict[str, int]:
+    """Return the states' hash values, which are the same in all forked processes."""
+    numpy = pickle.dumps(np.random.get_state())
+    torch_ = torch.get_rng_state().numpy().tobytes()
+    return {"torch": hash(torch_), "random": hash(random.getstate()), "numpy": hash(numpy)}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,25 +11,13 @@ import pytest
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.strategy.checks import warn_of_balance_losses
 from tests.huggingface.architectures import build
-from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.huggingface.unseen import Run, refusal, verified
 from tests.letters import ET, SP, C, E, M, P, T, V
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
 STEPS, CLIP = 6, 0.1
-
-
-@pytest.fixture(scope="module")
-def expected(pool: Pool) -> Callable[[Run], dict[str, Any]]:
-    """Return a function that gives the results of a run in one process."""
-
-    @functools.cache
-    def of(name: str, options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-        run = Run(architecture=name, steps=STEPS, clip=CLIP, options=dict(options))
-        return pool.run(fit, world_size=1, args=(run,))[0]
-
-    return lambda run: of(run.architecture, tuple(run.options.items()))
 
 
 def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -> Run:
@@ -58,13 +44,11 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )
-def test_same_losses_and_weights_as_one_process(
-    name: str, world_size: int, layout: dict[str, Any], pool: Pool, expected: Callable[[Run], dict[str, Any]]
-) -> None:
+def test_same_losses_and_weights_as_one_process(name: str, world_size: int, layout: dict[str, Any], pool: Pool) -> None:
     run = run_of(name, world_size, layout)
     assert pool.run(refusal, world_size=1, args=(run,)) == [None]
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        assert differences(found, expected(run), tolerance=1e-5) == []
+    report = verified(run)
+    assert report.equal, str(report)
 
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -72,11 +56,10 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 @pytest.mark.parametrize(("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"])
 def test_the_models_own_balance_loss_is_that_of_one_process_where_a_forward_sees_the_batch(
-    world_size: int, layout: dict[str, Any], pool: Pool, expected: Callable[[Run], dict[str, Any]]
+    world_size: int, layout: dict[str, Any]
 ) -> None:
-    run = run_of("mixtral", world_size, layout, **BALANCED)
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        assert differences(found, expected(run), tolerance=1e-5) == []
+    report = verified(run_of("mixtral", world_size, layout, **BALANCED))
+    assert report.equal, str(report)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +90,10 @@ def test_slices_of_a_sequence_have_no_balance_loss(pool: Pool) -> None:
     [{"target_modules": ["q_proj", "v_proj"]}, {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}],
     ids=["attention", "router"],
 )
-def test_adapters_beside_experts(lora: dict[str, Any], pool: Pool) -> None:
+def test_adapters_beside_experts(lora: dict[str, Any]) -> None:
     pytest.importorskip("peft")
-    run = Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora})
-    alone = pool.run(fit, world_size=1, args=(one_process(run),))[0]
-    for found in pool.run(fit, world_size=2, args=(run,)):
-        assert differences(found, alone) == []
+    report = verified(Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora}))
+    assert report.equal, str(report)
 
 
 def test_adapters_on_experts_that_are_shared_out_are_refused_before_launch(pool: Pool) -> None:

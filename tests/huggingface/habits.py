@@ -18,21 +18,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
-__all__ = ["HABITS", "WHOLE_LOSS", "Habit"]
+__all__ = ["HABITS"]
 
 _RATE = 0.1
-
-
-class Habit(L.LightningModule):
-    """A module of which a mixin changes some hooks.
-
-    Attributes:
-        seen: Values that the module computed itself; they must be those of one process.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.seen: list[float] = []
 
 
 def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -40,7 +28,7 @@ def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return {**output, "loss": change(output["loss"])} if isinstance(output, dict) else change(output)
 
 
-class Draws(Habit):
+class Draws(L.LightningModule):
     """Random numbers of three generators in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -48,7 +36,7 @@ class Draws(Habit):
         return _changed(super().training_step(batch, batch_idx), lambda loss: loss * scale)
 
 
-class Penalty(Habit):
+class Penalty(L.LightningModule):
     """An L2 penalty over all parameters in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -56,7 +44,7 @@ class Penalty(Habit):
         return _changed(super().training_step(batch, batch_idx), lambda loss: loss + penalty)
 
 
-class LayerRates(Habit):
+class LayerRates(L.LightningModule):
     """A learning rate for every parameter by its place in the model; no decay of vectors."""
 
     def configure_optimizers(self) -> Any:
@@ -67,7 +55,7 @@ class LayerRates(Habit):
         return torch.optim.SGD(groups)
 
 
-class NamedGroups(Habit):
+class NamedGroups(L.LightningModule):
     """Two groups by name, momentum, and a schedule of the learning rate in every step."""
 
     def configure_optimizers(self) -> Any:
@@ -80,36 +68,36 @@ class NamedGroups(Habit):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Adaptive(Habit):
+class Adaptive(L.LightningModule):
     """AdamW, with an epsilon that lets no gradient of zero be divided by itself."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
-class ClipsNorm(Habit):
-    """Clips by torch's function in Lightning's hook and keeps the norm."""
+class ClipsNorm(L.LightningModule):
+    """Clips by torch's function in Lightning's hook and logs the norm."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
 
 
-class ClipsValue(Habit):
+class ClipsValue(L.LightningModule):
     """Clips every element by torch's function in Lightning's hook."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)
 
 
-class WatchesNorm(Habit):
+class WatchesNorm(L.LightningModule):
     """Reads the norm of the gradient before each step of the optimizer."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        self.seen.append(float(torch.nn.utils.get_total_norm(gradients)))
+        self.log("norm", torch.nn.utils.get_total_norm(gradients))
 
 
-class Freezes(Habit):
+class Freezes(L.LightningModule):
     """Trains neither embeddings nor vectors."""
 
     def configure_optimizers(self) -> Any:
@@ -119,14 +107,14 @@ class Freezes(Habit):
         return torch.optim.SGD((one for one in self.parameters() if one.requires_grad), lr=_RATE)
 
 
-class Averages(Habit):
+class Averages(L.LightningModule):
     """An exponential average of the weights by Lightning's callback, which puts it into the module at the end."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [EMAWeightAveraging(decay=0.5)]
 
 
-class Measures(Habit):
+class Measures(L.LightningModule):
     """A metric of torchmetrics that is updated in the step and logged at the end of the epoch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -139,11 +127,10 @@ class Measures(Habit):
         return output
 
     def on_train_epoch_end(self) -> None:
-        self.log("mean", self.mean.compute())
-        self.seen.append(float(self.mean.compute()))
+        self.log("mean", self.mean)
 
 
-class Counts(Habit):
+class Counts(L.LightningModule):
     """A buffer that a hook changes after each batch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +141,7 @@ class Counts(Habit):
         self.batches += 1
 
 
-HABITS: MappingProxyType[str, type[Habit]] = MappingProxyType(
+HABITS: MappingProxyType[str, type[L.LightningModule]] = MappingProxyType(
     {
         "adaptive": Adaptive,
         "averages": Averages,
@@ -170,5 +157,3 @@ HABITS: MappingProxyType[str, type[Habit]] = MappingProxyType(
         "watches norm": WatchesNorm,
     }
 )
-WHOLE_LOSS = frozenset({"measures"})
-"""Habits that take the returned loss for the mean over the samples of a batch."""

@@ -10,7 +10,7 @@ import pytest
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
-from tests.huggingface.unseen import Run, differences, fit, one_process, refusal
+from tests.huggingface.unseen import Run, refusal, verified
 from tests.letters import SP, M, P, T
 from tests.pool import Pool
 
@@ -41,9 +41,8 @@ def test_every_row_is_tested() -> None:
 
 def check(pool: Pool, run: Run) -> None:
     assert pool.run(refusal, world_size=1, args=(run,)) == [None]
-    expected = pool.run(fit, world_size=1, args=(one_process(run),))[0]
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        assert differences(found, expected) == []
+    report = verified(run)
+    assert report.equal, str(report)
 
 
 @pytest.mark.parametrize("name", [*OF_ROWS, *WHOLE_PARTS, *ENCODER_DECODERS])

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.verification import Report, verify
 from tests.huggingface.architectures import ARCHITECTURES, Samples, build
-from tests.huggingface.habits import HABITS, Habit
+from tests.huggingface.habits import HABITS
 
-__all__ = ["Run", "differences", "fit", "one_process", "refusal"]
+__all__ = ["Run", "refusal", "verified"]
 
 _REFUSALS = (ValueError, L.utilities.exceptions.MisconfigurationException)
 
@@ -62,7 +61,7 @@ class Run:
         return ARCHITECTURES[self.architecture].task
 
 
-class LitUnseen(Habit):
+class LitUnseen(L.LightningModule):
     """A typical user's module around a Hugging Face model."""
 
     def __init__(self, run: Run) -> None:
@@ -102,46 +101,15 @@ def _module(run: Run) -> LitUnseen:
     return type(run.habit, (HABITS[run.habit], LitUnseen), {})(run) if run.habit else LitUnseen(run)
 
 
-class Losses(L.Callback):
-    """Losses of every batch, the mean over all samples or labels, and the weights at the start."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.initial: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.initial = trainer.strategy.gather_state_dict()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        weight = float(outputs.get("num_tokens", 1.0))
-        group = trainer.strategy.mesh.group("replica_sum")
-        loss = float(outputs["loss"]) if weight else 0.0  # a replica without labels has a mean of nothing
-        sums = torch.tensor([loss * weight, weight], dtype=torch.float64)
-        if group.size > 1:
-            torch.distributed.all_reduce(sums, group=group.handle)
-        self.losses.append(float(sums[0] / sums[1]) if sums[1] else 0.0)
-
-
-def one_process(run: Run) -> Run:
-    """The same training without parallelism; random numbers are drawn for each microbatch, as in the layout."""
-    microbatches = run.layout.get("num_microbatches", 1) if run.habit == "draws" else 1
-    return replace(run, world_size=1, layout={"num_microbatches": microbatches} if microbatches > 1 else {})
-
-
-def _trainer(run: Run, callbacks: list[Any]) -> L.Trainer:
-    return L.Trainer(
-        strategy=PTDPStrategy(**run.layout, gradient_dtype="parameter"),
-        accelerator="cpu",
-        devices=run.world_size,
-        max_steps=run.steps,
-        accumulate_grad_batches=run.accumulate,
-        gradient_clip_val=run.clip,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+def _options(run: Run) -> dict[str, Any]:
+    """Return the Trainer's arguments."""
+    return {
+        "strategy": PTDPStrategy(**run.layout, gradient_dtype="parameter"),
+        "accelerator": "cpu",
+        "devices": run.world_size,
+        "accumulate_grad_batches": run.accumulate,
+        "gradient_clip_val": run.clip,
+    }
 
 
 def _quiet() -> None:
@@ -154,7 +122,7 @@ def refusal(rank: int, run: Run) -> str | None:
     _quiet()
     L.seed_everything(3, verbose=False)
     try:
-        trainer, module = _trainer(run, []), _module(run)
+        trainer, module = L.Trainer(**_options(run), logger=False), _module(run)
         trainer.strategy.connect(module)
         trainer.strategy._lightning_module = module
         trainer.state.fn = "fit"
@@ -164,52 +132,20 @@ def refusal(rank: int, run: Run) -> str | None:
     return None
 
 
-def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; returns losses, what the module saw itself, initial and final weights of the whole model."""
-    _quiet()
-    L.seed_everything(3, verbose=False)
-    losses, module = Losses(), _module(run)
-    trainer = _trainer(run, [losses])
-    data = Samples(run.task, run.batch * run.accumulate * run.steps, padded=run.padded)
-    sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    trainer.fit(module, DataLoader(data, batch_size=run.batch // sampler.num_replicas, sampler=sampler))
-    final = trainer.strategy.gather_state_dict()
-    return {"losses": losses.losses, "seen": module.seen, "initial": losses.initial, "final": final}
-
-
-def differences(found: dict[str, Any], expected: dict[str, Any], *, tolerance: float = 1e-4) -> list[str]:
-    """In what two runs differ, in words, the largest first.
+def verified(run: Run) -> Report:
+    """Compare a run with one process.
 
     Models compute in float64, but losses of Hugging Face, norms and softmaxes in float32 (2^-24, 6e-8): gradients are the same to about
-    1e-6 of themselves. A weight is compared by how far it went; what hardly moved (a bias of keys, to which a softmax is blind) by
-    how far the furthest one of as many elements went.
+    1e-6 of themselves.
 
-    Args:
-        found: Of ``fit``.
-        expected: The same of one process.
-        tolerance: Relative to the way that a weight went.
+    Raises:
+        VerificationError: A training failed.
     """
-    found_names, names = found["final"].keys(), expected["final"].keys()
-    if found_names != names:
-        return [f"other weights: {sorted(found_names ^ names)[:3]}"]
-    result = [
-        f"loss of batch {i}: {there!r} instead of {here!r}"
-        for i, (there, here) in enumerate(zip(found["losses"], expected["losses"], strict=True))
-        if not abs(there - here) <= tolerance * abs(here) * 0.1
-    ][:1]
-    result += [
-        f"value {i} that the module saw: {there!r} instead of {here!r}"
-        for i, (there, here) in enumerate(zip_longest(found["seen"], expected["seen"], fillvalue=math.nan))
-        if not abs(there - here) <= tolerance * abs(here) * 0.1
-    ][:1]
-    ways = {name: (value - expected["initial"][name]).double() for name, value in expected["final"].items()}
-    per_element = max((float(way.norm()) / max(way.numel(), 1) ** 0.5 for way in ways.values()), default=0.0)
-    worst: list[tuple[float, str]] = []
-    for name, way in ways.items():
-        if not torch.equal(found["initial"][name], expected["initial"][name]):
-            result.append(f"{name} starts differently")
-        scale = max(float(way.norm()), 1e-3 * per_element * way.numel() ** 0.5, 1e-12)
-        off = float((found["final"][name].double() - expected["final"][name].double()).norm()) / scale
-        if not off <= tolerance:
-            worst.append((off, f"{name} {off:.1e} of its way off"))
-    return result + [text for _, text in sorted(worst, reverse=True)]
+    L.seed_everything(3, verbose=False)
+    options = _options(run)
+    with torch.device("meta"):
+        build(run.architecture, **run.options)  # imports its modules before processes are forked
+    replicas = options["strategy"].config.layout(run.world_size).num_replicas
+    data = Samples(run.task, run.batch * run.accumulate * run.steps, padded=run.padded)
+    loader = DataLoader(data, batch_size=run.batch // replicas)
+    return verify(_module(run), train_dataloaders=loader, steps=run.steps, limit_s=90.0, **options)

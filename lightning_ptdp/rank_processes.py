@@ -69,7 +69,7 @@ def run_ranks(function: Callable[..., object], *, count: int, args: Sequence[obj
     processes = []
     for rank in range(count):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(there, function, rank, tuple(args)), daemon=True)
+        process = context.Process(target=_serve, args=(there, function, rank, tuple(args)))
         process.start()
         there.close()
         processes.append(process)
@@ -88,7 +88,7 @@ def _serve(there: Connection, function: Callable[..., object], rank: int, args: 
     try:
         there.send(("result", function(rank, lambda what: there.send(("told", what)), *args)))
     except BaseException as error:
-        there.send(("error", traceback.format_exception_only(error)[-1].strip().partition("\n")[0]))
+        there.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))  # notes follow it
 
 
 def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> None:
