@@ -1,6 +1,7 @@
 """Habits of people's LightningModules, each a mixin over hooks that Lightning documents.
 
-A run with a habit must train as one process does, or be refused by name.
+A run with a habit must train as one process does, or be refused by name. None decays weights: parameters that no step uses have gradients
+of zero here, which a warning says, and none in one process, so that only here they would decay.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Penalty(L.LightningModule):
 
 
 class LayerRates(L.LightningModule):
-    """A learning rate for every parameter by its place in the model; no decay of vectors."""
+    """A learning rate for every parameter by its place in the model; no momentum for vectors."""
 
     def configure_optimizers(self) -> Any:
         groups = [
-            {"params": [parameter], "lr": _RATE * 0.9**index, "weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
+            {"params": [parameter], "lr": _RATE * 0.9**index, "momentum": 0.5 if parameter.ndim > 1 else 0.0}
             for index, parameter in enumerate(self.parameters())
         ]
         return torch.optim.SGD(groups)
@@ -62,7 +63,7 @@ class NamedGroups(L.LightningModule):
         names = dict(self.named_parameters())
         slow = [parameter for name, parameter in names.items() if "norm" in name.lower() or name.endswith("bias")]
         rest = [parameter for name, parameter in names.items() if not ("norm" in name.lower() or name.endswith("bias"))]
-        groups = [{"params": rest, "weight_decay": 0.1}] + ([{"params": slow, "lr": _RATE / 4}] if slow else [])
+        groups = [{"params": rest}] + ([{"params": slow, "lr": _RATE / 4}] if slow else [])
         optimizer = torch.optim.SGD(groups, lr=_RATE, momentum=0.9, nesterov=True)
         schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -72,7 +73,7 @@ class Adaptive(L.LightningModule):
     """AdamW, with an epsilon that lets no gradient of zero be divided by itself."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
 
 
 class ClipsNorm(L.LightningModule):
