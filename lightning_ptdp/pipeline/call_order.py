@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.initial_values.shadow import without_tensors
 
-__all__ = ["call_order", "trace_calls", "used_uncalled"]
+__all__ = ["call_order", "examples", "on_meta", "trace_calls", "used_uncalled"]
 
 
 def call_order(model: nn.Module) -> list[str] | None:
@@ -28,7 +28,7 @@ def call_order(model: nn.Module) -> list[str] | None:
     Returns:
         None if there is no such example, or if the forward cannot run without data (because what it does depends on values).
     """
-    for name, module, args, kwargs in _examples(model):
+    for name, module, args, kwargs in examples(model):
         calls = trace_calls(module, *args, **kwargs)
         if calls is not None:
             return [_within(name, call) for call in calls]
@@ -45,7 +45,7 @@ def used_uncalled(model: nn.Module) -> frozenset[str]:
     """Names of the modules whose parameters the forward uses without calling them, as ``F.linear(x, self.embedding.weight)`` does,
     as far as its example shows: what is decided by values is taken to be decided by zeros."""
     found: set[str] = set()
-    for name, module, args, kwargs in _examples(model):
+    for name, module, args, kwargs in examples(model):
         uses = _Uses(module, guesses=True)
         uses.run(args, kwargs)
         found.update(_within(name, used) for used in uses.uncalled)
@@ -83,7 +83,6 @@ class _Uses(TorchFunctionMode):
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Call the model; whether it came to its end."""
-        on_meta = partial(apply_to_collection, dtype=Tensor, function=_to_meta)
         try:
             with torch.no_grad(), torch.device("meta"), self:
                 self._model(*on_meta(args), **on_meta(kwargs))
@@ -91,8 +90,10 @@ class _Uses(TorchFunctionMode):
             return False
         return True
 
-    def _enters(self, name: str, _module: nn.Module, _args: Any) -> None:
+    def _enters(self, name: str, module: nn.Module, args: Any) -> None:
         self.calls.append(name)
+        if isinstance(module, nn.Embedding) and args and not isinstance(args[0], Tensor):
+            self.uncalled.add(name)  # asked for places by their number: no stand-in can know what it returns
         self._running[name] += 1
 
     def _leaves(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -111,12 +112,13 @@ class _Uses(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
+def on_meta(arguments: Any) -> Any:
+    """Return nested arguments with their tensors on the meta device."""
+    return apply_to_collection(arguments, Tensor, Tensor.to, "meta")
 
 
-def _examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """(name, module, arguments) of what can be called."""
+def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Yield what can be called: a module's name, the module, its positional and its keyword arguments."""
     for name, module in model.named_modules():
         example = getattr(module, "example_input_array", None)
         if isinstance(example, Mapping):
@@ -128,5 +130,16 @@ def _examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # Masks are looked at; without them the same modules are called.
-            yield name, module, (), {key: value for key, value in inputs.items() if "mask" not in key}
+            bare = {key: value for key, value in inputs.items() if "mask" not in key}
+            yield name, module, (), bare
+            yield name, module, (), {**bare, **_pixels(module)}
             return
+
+
+def _pixels(model: Any) -> dict[str, Tensor]:
+    """Return an image for a Hugging Face model with a tower for images beside the one for text; else nothing."""
+    config = getattr(getattr(model, "config", None), "vision_config", None)
+    size = getattr(config, "image_size", None)
+    if not isinstance(size, int):
+        return {}
+    return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), size, size)}
