@@ -5,7 +5,7 @@ parameters are used without a call of their module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.initial_values.shadow import without_tensors
 
-__all__ = ["call_order", "examples", "on_meta", "trace_calls", "used_uncalled"]
+__all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_uncalled"]
 
 
 def call_order(model: nn.Module) -> list[str] | None:
@@ -134,6 +134,28 @@ def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...]
             yield name, module, (), bare
             yield name, module, (), {**bare, **_pixels(module)}
             return
+
+
+def guesses(model: nn.Module, inside: Collection[str]) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Yield what may take one tensor, of the size that its first layer takes: modules around all of ``inside``."""
+    for name, module in model.named_modules():
+        if all(name == "" or one.startswith(f"{name}.") for one in inside):
+            first = next((child for child in module.modules() if isinstance(child, _FIRST)), None)
+            for example in () if first is None else _inputs(first):
+                yield name, module, (example,), {}
+
+
+_FIRST = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d)
+
+
+def _inputs(layer: Any) -> Iterator[Tensor]:
+    if isinstance(layer, nn.Embedding):
+        yield torch.zeros(1, 8, dtype=torch.long)
+    elif isinstance(layer, nn.Linear):
+        yield torch.zeros(1, 8, layer.in_features)
+        yield torch.zeros(1, layer.in_features)
+    else:
+        yield torch.zeros(1, layer.in_channels, *[64] * (layer.weight.dim() - 2))
 
 
 def _pixels(model: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.initial_values.shadow import without_tensors
-from lightning_ptdp.pipeline.call_order import examples, on_meta, trace_calls
+from lightning_ptdp.pipeline.call_order import examples, guesses, on_meta, trace_calls
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
@@ -27,7 +27,8 @@ def rehearse(
     collects: bool,
     pipeline_parallel_size: int,
 ) -> None:
-    """Run all stages, one after the other, if an example shows a forward through all blocks. The model is not changed.
+    """Run all stages, one after the other, if an example of the input shows a forward that calls each block once. The model is not
+    changed. Where it brings no example, one tensor of the size that its first layer takes is tried.
 
     Args:
         model: The whole, uncut module.
@@ -40,9 +41,10 @@ def rehearse(
         ValueError: A stage fails, though the whole model runs.
     """
     layers = [layer.name for layer in layers_of(model, parts.blocks)]
-    for name, module, args, kwargs in examples(model):
-        calls = trace_calls(module, *args, **kwargs)
-        if calls is None or not {f"{name}.{call}" if name else call for call in calls}.issuperset(layers):
+    for name, module, args, kwargs in (*examples(model), *guesses(model, layers)):
+        prefix = f"{name}." if name else ""
+        calls = [prefix + call for call in trace_calls(module, *args, **kwargs) or ()]
+        if [calls.count(layer) for layer in layers] != [1] * len(layers):
             continue
         copy = without_tensors(model).eval()
         stages = range(len(ranges))

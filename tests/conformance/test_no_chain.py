@@ -120,6 +120,21 @@ class FusionTransformer(LitSeries):
         self.head = nn.Linear(hidden, 3)
 
 
+class AloneNBeats(NBeats):
+    """Without an example; the size of its first layer tells."""
+
+    example_input_array = None
+
+
+class AloneUNet(LitSeries):
+    """Likewise, as the attribute of a module without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = UNet()
+        self.net.example_input_array = None
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
@@ -128,6 +143,8 @@ class FusionTransformer(LitSeries):
             ["pipeline_parallel_size=2", "block 'up.0'", "'down' and 'up'", "skip connections", "use pipeline_parallel_size=1"],
         ),
         (NBeats, ["pipeline_parallel_size=2", "before block 'stacks.2'", "into the blocks", "use pipeline_parallel_size=1"]),
+        (AloneNBeats, ["before block 'stacks.2'", "use pipeline_parallel_size=1"]),
+        (AloneUNet, ["block 'net.up.0'", "use pipeline_parallel_size=1"]),
         (FusionTransformer, ["no repeated container", "'attention.queries'", "trains with pipeline_parallel_size=1"]),
     ],
 )
