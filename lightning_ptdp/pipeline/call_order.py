@@ -56,6 +56,7 @@ def _within(name: str, inner: str) -> str:
     return f"{name}.{inner}" if name and inner else name or inner
 
 
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _READS = {"item": 0, "__bool__": False, "__contains__": False, "__int__": 0, "__float__": 0.0, "__index__": 0}
 
 
@@ -103,7 +104,8 @@ class _Uses(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if self._guesses and name in _READS:
             return _READS[name]
-        if name != "__get__":  # its shape, its dtype: models ask the first parameter that they find
+        # Models ask the first parameter that they find for its dtype or device; its shape they ask a certain one.
+        if name != "__get__" or function == _SHAPE:
             for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     owners = self._owners.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else ()

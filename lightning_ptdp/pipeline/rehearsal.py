@@ -71,7 +71,7 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _why(error: Exception, parts: ModelParts, first: str) -> str:
-    if isinstance(error, StageError):
+    if isinstance(error, StageError) or "pipeline stage" in str(error):  # a stand-in was asked for an attribute
         return str(error)
     reason = re.split(r"\n|\. ", str(error))[0]
     return (

@@ -89,16 +89,24 @@ class Distilling(Informer):
 
 @pytest.mark.parametrize(
     ("module", "layout"),
-    [(Clip, {P: 2}), (Clip, {P: 2, V: 2}), (Led, {P: 2}), (Led, {T: 2}), (Informer, {P: 2}), (Informer, {P: 2, V: 2})],
+    [(Clip, {P: 2}), (Led, {P: 2}), (Led, {T: 2}), (Informer, {P: 2}), (Informer, {P: 2, V: 2})],
 )
 def test_it_trains_as_in_one_process(module: type[LitHuggingFace], layout: dict[str, Any], pool: Pool) -> None:
     run = Run(model="", module=module, steps=3)
     expected = pool.run(fit, world_size=1, args=(replace(run, layout={M: 2}),))[0]
     found = pool.run(fit, world_size=2, args=(replace(run, layout={**layout, M: 2}, world_size=2),))[0]
-    for key in ("losses", "norms", "validation"):
+    # CLIP's negatives are those of a microbatch, and one process evaluates whole batches.
+    for key in ("losses", "norms", "validation")[: 2 if module is Clip else 3]:
         torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
     for name, value in expected["final"].items():
         assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
+
+
+def test_what_the_first_tower_gave_is_used_behind_the_second() -> None:
+    """Where a stage begins inside the second tower, that is lost: refused before launch."""
+    config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2, virtual_pipeline_size=2)
+    with pytest.raises(ValueError, match=r"cannot cut Clip: something is computed.*use pipeline_parallel_size=1"):
+        check_model(Clip(Run(model="")), config, config.layout(2))
 
 
 def test_convolutions_between_the_blocks_are_refused_before_launch() -> None:
