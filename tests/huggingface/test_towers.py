@@ -103,7 +103,7 @@ def test_it_trains_as_in_one_process(module: type[LitHuggingFace], layout: dict[
 
 
 def test_what_the_first_tower_gave_is_used_behind_the_second() -> None:
-    """Where a stage begins inside the second tower, that is lost: refused before launch."""
+    """A stage that begins inside the second tower lacks it, and is refused before launch."""
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2, virtual_pipeline_size=2)
     with pytest.raises(ValueError, match=r"cannot cut Clip: something is computed.*use pipeline_parallel_size=1"):
         check_model(Clip(Run(model="")), config, config.layout(2))
