@@ -32,6 +32,10 @@ def _load_file_or_folder(
 ) -> object:
     path = os.fspath(path_or_url).removeprefix("file://") if isinstance(path_or_url, str | os.PathLike) else ""
     if not _is_checkpoint(path):
+        if "://" in path:
+            from lightning_ptdp.requirements import check_url
+
+            check_url(path)
         found = load(path_or_url, map_location=map_location, weights_only=weights_only)
         return found if not isinstance(found, dict) or _TYPES not in found else _with_types(found, path)
     from lightning_ptdp.checkpoint import read_whole

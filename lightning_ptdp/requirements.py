@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "check_core",
     "check_installed",
     "check_python",
+    "check_url",
     "find_problem",
     "import_optional",
     "read_declared",
@@ -160,6 +162,32 @@ def check_at_import() -> None:
     is_command_line = Path(sys.argv[0]).name in ("ptdp", "-m") if sys.argv else False
     if not is_importing_torch and not is_command_line:
         check_core()
+
+
+def check_url(path: object) -> None:
+    """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``; any other ``path`` needs none.
+
+    Raises:
+        RequirementError: The library is missing, or there is none for such URLs.
+    """
+    protocol, found, _ = os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
+    if not found or protocol in _WITHOUT_FSSPEC:
+        return
+    try:
+        import_module("fsspec").get_filesystem_class(protocol.rpartition("::")[2])
+    except ImportError as error:
+        name = getattr(error.__cause__, "name", None) or getattr(error, "name", None) or protocol
+        raise RequirementError(
+            f"{path} is read by {name}, which is not installed: pip install {name.partition('.')[0]}", name=name
+        ) from error
+    except ValueError as error:
+        raise RequirementError(
+            f"{path}: fsspec knows no URLs that begin with {protocol}://. Copy the file, and give its path"
+        ) from error
+
+
+_WITHOUT_FSSPEC = ("file", "http", "https")
+"""Lightning reads these by itself."""
 
 
 def import_optional(name: str) -> Any:

@@ -15,11 +15,10 @@ class InitFrom(pl.Callback):
     """Begin a fit with the weights of a checkpoint of any layout; a run that is resumed keeps those that it had reached.
 
     Needs the "ptdp" strategy. A Hugging Face folder (config.json and safetensors, as ``save_pretrained`` writes it) is read for a module
-    that wraps that model, built from its configuration, or for our own model of that kind; each rank reads its own part. What a single file
-    holds is first made a checkpoint, by ``ptdp convert``.
+    that wraps that model, built from its configuration, or for our own model of that kind; each rank reads its own part.
 
     Args:
-        path: The checkpoint folder, or the Hugging Face folder.
+        path: The checkpoint folder, Lightning's single file, or the Hugging Face folder.
         strict: Whether names that only the model or only the checkpoint has are an error. False for a model with a new head: what the
             checkpoint lacks keeps its initial values.
         rename: What names of the model are called in the checkpoint: ``{"encoder.": "model."}``. A key that ends with a dot stands for

@@ -266,7 +266,7 @@ def _not_a_checkpoint(folder: Path) -> str:
         return f"{folder} is not a checkpoint, or not a whole one: it has no {METADATA_FILE}"
     if folder.exists():
         return (
-            f"{folder} is a file, such as Lightning's, which fit, InitFrom and load_from_checkpoint read; here a folder with a "
+            f"{folder} is a file, such as Lightning's, which ptdp and load_from_checkpoint read; here a folder with a "
             f"{METADATA_FILE} is needed, which PTDPStrategy(checkpoint_format='folder') writes"
         )
     whole = [str(entry) for entry in files.leftovers(folder) if (entry / METADATA_FILE).is_file()]

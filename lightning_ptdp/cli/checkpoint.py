@@ -6,9 +6,11 @@ import argparse
 import json
 import math
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.cli.dtypes import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.errors import UserError
 
 if TYPE_CHECKING:
     from lightning_ptdp.checkpoint import CheckpointMetadata
@@ -30,7 +32,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     inspect = commands.add_parser(
         "inspect", help="what it holds and who wrote it", description="Say what a checkpoint holds, without reading its tensors."
     )
-    inspect.add_argument("path", help="a checkpoint folder, or the 'latest' beside checkpoints")
+    inspect.add_argument("path", help="a checkpoint folder, the 'latest' beside checkpoints, or Lightning's single file")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor with its shape and dtype")
     inspect.add_argument("--json", action="store_true", help="print all of that as JSON")
     inspect.set_defaults(action=_inspect)
@@ -40,7 +42,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         description="Read every byte of a checkpoint and compare it with its checksums.",
         epilog=_EXIT_CODES,
     )
-    verify.add_argument("path", nargs="+", help="checkpoint folders")
+    verify.add_argument("path", nargs="+", help="checkpoint folders or Lightning's single files")
     verify.set_defaults(action=_verify)
     reshard = commands.add_parser(
         "reshard",
@@ -48,7 +50,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         description="Write a checkpoint again, tensor by tensor. Every layout reads every checkpoint as it is; this makes one that is "
         "easier to move or smaller.",
     )
-    reshard.add_argument("source", help="a checkpoint folder")
+    reshard.add_argument("source", help="a checkpoint folder, or Lightning's single file")
     reshard.add_argument("destination", help="the folder to make")
     reshard.add_argument("--files", dest="num_files", type=int, default=1, help="number of data files (default 1)")
     reshard.add_argument("--weights_only", action="store_true", help="leave out the optimizer and the schedulers")
@@ -59,8 +61,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import read_metadata
+    from lightning_ptdp.exchange.plain import file_metadata
 
-    metadata = read_metadata(options.path)
+    metadata = (file_metadata if Path(options.path).is_file() else read_metadata)(options.path)
     if options.json:
         print(json.dumps(_summary(metadata) | {"tensors": _tensors(metadata)}, indent=1))
         return 0
@@ -77,11 +80,12 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import CheckpointError, verify_checkpoint
+    from lightning_ptdp.exchange.plain import verify_file
 
     failed: list[CheckpointError] = []
     for path in options.path:
         try:
-            metadata = verify_checkpoint(path)
+            metadata = (verify_file if Path(path).is_file() else verify_checkpoint)(path)
         except CheckpointError as error:
             failed.append(error)
             print(f"{path}: damaged", flush=True)
@@ -94,9 +98,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _reshard(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import read_metadata, reshard_checkpoint
+    from lightning_ptdp.exchange.plain import as_folder
 
+    if Path(options.source).is_file() and not options.weights_only:
+        raise UserError(f"{options.source} is a file, whose optimizer states are known by position: add --weights_only")
     wanted = {name: value for name, value in vars(options).items() if name != "action"}
-    reshard_checkpoint(**wanted | {"dtype": dtype_of(options.dtype)})
+    with as_folder(options.source, beside=options.destination) as source:
+        reshard_checkpoint(**wanted | {"source": source, "dtype": dtype_of(options.dtype)})
     found = read_metadata(options.destination).files
     print(f"written: {options.destination} ({_size(sum(entry.size for entry in found.values()))} in {len(found) + 1} files)")
     return 0

@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint import OnDamage, choose_checkpoint, read_metadata
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.data import StreamDataModule
-from lightning_ptdp.exchange import reads_as_huggingface, weights_opener
+from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
@@ -137,12 +137,13 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     """
     place = Path(path)
     if reads_as_huggingface(place):
-        own = weights_opener(model, {})(place).tensors if isinstance(model, LitGPT | LitBert) else None
+        own: Mapping[str, Any] | None = weights_opener(model, {})(place).tensors if isinstance(model, LitGPT | LitBert) else None
     else:
         check_checkpoint(field, path)
         if place.is_file():
-            raise UserError(f"{field} {path} is a file: make it a checkpoint first, ptdp convert {path} start.ckpt")
-        own = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
+            own = {f"model/{name}": value for name, value in open_state_dict(place)[0].items()}
+        else:
+            own = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
     if own is not None:
         _check_shapes(field, path, own, model)
 

@@ -11,7 +11,7 @@ from lightning_ptdp.cli.errors import UserError
 __all__ = ["run"]
 
 _DESCRIPTION = """\
-Convert between a checkpoint of ours (a folder) and
+Convert between a checkpoint of ours (a folder, or the one file that a single process writes) and
 
   a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama, Mixtral and BERT for our own models; any for
                           LitCausalLM and LitMaskedLM, and for another LightningModule that wraps theirs with --names hf and --config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from lightning_ptdp.exchange.adapters import base_of_adapters, merge_adapters, t
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
 from lightning_ptdp.exchange.folder import reads_as_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
-from lightning_ptdp.exchange.plain import from_state_dict, to_state_dict
+from lightning_ptdp.exchange.plain import as_folder, from_state_dict, is_trained_file, open_state_dict, to_state_dict
 
 __all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
 
@@ -57,8 +57,9 @@ def kind_of_result(
         CheckpointError: It cannot be made of ``source``, or would replace something else at ``destination``.
     """
     kind = kind_of(source)
-    wanted = to or _wanted(kind, Path(destination))
-    holds_adapters = kind == "checkpoint" and base_of_adapters(read_state(source)) is not None
+    state = read_state(source) if kind == "checkpoint" else open_state_dict(source)[1] if kind == "lightning" else {}
+    wanted = to or _wanted(kind, Path(destination), is_trained_file(state))
+    holds_adapters = base_of_adapters(state) is not None
     if holds_adapters and wanted == "huggingface" and not merge:
         wanted = "adapter"
     if merge and holds_adapters and wanted != "huggingface":
@@ -67,8 +68,9 @@ def kind_of_result(
         raise CheckpointError(f"{source} holds no adapters beside the weights of a folder: leave out --merge and --to adapter")
     if wanted not in get_args(Kind):
         raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
-    if (kind == "checkpoint") == (wanted == "checkpoint"):
-        hint = "there is nothing to convert" if kind == "checkpoint" else "convert to a checkpoint first, and that on"
+    makes = {"checkpoint": get_args(Kind)[1:], "lightning": [one for one in get_args(Kind) if one != "lightning"]}
+    if wanted not in makes.get(kind, ["checkpoint"]):
+        hint = "there is nothing to convert" if kind == wanted else "convert to a checkpoint first, and that on"
         raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
     files.check_apart(destination, [source])
     if wanted in _MARKERS:
@@ -91,10 +93,13 @@ def convert(
     """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's single file.
 
     Args:
-        source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``, ``.safetensors``, ``.ckpt``).
+        source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``, ``.safetensors``, ``.ckpt``). What is
+            made of a ``.ckpt`` file is what is made of a folder.
         destination: What to write. A file, a checkpoint or an earlier export there is replaced.
         to: What to make. Default: a checkpoint out of anything else; out of a checkpoint a state dict or Lightning's file if the
-            destination ends like one, else a Hugging Face folder.
+            destination ends like one, else a Hugging Face folder. Out of a ``.ckpt`` file a state dict if the destination ends like
+            one; else a checkpoint, but a Hugging Face folder if training under this strategy has written the file and the destination
+            does not end with ``.ckpt``.
         names: From a Hugging Face folder: "ptdp" for our own model, "hf" for a LightningModule that wraps theirs.
         prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." for Hugging Face, none for state dicts.
         config: See :func:`to_huggingface`.
@@ -110,6 +115,10 @@ def convert(
     """
     kind, wanted = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
+    if kind == "lightning" and wanted != "checkpoint":
+        given: Any = {"prefix": prefix, "config": config, "dtype": dtype, "shard_bytes": shard_bytes, "merge": merge}
+        with as_folder(source, beside=destination) as folder:
+            return convert(folder, destination, to=wanted, **given)
     if kind == "huggingface":
         from_huggingface(source, destination, names=names, prefix="model." if prefix is None else prefix)
     elif kind != "checkpoint":
@@ -127,8 +136,10 @@ def convert(
     return wanted
 
 
-def _wanted(kind: Kind, destination: Path) -> Kind:
-    if kind != "checkpoint":
+def _wanted(kind: Kind, destination: Path, is_trained: bool) -> Kind:
+    if kind == "lightning" and destination.suffix in _STATE_DICTS:
+        return "state_dict"
+    if kind != "checkpoint" and (not is_trained or destination.suffix == ".ckpt"):
         return "checkpoint"
     if destination.suffix in _STATE_DICTS:
         return "state_dict"

@@ -23,7 +23,7 @@ from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_
 from lightning_ptdp.checkpoint.owners import Held, check_held, share_out
 from lightning_ptdp.exchange.architecture import verify_huggingface
 from lightning_ptdp.exchange.outgoing import MODEL, Described, described_by_folder, described_by_state
-from lightning_ptdp.exchange.plain import common_prefix
+from lightning_ptdp.exchange.plain import as_folder, common_prefix
 from lightning_ptdp.exchange.writer import FolderPlan
 
 __all__ = ["SHARD_BYTES", "FolderExport", "to_huggingface", "verify_export"]
@@ -82,9 +82,10 @@ def verify_export(
     Raises:
         CheckpointError: The folder does not give what the checkpoint gives.
     """
-    if prefix is None:
-        prefix = common_prefix({name.removeprefix(MODEL) for name in TensorReader(source).metadata.names(MODEL)})
-    return verify_huggingface(source, folder, prefix=prefix, model=_described(source, config).ours)
+    with as_folder(source, beside=folder) as stored:
+        if prefix is None:
+            prefix = common_prefix({name.removeprefix(MODEL) for name in TensorReader(stored).metadata.names(MODEL)})
+        return verify_huggingface(stored, folder, prefix=prefix, model=_described(stored, config).ours)
 
 
 @dataclass(frozen=True, kw_only=True)

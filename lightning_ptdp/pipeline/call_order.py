@@ -5,7 +5,7 @@ parameters are used without a call of their module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.initial_values.shadow import without_tensors
 
-__all__ = ["call_order", "trace_calls", "used_uncalled"]
+__all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_uncalled"]
 
 
 def call_order(model: nn.Module) -> list[str] | None:
@@ -28,7 +28,7 @@ def call_order(model: nn.Module) -> list[str] | None:
     Returns:
         None if there is no such example, or if the forward cannot run without data (because what it does depends on values).
     """
-    for name, module, args, kwargs in _examples(model):
+    for name, module, args, kwargs in examples(model):
         calls = trace_calls(module, *args, **kwargs)
         if calls is not None:
             return [_within(name, call) for call in calls]
@@ -45,7 +45,7 @@ def used_uncalled(model: nn.Module) -> frozenset[str]:
     """Names of the modules whose parameters the forward uses without calling them, as ``F.linear(x, self.embedding.weight)`` does,
     as far as its example shows: what is decided by values is taken to be decided by zeros."""
     found: set[str] = set()
-    for name, module, args, kwargs in _examples(model):
+    for name, module, args, kwargs in examples(model):
         uses = _Uses(module, guesses=True)
         uses.run(args, kwargs)
         found.update(_within(name, used) for used in uses.uncalled)
@@ -56,6 +56,7 @@ def _within(name: str, inner: str) -> str:
     return f"{name}.{inner}" if name and inner else name or inner
 
 
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _READS = {"item": 0, "__bool__": False, "__contains__": False, "__int__": 0, "__float__": 0.0, "__index__": 0}
 
 
@@ -83,7 +84,6 @@ class _Uses(TorchFunctionMode):
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Call the model; whether it came to its end."""
-        on_meta = partial(apply_to_collection, dtype=Tensor, function=_to_meta)
         try:
             with torch.no_grad(), torch.device("meta"), self:
                 self._model(*on_meta(args), **on_meta(kwargs))
@@ -91,8 +91,10 @@ class _Uses(TorchFunctionMode):
             return False
         return True
 
-    def _enters(self, name: str, _module: nn.Module, _args: Any) -> None:
+    def _enters(self, name: str, module: nn.Module, args: Any) -> None:
         self.calls.append(name)
+        if isinstance(module, nn.Embedding) and args and not isinstance(args[0], Tensor):
+            self.uncalled.add(name)  # asked for places by their number: no stand-in can know what it returns
         self._running[name] += 1
 
     def _leaves(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -102,7 +104,8 @@ class _Uses(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if self._guesses and name in _READS:
             return _READS[name]
-        if name != "__get__":  # its shape, its dtype: models ask the first parameter that they find
+        # Models ask the first parameter that they find for its dtype or device; its shape they ask a certain one.
+        if name != "__get__" or function == _SHAPE:
             for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     owners = self._owners.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else ()
@@ -111,12 +114,13 @@ class _Uses(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta")
+def on_meta(arguments: Any) -> Any:
+    """Return nested arguments with their tensors on the meta device."""
+    return apply_to_collection(arguments, Tensor, Tensor.to, "meta")
 
 
-def _examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """(name, module, arguments) of what can be called."""
+def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Yield what can be called: a module's name, the module, its positional and its keyword arguments."""
     for name, module in model.named_modules():
         example = getattr(module, "example_input_array", None)
         if isinstance(example, Mapping):
@@ -128,5 +132,38 @@ def _examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # Masks are looked at; without them the same modules are called.
-            yield name, module, (), {key: value for key, value in inputs.items() if "mask" not in key}
+            bare = {key: value for key, value in inputs.items() if "mask" not in key}
+            yield name, module, (), bare
+            yield name, module, (), {**bare, **_pixels(module)}
             return
+
+
+def guesses(model: nn.Module, inside: Collection[str]) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Yield what may take one tensor, of the size that its first layer takes: modules around all of ``inside``."""
+    for name, module in model.named_modules():
+        if all(name == "" or one.startswith(f"{name}.") for one in inside):
+            first = next((child for child in module.modules() if isinstance(child, _FIRST)), None)
+            for example in () if first is None else _inputs(first):
+                yield name, module, (example,), {}
+
+
+_FIRST = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d)
+
+
+def _inputs(layer: Any) -> Iterator[Tensor]:
+    if isinstance(layer, nn.Embedding):
+        yield torch.zeros(1, 8, dtype=torch.long)
+    elif isinstance(layer, nn.Linear):
+        yield torch.zeros(1, 8, layer.in_features)
+        yield torch.zeros(1, layer.in_features)
+    else:
+        yield torch.zeros(1, layer.in_channels, *[64] * (layer.weight.dim() - 2))
+
+
+def _pixels(model: Any) -> dict[str, Tensor]:
+    """Return an image for a Hugging Face model with a tower for images beside the one for text; else nothing."""
+    config = getattr(getattr(model, "config", None), "vision_config", None)
+    size = getattr(config, "image_size", None)
+    if not isinstance(size, int):
+        return {}
+    return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), size, size)}

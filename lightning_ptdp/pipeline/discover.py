@@ -37,6 +37,12 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
             "with pipeline_parallel_size=1"
         )
     best = max(sizes, key=lambda name: sizes[name])
+    if _is_detail(model, best, sizes[best]):
+        raise ValueError(
+            f"no repeated container found in {type(model).__name__}: its largest list of modules, '{best}', is a small part of it. Name "
+            "another with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without one trains with "
+            "pipeline_parallel_size=1"
+        )
     beside = [name for name in sizes if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)]
     beside = [name for name in beside if len({type(child) for child in found[name].children()}) == 1]
     return _in_order([name for name in sizes if name == best or name in beside], best, call_order(model) if beside else None)
@@ -44,6 +50,20 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 _SHARE = 1 / 8
 """Of the largest container's parameters: less is not worth a stage of its own, and may be a head."""
+
+
+def _is_detail(model: nn.Module, name: str, size: int) -> bool:
+    """Return True for a list of single layers, such as the projections of an attention's heads, beside much larger modules."""
+    container = model.get_submodule(name)
+    if not isinstance(container, nn.ModuleList) or any(any(True for _ in child.children()) for child in container):
+        return False
+    parent, beside = model, 0
+    for step in name.split("."):
+        composite = [child for key, child in parent.named_children() if key != step and any(True for _ in child.children())]
+        parts = [part for child in composite for part in child.modules() if not isinstance(part, nn.Embedding)]
+        beside += sum(p.numel() for part in parts for p in part.parameters(recurse=False))
+        parent = parent.get_submodule(step)
+    return size < _SHARE * beside
 
 
 def _is_around(name: str, other: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_ptdp._torch import storage_key
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 
 __all__ = ["Foreign", "Origin", "known", "plain", "put_instead", "replacement"]
@@ -47,8 +48,8 @@ class Origin:
         """Return True if ``tensor`` shares memory with one into which foreign values were written."""
         if not self.written:
             return False
-        memory = tensor.untyped_storage().data_ptr()
-        return any(memory == written.untyped_storage().data_ptr() for written in self.written)
+        memory = storage_key(tensor)
+        return any(memory == storage_key(written) for written in self.written)
 
 
 class Foreign(Tensor):

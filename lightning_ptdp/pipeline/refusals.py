@@ -53,5 +53,5 @@ def computed_between(name: str) -> StageError:
     """Block ``name`` is not given what the block before it returned."""
     return StageError(
         f"something is computed between the repeated blocks, before block '{name}': its input is not what the block before it "
-        "returned. At a pipeline boundary that would be computed twice; move it into the blocks"
+        "returned. Move it into the blocks, or use pipeline_parallel_size=1"
     )

@@ -35,6 +35,7 @@ from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.initial_values.materialize import awaits_values
 from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.requirements import check_url
 from lightning_ptdp.strategy.auto import ChosenLayout
 from lightning_ptdp.strategy.blocks import prepare_blocks
 from lightning_ptdp.strategy.checks import (
@@ -103,6 +104,8 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         """Check everything that is known before processes start; ``arguments`` are those of the Trainer's function."""
         if trainer is None or self.lightning_module is None:
             return
+        for argument in arguments:  # ckpt_path among them
+            check_url(argument)
         self.note_callbacks(trainer.callbacks)
         if fits(trainer):
             self.check_processes()

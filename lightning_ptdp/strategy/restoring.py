@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -205,7 +205,7 @@ class ModelSpaceRestoring(ModelSpace):
 
     def _opener(self, path: PathLike, rename: Mapping[str, str] | None) -> Callable[..., Stored]:
         if Path(path).is_file():
-            return _open_file
+            return partial(_open_file, tied=() if rename else self.parallel.aliases)
         if not reads_as_huggingface(path):
             return TensorReader
         if rename:
@@ -278,14 +278,15 @@ def _check_trained(state: Mapping[str, object], path: Path, resuming: bool) -> N
         )
 
 
-def _open_file(path: PathLike) -> InMemory:
-    """Read the weights of Lightning's single file.
+def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
+    """Read the weights of Lightning's single file, without further names, ``tied``, of the same parameters.
 
     Raises:
         CheckpointError: It has none, or holds what cannot be read without trusting it.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-        return InMemory({MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)})
+        values = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in tied}
+        return InMemory({MODEL + name: value for name, value in values.items()})
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {why_unread(error)}") from error

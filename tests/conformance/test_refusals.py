@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import lightning.pytorch as L
@@ -23,6 +25,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ptdp import ParallelPlan
+from lightning_ptdp.requirements import RequirementError
 from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 
@@ -399,6 +402,25 @@ def test_places_that_other_ranks_do_not_see_are_refused(place: Place) -> None:
         make_trainer(place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]).fit(
             LitNet(), loader()
         )
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket/last.ckpt", "s3://bucket/last.ckpt is read by s3fs, which is not installed: pip install s3fs"),
+        ("gs://bucket/last.ckpt", "is read by gcsfs, which is not installed: pip install gcsfs"),
+        ("tape://7/last.ckpt", "fsspec knows no URLs that begin with tape://"),
+    ],
+)
+def test_a_checkpoint_at_a_url_without_its_library_is_refused(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for run in ("fit", "validate"):
+        with pytest.raises(RequirementError, match=re.escape(words)):
+            getattr(make_trainer(TWO_BY_TWO), run)(LitNet(), loader(), ckpt_path=url)
+    with pytest.raises(RequirementError, match=re.escape(words)):
+        LitNet.load_from_checkpoint(url)
 
 
 class Counted(torch.nn.Linear):

@@ -121,6 +121,26 @@ def test_a_branch_that_looks_at_values_does_not_hide_such_uses() -> None:
     assert find_parts(Looks()).everywhere == ("embedding", "memory")
 
 
+def test_what_is_asked_for_its_shape_or_given_none_is_kept_by_every_stage() -> None:
+    class Positions(nn.Embedding):
+        def forward(self, shape: torch.Size) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.arange(shape[1]))
+
+    class Asks(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.limits = Positions(3, 4), nn.Embedding(3, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            assert ids.shape[1] <= self.limits.weight.shape[0] and self.embedding.weight.dtype.is_floating_point
+            x = self.embedding(ids) + self.positions(ids.shape) + self.limits(ids)
+            for layer in self.layers:
+                x = layer(x)
+            return self.norm(x)
+
+    assert find_parts(Asks()).everywhere == ("limits", "positions")
+
+
 def test_lists_that_the_model_unpacks_are_refused() -> None:
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
     with pytest.raises(ValueError, match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model unpacks"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -15,6 +15,7 @@ __all__ = [
     "Block",
     "Config",
     "OfConfig",
+    "WhyNot",
     "attention",
     "by_heads",
     "by_kv_heads",
@@ -34,6 +35,8 @@ Config: TypeAlias = Any
 OfConfig: TypeAlias = Callable[[Config], Kind]
 Block: TypeAlias = Mapping[str, Kind | OfConfig]
 """Modules in a block, and what becomes of them; a function of the configuration where sizes matter."""
+WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
+"""What is not possible, and why."""
 
 T = TypeVar("T")
 _REGION = Region()

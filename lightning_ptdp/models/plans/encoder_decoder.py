@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans.blocks import Block, Config, attention, feed_forward, kinds_of, per_rank, present
+from lightning_ptdp.models.plans.blocks import Block, Config, WhyNot, attention, feed_forward, kinds_of, per_rank, present
 from lightning_ptdp.models.plans.names import joined
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.numbers import Number, Numbers
@@ -29,6 +30,7 @@ class EncoderDecoder:
         tail: What runs behind the blocks of a stack; all else in it runs before them.
         block: Modules in a block of encoder and decoder, and what becomes of them.
         numbers: The attentions' attributes that count what is split.
+        why_not: Returns what is not possible with a configuration, and why.
     """
 
     classes: tuple[str, ...]
@@ -37,6 +39,7 @@ class EncoderDecoder:
     tail: str
     block: tuple[Block, Block]
     numbers: Numbers
+    why_not: Callable[[Config], WhyNot] = lambda _config: {}
 
 
 def _attentions(own: str, memory: str, split: str, out: str, *, heads: str) -> Block:
@@ -80,6 +83,18 @@ def _bart(name: str) -> EncoderDecoder:
     )
 
 
+def _without_heads(name: str, base: str, *heads: str, **more: Any) -> EncoderDecoder:
+    """Models whose attentions are replicated, since they are not by heads alone."""
+    classes = tuple(f"{name}{end}" for end in ("Model", *heads))
+    block = feed_forward("fc1", "fc2")
+    return EncoderDecoder(classes=classes, base=base, blocks="layers", tail="", block=(block, block), numbers={}, **more)
+
+
+def _distils(config: Config) -> WhyNot:
+    why = "distil=True has 'encoder.conv_layers' run between the blocks of its encoder (build it with distil=False)"
+    return {"pipeline": why} if config.distil else {}
+
+
 ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
     {
         "t5": _t5("T5"),
@@ -89,6 +104,8 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
         "pegasus": _bart("Pegasus"),
         "marian": _bart("Marian"),
         "whisper": _bart("Whisper"),
+        "led": _without_heads("LED", "led", "ForConditionalGeneration"),
+        "informer": _without_heads("Informer", "model", "ForPrediction", why_not=_distils),
     }
 )
 """By the folder of transformers in which the classes are defined."""
@@ -111,7 +128,7 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = 
     shared = [joined(base, "shared")] if hasattr(bare, "shared") else []
     inside = {base, *(joined(base, name) for name in (*_SIDES, "shared"))}
     heads = [joined(prefix, name) for name in _with_parameters(module)]
-    return ParallelPlan(
+    plan = ParallelPlan(
         blocks=tuple(joined(base, side, pair.blocks) for side in _SIDES),
         before=(*shared, *fronts["encoder"]),
         between=(*tails["encoder"], *fronts["decoder"]),
@@ -119,7 +136,9 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = 
         tensor=present(tensor, module, prefix) | _words(module, prefix),
         numbers=present(numbers, module, prefix),
         sequence=None,
+        why_not=pair.why_not(bare.config),
     )
+    return plan if not plan.why_not else replace(plan, blocks=None, before=(), between=(), after=())
 
 
 def _with_parameters(module: nn.Module) -> list[str]:

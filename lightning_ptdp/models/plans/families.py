@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch import nn
 
 from lightning_ptdp.models.plans import blocks as of
-from lightning_ptdp.models.plans.blocks import Block, Config, attention, feed_forward, per_rank
+from lightning_ptdp.models.plans.blocks import Block, Config, WhyNot, attention, feed_forward, per_rank
 from lightning_ptdp.models.plans.names import joined, vocabulary_of
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
 from lightning_ptdp.tensor_parallel.numbers import Numbers
 
 __all__ = ["FAMILIES", "Family", "family_plan"]
-
-WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from lightning_ptdp.parallelize import parts_of
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.rehearsal import rehearse
 from lightning_ptdp.recompute import check_recomputation
 from lightning_ptdp.requirements import check_installed
 from lightning_ptdp.strategy.surroundings import check_surroundings
@@ -136,6 +137,8 @@ def check_model(
         _check_skipped_layers(whole)
         parts = parts_of(whole, plan)
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+        degree = layout.pipeline_parallel_size
+        rehearse(whole, parts=parts, ranges=ranges, collects=plan.collects, pipeline_parallel_size=degree)
     if config.compile == "blocks" and blocks is None:
         find_blocks(whole)
     if config.fp8 is not None:

@@ -1,0 +1,161 @@
+"""Models whose blocks are no chain are refused before a process starts: U-Net, N-BEATS, the temporal fusion transformer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.conformance.toys import P2, Place, make_trainer
+
+
+class LitSeries(L.LightningModule):
+    """Fits the model's forward of the example to zeros."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise AssertionError("it was not refused before launch")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def convolutions(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.Conv2d(outputs, outputs, 3, padding=1))
+
+
+class UNet(LitSeries):
+    """Each block of the decoder is given what one of the encoder returned."""
+
+    example_input_array = torch.zeros(1, 3, 16, 16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(convolutions(*sizes) for sizes in pairwise((3, 8, 16, 32)))
+        self.middle = convolutions(32, 32)
+        self.up = nn.ModuleList(convolutions(*sizes) for sizes in ((64, 32), (48, 16), (24, 8)))
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1))
+        return self.head(x)
+
+
+class Stack(nn.Module):
+    """A block of N-BEATS: what it explains of the past, and what it adds to the forecast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+        self.backcast, self.forecast = nn.Linear(16, 12), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.backcast(hidden), self.forecast(hidden)
+
+
+class NBeats(LitSeries):
+    """The residual is taken between the blocks."""
+
+    example_input_array = torch.zeros(1, 12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacks = nn.ModuleList(Stack() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(len(x), 4)
+        for stack in self.stacks:
+            backcast, forecast = stack(x)
+            x = x - backcast
+            total = total + forecast
+        return total
+
+
+class Gated(nn.Module):
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second, self.gate = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 2 * hidden)
+        self.skip, self.norm = nn.Linear(inputs, hidden), nn.LayerNorm(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.skip(x) + F.glu(self.gate(self.second(F.elu(self.first(x))))))
+
+
+class Heads(nn.Module):
+    """Attention whose heads share their values; its lists are the only ones in the model."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.queries = nn.ModuleList(nn.Linear(hidden, hidden // 2) for _ in range(2))
+        self.keys = nn.ModuleList(nn.Linear(hidden, hidden // 2) for _ in range(2))
+        self.values, self.out = nn.Linear(hidden, hidden // 2), nn.Linear(hidden // 2, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = zip(self.queries, self.keys, strict=True)
+        found = [F.scaled_dot_product_attention(q(x), k(x), self.values(x)) for q, k in pairs]
+        return self.out(torch.stack(found).mean(0))
+
+
+class FusionTransformer(LitSeries):
+    """Many small modules, none of them repeated. It has no example: its structure tells."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.select = nn.ModuleDict({name: Gated(1, hidden) for name in "abc"})
+        self.past, self.future = nn.LSTM(hidden, hidden, batch_first=True), nn.LSTM(hidden, hidden, batch_first=True)
+        self.enrich, self.attention, self.behind = Gated(hidden, hidden), Heads(hidden), Gated(hidden, hidden)
+        self.head = nn.Linear(hidden, 3)
+
+
+class AloneNBeats(NBeats):
+    """Without an example; the size of its first layer tells."""
+
+    example_input_array = None
+
+
+class AloneUNet(LitSeries):
+    """Likewise, as the attribute of a module without a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = UNet()
+        self.net.example_input_array = None
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (
+            UNet,
+            ["pipeline_parallel_size=2", "block 'up.0'", "'down' and 'up'", "skip connections", "use pipeline_parallel_size=1"],
+        ),
+        (NBeats, ["pipeline_parallel_size=2", "before block 'stacks.2'", "into the blocks", "use pipeline_parallel_size=1"]),
+        (AloneNBeats, ["before block 'stacks.2'", "use pipeline_parallel_size=1"]),
+        (AloneUNet, ["block 'net.up.0'", "use pipeline_parallel_size=1"]),
+        (FusionTransformer, ["no repeated container", "'attention.queries'", "trains with pipeline_parallel_size=1"]),
+    ],
+)
+def test_it_is_refused_before_a_process_starts(module: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("torch.multiprocessing.start_processes", refuse)
+    trainer = make_trainer(Place(world_size=2, layout={**P2, "start_method": "fork"}))
+    with pytest.raises(ValueError) as error:
+        trainer.fit(module(), DataLoader([0] * 4))
+    message = str(error.value)
+    assert [word for word in words if word.lower() not in message.lower()] == []
+    assert message.count(". ") <= 2
