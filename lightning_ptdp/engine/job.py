@@ -175,7 +175,7 @@ class LightningJob:
         loss, tokens = loss_and_weight(output) if self.training else (torch.zeros((), device=self.device), num_tokens(output))
         if self.inspects and tokens is None:
             self.inspects = False
-            warn_of_loss(loss, self.sizes[microbatch])
+            warn_of_loss(loss, replicas=self.count == 1)
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
             loss = counted_loss(loss, share) * share
