@@ -34,6 +34,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+# Without a driver torch asks for GPUs in a way after which no process can be forked from a forked one.
+os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+
 import lightning.pytorch as L
 import torch
 from marked_table import write_between_marks
@@ -63,7 +66,7 @@ class Outcome:
 
     Attributes:
         kind: "equal", "refused" (before launch), "late" (refused by the ranks), "warned" (differs, which the run said), "different" (in
-            silence), "obscure" (another error) or "hung".
+            silence), "random" (draws other numbers), "obscure" (another error) or "hung".
         text: The refusal, warning, error, or report of what differs.
     """
 
@@ -121,7 +124,11 @@ def compare(module: Any, data: Any, layout: str) -> Outcome:
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         return Outcome("obscure", f"in verify: {type(error).__name__}: {error}\n{notes}")
-    return Outcome("equal") if report.equal else Outcome("different", str(report))
+    if report.equal:
+        return Outcome("equal")
+    if any(cause.name == "random numbers" for cause in report.causes) and report.first.kind != "random numbers":
+        return Outcome("random", f"the step draws random numbers for a batch, which are others for each part of it\n{report}")
+    return Outcome("different", str(report))
 
 
 def describe(error: Exception, text: str, *, launched: bool) -> Outcome:

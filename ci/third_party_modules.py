@@ -420,7 +420,7 @@ def _neuralforecast(name: str, **options: Any) -> Callable[[], Built]:
 
 
 class _Given(Exception):
-    """Module and loader that darts gives to the Trainer."""
+    """Module and data that darts gives to the Trainer."""
 
 
 def _darts(name: str, **options: Any) -> Callable[[], Built]:
@@ -430,8 +430,8 @@ def _darts(name: str, **options: Any) -> Callable[[], Built]:
         from darts import TimeSeries
 
         class Catch(L.Trainer):
-            def fit(self, model: Any, train_dataloaders: Any = None, *_: Any, **__: Any) -> None:
-                raise _Given(model, train_dataloaders)
+            def fit(self, model: Any, datamodule: Any, **_: Any) -> None:
+                raise _Given(model, datamodule)
 
         values = numpy.random.default_rng(0).normal(size=48).astype("float32")
         model = getattr(darts.models, name)(
