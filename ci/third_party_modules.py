@@ -109,9 +109,12 @@ def _loader_of_rows() -> DataLoader:
 
 
 def _transformer() -> Built:
-    from lightning.pytorch.demos.transformer import LightningTransformer
+    from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 
     module = LightningTransformer(vocab_size=VOCABULARY)
+    module.model = Transformer(
+        vocab_size=VOCABULARY, ninp=16, nhid=32, dropout=0.0
+    )  # verify cannot follow that of torch's attention
     module.prepare_data = lambda: None  # type: ignore[method-assign]  # it would download WikiText2
     return module, _loader(_tokens(), _tokens())
 
@@ -511,7 +514,9 @@ MODULES: dict[str, ThirdParty] = {
         _gluonts("DeepAREstimator", "deepar", freq="D", hidden_size=8, dropout_rate=0.0), "gluonts", "gluonts.torch"
     ),
     "gluonts PatchTST": _module(
-        _gluonts("PatchTSTEstimator", "patch_tst", patch_len=4, d_model=8, dim_feedforward=16), "gluonts", "gluonts.torch"
+        _gluonts("PatchTSTEstimator", "patch_tst", patch_len=4, d_model=8, dim_feedforward=16, dropout=0.0),
+        "gluonts",
+        "gluonts.torch",
     ),
     "gluonts SimpleFeedForward": _module(
         _gluonts("SimpleFeedForwardEstimator", "simple_feedforward"), "gluonts", "gluonts.torch"
@@ -523,7 +528,9 @@ MODULES: dict[str, ThirdParty] = {
         "neuralforecast",
     ),
     "darts NBEATSModel": _module(_darts("NBEATSModel", num_stacks=2, layer_widths=8), "darts", "darts"),
-    "darts TransformerModel": _module(_darts("TransformerModel", d_model=8, nhead=2, dim_feedforward=16), "darts", "darts"),
-    "darts TiDEModel": _module(_darts("TiDEModel", hidden_size=8), "darts", "darts"),
+    "darts TransformerModel": _module(
+        _darts("TransformerModel", d_model=8, nhead=2, dim_feedforward=16, dropout=0.0), "darts", "darts"
+    ),
+    "darts TiDEModel": _module(_darts("TiDEModel", hidden_size=8, dropout=0.0), "darts", "darts"),
     "scvi SCVI": _module(_scvi, "scvi-tools", "scvi"),
 }

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import named_tensors
 
-__all__ = ["StepHabits", "warn_of_loss"]
+__all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss"]
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
 """Of torch's losses: ``reduction="sum"``."""
 _THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
+_ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
 
@@ -89,6 +90,27 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
         warnings.warn(
             f"the loss tells samples from the others of their {part} (contrastive, in-batch negatives), of which there are fewer than in "
             f"the batch. {mend} ({_PAGE})",
+            stacklevel=2,
+        )
+
+
+def divisor_of(loss: Tensor) -> Tensor | None:
+    """Return the number by which the loss was divided last, if it was, such as the sum of a mask."""
+    nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if node.name() == "DivBackward0"]
+    if len(nodes) != 1 or nodes[0]._saved_other.dim():
+        return None
+    divisor: Tensor = nodes[0]._saved_other
+    return divisor.detach()
+
+
+def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
+    """Warn if the losses of equally large microbatches are means over unequally many values; reads the divisors."""
+    found = [float(divisor) for divisor in divisors if divisor is not None]
+    if len(found) == len(divisors) and max(found) - min(found) > _ROUNDING * abs(max(found, key=abs)):
+        warnings.warn(
+            f"the loss is divided by a number that differs between microbatches, such as the sum of a mask ({min(found):g} to "
+            f"{max(found):g}), but microbatches count the same. Return a dictionary with the mean as 'loss' and this number as "
+            f"'num_tokens' ({_PAGE})",
             stacklevel=2,
         )
 

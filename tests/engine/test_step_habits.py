@@ -100,6 +100,14 @@ class LitOneLabel(LitPlain):
         return F.cross_entropy(prediction[0], torch.tensor(1)) + super().loss(prediction, y)
 
 
+class LitMasked(LitPlain):
+    """A mean over the observed values."""
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        observed = (y > 0).float()
+        return (F.mse_loss(prediction, y, reduction="none") * observed).sum() / observed.sum().clamp(min=1)
+
+
 class LitDivided(LitPlain):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
@@ -134,6 +142,7 @@ CASES: dict[type[LitPlain], str | None] = {
     LitTeacher: "training_step writes self.teacher.weight:",
     LitSum: "the loss is a sum",
     LitSummed: "the loss is a sum",
+    LitMasked: "the loss is divided by a number that differs between microbatches",
     LitContrastive: "the loss tells samples from the others of their microbatch",
     LitTwoViews: "the loss tells samples from the others of their microbatch",
 }
