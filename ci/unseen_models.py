@@ -27,6 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from marked_table import write_between_marks
+
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
 from lightning_ptdp.verification import VerificationError
@@ -153,27 +155,11 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "p": {"pipeline_parallel_size": 2, "num_microbatches": 2},
     "c": {"context_parallel_size": 2},
 }
-PAGE = """# Models of Hugging Face
-
-What a LightningModule around each of these trains to in two processes, beside one: all weights after three steps, in float64. Written by
-`python ci/unseen_models.py --table docs/models.md`, which also draws layouts and options at random.
-
-d: replicas, t: tensor parallel, SP: sequence parallel, p: pipeline, c: context parallel (ring). A number says why a layout is refused,
-before launch; all else is equal to one process. Plans: *declared* by the model itself, *ours*, or none: then only t and SP want one
-([Bring your own model](own-model.md)). Mixtures of experts are replicated under t; `expert_parallel_size` shares their experts out
-([Mixtures of experts](experts.md)).
-
-folder: a folder of transformers is trained by `LitCausalLM` at t2 p2 v2, written as a folder and trained on in one process: losses, files
-and weights are to 1e-5 those of one process throughout. It is tried where it says yes. AdamW's epsilon is 1e-3 there: with 1e-8 a gradient
-whose true value is zero, such as that of a key's bias, is divided by itself, so that its rounding becomes a step (StarCoder2, GPT-NeoX and
-GPT-2: up to 3e-4 of such a bias in float32, 1e-12 in float64).
-
-| model | class | plan | {columns} | folder |
+TABLE = """| model | class | plan | {columns} | folder |
 |---|---|---|{rules}|---|
 {rows}
 
-{notes}
-"""
+{notes}"""
 
 
 def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
@@ -199,8 +185,8 @@ def around(pool: Pool, names: list[str]) -> dict[str, Outcome]:
     return found
 
 
-def page_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> str:
-    """The page with these results."""
+def table_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> str:
+    """Return the table of these results in Markdown."""
     notes: dict[str, int] = {}
     rows = []
     for name, outcomes in found.items():
@@ -212,7 +198,7 @@ def page_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> str
             f"| {name} | `{ARCHITECTURES[name].model}` | {_plan_of(name)} | {' | '.join(cells)} | {_circle(circles.get(name))} |"
         )
     listed = "\n".join(f"{number}. {text}" for text, number in notes.items())
-    return PAGE.format(columns=" | ".join(COLUMNS), rules="|".join("---" for _ in COLUMNS), rows="\n".join(rows), notes=listed)
+    return TABLE.format(columns=" | ".join(COLUMNS), rules="|".join("---" for _ in COLUMNS), rows="\n".join(rows), notes=listed)
 
 
 def _reason(text: str, name: str) -> str:
@@ -243,13 +229,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=None)
     parser.add_argument("--skip", type=int, default=0, help="runs that are drawn but not made")
     parser.add_argument("--only", action="append", choices=sorted(ARCHITECTURES), help="this architecture (may be repeated)")
-    parser.add_argument("--table", type=Path, help="write the page of what works to this file")
+    parser.add_argument("--table", type=Path, help="write the table of what works into this page")
     options = parser.parse_args()
     names, deadline = options.only or list(ARCHITECTURES), time.monotonic() + options.limit_s
     if options.table is not None:
         with contextlib.closing(Pool()) as pool:
             found, circles = measure(pool, names), around(pool, names)
-        options.table.write_text(page_of(found, circles))
+        write_between_marks(options.table, "unseen_models", table_of(found, circles))
         every = [outcome for outcomes in (*found.values(), list(circles.values())) for outcome in outcomes]
         return int(any(outcome.kind not in ("equal", "refused") for outcome in every))
     counts: Counter[str] = Counter()

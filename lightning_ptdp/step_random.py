@@ -201,8 +201,12 @@ def _defined_in(block: nn.Module) -> set[str]:
 def _known_by(name: str) -> Iterator[ModuleType]:
     """Yield ``random`` and ``numpy`` if the Python module ``name`` knows them or a function of theirs."""
     for value in vars(sys.modules.get(name, object)).values():
-        origin = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
-        if origin == "random" or isinstance(getattr(value, "__self__", None), random.Random):
+        try:
+            origin = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+            owner = getattr(value, "__self__", None)
+        except Exception:
+            continue  # a stand-in for an optional package that is not installed
+        if origin == "random" or isinstance(owner, random.Random):
             yield random
         elif origin.partition(".")[0] == "numpy":
             yield np

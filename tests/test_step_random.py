@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.step_random import StepRandomness
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.pool import Pool
@@ -175,3 +176,15 @@ def test_evaluation_draws_alike_on_all_stages(name: str, pool: Pool) -> None:
     assert len({rank["val"] for rank in ranks}) == 1
     assert ranks[0]["predicted"] == ranks[1]["predicted"]
     assert len(set(ranks[0]["predicted"])) == len(ranks[0]["predicted"]), "batches share their random numbers"
+
+
+class _Missing:
+    """A stand-in for an optional package, as monai's, which raises whatever is read of it."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise ImportError("not installed")
+
+
+def test_stand_ins_for_optional_packages_are_no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "optional", _Missing())
+    StepRandomness(module=nn.Sequential(Block(True)), blocks={0: "0"}, absent=(), place=(), device=torch.device("cpu"))

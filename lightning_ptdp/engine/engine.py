@@ -25,7 +25,7 @@ from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
-from lightning_ptdp.engine.step_habits import StepHabits
+from lightning_ptdp.engine.step_habits import StepHabits, warn_of_loss
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.parallelize import ParallelModel
@@ -285,14 +285,20 @@ class Engine:
     def _habits(self, job: LightningJob) -> StepHabits | None:
         """In the first batch that is cut, on one replica: what the module is like before."""
         recomputes = self._config.recompute in ("full", "selective")
-        if self._inspected or not (job.count > 1 or recomputes):
+        changes = job.count > 1 or recomputes
+        if not self._inspects_first(changes or self._mesh.group("replica_sum").size > 1):
             return None
-        self._inspected = True
-        if any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor")):
+        job.inspects = job.count > 1 or self._mesh.group("replica_sum").size > 1
+        if not changes:
             return None
-        job.inspects = job.count > 1
         is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
         return StepHabits(self._module, self._owners, recomputes=recomputes, tells_own=is_last)
+
+    def _inspects_first(self, divided: bool) -> bool:
+        """Return True on the ranks that warn, in the first batch that is ``divided``."""
+        first = divided and not self._inspected
+        self._inspected |= divided
+        return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
 
     def _sizes(self, batch: Nested) -> tuple[int, ...]:
         """Samples of the microbatches."""
@@ -318,6 +324,8 @@ class Engine:
             tokens = num_tokens(output)
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
+            if tokens is None and self._manual is None and self._inspects_first(group.size > 1):
+                warn_of_loss(loss, replicas=True)
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
             self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
         factor: float | Tensor = 1 / group.size

@@ -15,7 +15,7 @@ from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
-from lightning_ptdp.engine.step_habits import warn_of_loss
+from lightning_ptdp.engine.step_habits import divisor_of, warn_of_divisors, warn_of_loss
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.random import derive_seed
@@ -114,6 +114,7 @@ class LightningJob:
         self._calls: list[list[LogCall]] = [[] for _ in self.sizes]
         self._tokens: list[Tensor | None] = [None] * self.count
         self._shares: list[Tensor | float] = [1.0] * self.count
+        self._divisors: list[Tensor | None] = []
         self._part: Part | None = None
         self._before: StepState | None = None
 
@@ -174,8 +175,7 @@ class LightningJob:
             return None
         loss, tokens = loss_and_weight(output) if self.training else (torch.zeros((), device=self.device), num_tokens(output))
         if self.inspects and tokens is None:
-            self.inspects = False
-            warn_of_loss(loss, self.sizes[microbatch])
+            self._inspect(loss)
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
             loss = counted_loss(loss, share) * share
@@ -192,6 +192,14 @@ class LightningJob:
         # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end. Until then
         # the expected number keeps the gradients as large as one process has them, which matters in float16.
         return loss * (tokens * (self.loss_scale / self.expected_tokens))
+
+    def _inspect(self, loss: Tensor) -> None:
+        """Warn of a loss that depends on the microbatches, or on the replicas."""
+        if not self._divisors:
+            warn_of_loss(loss, replicas=self.count == 1)
+        self._divisors.append(divisor_of(loss))
+        if len(self._divisors) == self.count and len(set(self.sizes)) == 1:
+            warn_of_divisors(self._divisors)
 
     def _is_skipped(self, output: Nested) -> bool:
         if output is None and self.may_skip and not self.losses:

@@ -1,4 +1,4 @@
-"""Habits of a step whose result depends on the microbatches, found in the first batch of a fit and told once by name.
+"""Habits of a step whose result depends on microbatches or replicas, found in the first batch of a fit and told once by name.
 
 Nothing is computed for it: tensors know how often they were written, and a loss knows the operations that it ends with.
 """
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.engine.step_state import Owner, StepState
+from lightning_ptdp.nested import named_tensors
 
-__all__ = ["StepHabits", "warn_of_loss"]
+__all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss"]
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
 """Of torch's losses: ``reduction="sum"``."""
 _THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
+_ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
 
@@ -62,23 +64,53 @@ class StepHabits:
             if not isinstance(owner, known) and (now.get(name) is not value or value._version != version):
                 yield f"self.{name}"
         for change in self._state.changes():
-            if change.how == "set" and len(change.path) == 2 and isinstance(change.value, Tensor):
+            if change.how == "set" and len(change.path) == 2 and named_tensors(change.value):
                 yield change.name
 
 
-def warn_of_loss(loss: Tensor, samples: int) -> None:
-    """Say of the loss of a microbatch of ``samples`` that it is a sum, or compares its samples with each other."""
+def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
+    """Warn of a loss that is a sum, or that compares samples with each other.
+
+    Args:
+        loss: Of one microbatch, or of one replica's batch.
+        replicas: Whether only replicas divide the batch.
+    """
+    part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
     if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
         warnings.warn(
-            "the loss is a sum, such as reduction='sum', over one microbatch, but microbatches are averaged. If it grows with the batch, "
-            "it and its gradient are smaller than in one process by the number of microbatches: return a mean, or a dictionary with the "
-            f"mean as 'loss' and its 'num_tokens' ({_PAGE})",
+            f"the loss is a sum, such as reduction='sum', over one {part}, but {parts} are averaged. If it grows with the batch, it and "
+            f"its gradient are smaller than in one process by the number of {parts}: return a mean, or a dictionary with the mean as "
+            f"'loss' and its 'num_tokens' ({_PAGE})",
             stacklevel=2,
         )
-    if samples > 1 and any(_compares_samples(node, samples) for node in _ends(loss.grad_fn, _SCALED)):
+    if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
+        mend = "Use num_microbatches=1 or a larger micro_batch_size"
+        if replicas:
+            mend = "Compare with samples gathered from all replicas"
         warnings.warn(
-            f"the loss tells each of {samples} samples from the others of its microbatch (contrastive, in-batch negatives), of which there "
-            f"are fewer than in the batch. Use num_microbatches=1 or a larger micro_batch_size ({_PAGE})",
+            f"the loss tells samples from the others of their {part} (contrastive, in-batch negatives), of which there are fewer than in "
+            f"the batch. {mend} ({_PAGE})",
+            stacklevel=2,
+        )
+
+
+def divisor_of(loss: Tensor) -> Tensor | None:
+    """Return the number by which the loss was divided last, if it was, such as the sum of a mask."""
+    nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if node.name() == "DivBackward0"]
+    if len(nodes) != 1 or nodes[0]._saved_other.dim():
+        return None
+    divisor: Tensor = nodes[0]._saved_other
+    return divisor.detach()
+
+
+def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
+    """Warn if the losses of equally large microbatches are means over unequally many values; reads the divisors."""
+    found = [float(divisor) for divisor in divisors if divisor is not None]
+    if len(found) == len(divisors) and max(found) - min(found) > _ROUNDING * abs(max(found, key=abs)):
+        warnings.warn(
+            f"the loss is divided by a number that differs between microbatches, such as the sum of a mask ({min(found):g} to "
+            f"{max(found):g}), but microbatches count the same. Return a dictionary with the mean as 'loss' and this number as "
+            f"'num_tokens' ({_PAGE})",
             stacklevel=2,
         )
 
@@ -103,8 +135,13 @@ def _is_sum(node: Any) -> bool:
     return bool(node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM)
 
 
-def _compares_samples(node: Any, samples: int) -> bool:
-    if node.name() != "NllLossBackward0" or tuple(node._saved_self.shape) != (samples, samples):
+def _compares_samples(node: Any) -> bool:
+    """Return True for a cross-entropy over the samples themselves, of one view each or of two (as NT-Xent, without the own logit)."""
+    if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
         return False
     target: Tensor = node._saved_target
-    return torch.equal(target, torch.arange(samples, device=target.device))
+    rows, classes = node._saved_self.shape
+    samples = rows if classes == rows else rows // 2
+    if samples < 2 or classes not in (rows, rows - 1) or (classes < rows and rows % 2):
+        return False
+    return torch.equal(target, torch.arange(rows, device=target.device) % samples)

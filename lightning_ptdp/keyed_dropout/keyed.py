@@ -95,7 +95,7 @@ class KeyedDropout(Surrounding):
         """Drop by key in training.
 
         Raises:
-            ValueError: There are no samples to tell apart.
+            KeyedDropoutError: There are no samples to tell apart.
         """
         if not forward.training:
             return contextlib.nullcontext()
@@ -104,7 +104,14 @@ class KeyedDropout(Surrounding):
             length = sequence_length(batch)
         except ValueError:
             length = None
-        samples = sample_keys(iterate_tensors(batch), batch_size(batch))
+        try:
+            count = batch_size(batch)
+        except ValueError as error:
+            raise KeyedDropoutError(
+                "keyed_dropout=True drops by sample, but the batch has no samples along dimension 0 of its tensors, as a batch of graphs. "
+                "Use keyed_dropout=False"
+            ) from error
+        samples = sample_keys(iterate_tensors(batch), count)
         seed = derive_seed(self._seed, forward.hook, forward.step)
         return self._dropping(_Running(seed, samples, length), inside=False)
 

@@ -49,7 +49,8 @@ class Boundary:
 
     def begin(self, stage: int, received: Crossing | None, *, training: bool) -> None:
         """Start a run of ``stage``."""
-        self.run = StageRun(stage, self.places[stage], training, received)
+        entered = None if received is None else received.writable()
+        self.run = StageRun(stage, self.places[stage], training, entered)
 
     def end(self) -> None:
         """End the run; nothing is held on to."""

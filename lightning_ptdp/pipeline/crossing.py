@@ -147,6 +147,11 @@ class Crossing:
         tensors = (t.detach().requires_grad_() if training and form.differentiable else t.detach() for t, form in pairs)
         return Crossing(tuple(tensors), self.form)
 
+    def writable(self) -> Crossing:
+        """Return aliases of the tensors that entered, into which a block may write, as it may not into leaves of the graph."""
+        tensors = (_Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in self.tensors)
+        return Crossing(tuple(tensors), self.form)
+
     def roots(self) -> Roots:
         """Return the starting points of the backward, one for each awaited gradient; None if nothing here needs it.
 
@@ -160,6 +165,18 @@ class Crossing:
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         entered = [tensor for tensor, form in pairs if form.differentiable]
         return Crossing(tuple(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in entered))
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory, behind a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 Roots = tuple[Tensor | GradientEdge | None, ...]

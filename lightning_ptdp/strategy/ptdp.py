@@ -216,7 +216,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)
         if fits(self.lightning_module.trainer) and self.is_global_zero:
-            warn_of_batch_norm(self.model, self.config)
+            warn_of_batch_norm(self.model, self.config, self.layout)
             warn_of_balance_losses(self.model, self.config, self.layout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as L
@@ -39,3 +40,16 @@ def test_layers_are_synchronized_over_the_replicas(place: Place, members: list[l
     found = pool.run(evaluate, world_size=place.world_size, args=(place, True))
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected])
     assert sorted(group for _, groups in found for group in groups) == sorted(members * 2)
+
+
+def fit(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make_trainer(Place(world_size=2), max_steps=1).fit(LitNormalized(), loader())
+    return [str(one.message) for one in told if "normalize over the batch" in str(one.message)]
+
+
+def test_layers_that_are_not_synchronized_are_told(pool: Pool) -> None:
+    (first, others) = pool.run(fit, world_size=2)
+    assert len(first) == 1 and first[0].startswith("net.1, net.8 normalize over the batch, which here is the part of one replica")
+    assert others == []

@@ -45,6 +45,16 @@ class LitCarried(LitPlain):
         return super().loss(prediction, y)
 
 
+class LitCarriedPair(LitPlain):
+    """As those of an LSTM."""
+
+    hidden: tuple[Tensor, Tensor] | None = None
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        self.hidden = prediction.detach().mean(0), y.mean(0)
+        return super().loss(prediction, y)
+
+
 class LitQueue(LitPlain):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -75,6 +85,29 @@ class LitContrastive(LitPlain):
         return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
+class LitTwoViews(LitPlain):
+    """NT-Xent: the samples of two views, each told from all others but itself."""
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        views = torch.cat([prediction, y])
+        count = len(views)
+        logits = (views @ views.T)[~torch.eye(count, dtype=torch.bool)].view(count, count - 1)
+        return F.cross_entropy(logits, torch.arange(len(y)).repeat(2))
+
+
+class LitOneLabel(LitPlain):
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(prediction[0], torch.tensor(1)) + super().loss(prediction, y)
+
+
+class LitMasked(LitPlain):
+    """A mean over the observed values."""
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        observed = (y > 0).float()
+        return (F.mse_loss(prediction, y, reduction="none") * observed).sum() / observed.sum().clamp(min=1)
+
+
 class LitDivided(LitPlain):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
@@ -102,12 +135,16 @@ M2 = {"num_microbatches": 2}
 CASES: dict[type[LitPlain], str | None] = {
     LitPlain: None,
     LitDivided: None,
+    LitOneLabel: None,
     LitCarried: "training_step writes self.hidden:",
+    LitCarriedPair: "training_step writes self.hidden:",
     LitQueue: "training_step writes self.queue:",
     LitTeacher: "training_step writes self.teacher.weight:",
     LitSum: "the loss is a sum",
     LitSummed: "the loss is a sum",
-    LitContrastive: "the loss tells each of 4 samples from the others",
+    LitMasked: "the loss is divided by a number that differs between microbatches",
+    LitContrastive: "the loss tells samples from the others of their microbatch",
+    LitTwoViews: "the loss tells samples from the others of their microbatch",
 }
 
 
@@ -124,6 +161,15 @@ def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
     expected = CASES[kind]
     assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
+
+
+@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews])
+@pytest.mark.parametrize("layout", [{}, {"shard_optimizer": True}], ids=["d2", "sharded"])
+def test_what_replicas_change_is_told_once(kind: type[LitPlain], layout: dict[str, Any], pool: Pool) -> None:
+    told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
+    expected = None if kind is LitCarried else CASES[kind]
+    starts = (expected or "").replace("microbatch", "replica")
+    assert [text.startswith(starts) for text in told] == [True] * (expected is not None), told
 
 
 def test_nothing_is_told_without_microbatches(pool: Pool) -> None:

@@ -68,3 +68,10 @@ def test_what_is_dropped_inside_of_torchs_attention_is_refused(dropout: float) -
         else:
             assert torch.equal(attention(x, x, x, need_weights=False)[0], attention(x, x, x, need_weights=False)[0])
         assert torch.equal(attention.eval()(x, x, x)[0], attention(x, x, x)[0])
+
+
+def test_a_batch_whose_tensors_share_no_dimension_is_refused() -> None:
+    keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
+    graphs = {"x": torch.randn(5, 2), "edges": torch.zeros(2, 7)}
+    with pytest.raises(KeyedDropoutError, match="keyed_dropout=False"):
+        keyed.around(Forward(hook="training_step", whole=graphs))

@@ -64,6 +64,19 @@ class Narrowing(Base):
         return x
 
 
+class InPlace(Base):
+    """Every block writes into what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class PairBlock(Block):
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return self.mix(x, y), self.mix(y, x)
@@ -224,7 +237,21 @@ class Uncalled(Base):
         return x @ self.embedding.weight.t() @ self.embedding.weight
 
 
-MODELS = (Narrowing, Pair, Nest, Memory, FrozenMemory, RecomputedMemory, Skip, Sometimes, Shifted, Context, KeptBias, Uncalled)
+MODELS = (
+    Narrowing,
+    InPlace,
+    Pair,
+    Nest,
+    Memory,
+    FrozenMemory,
+    RecomputedMemory,
+    Skip,
+    Sometimes,
+    Shifted,
+    Context,
+    KeptBias,
+    Uncalled,
+)
 
 
 def build(model: type[Base]) -> Base:

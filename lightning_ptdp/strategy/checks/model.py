@@ -153,17 +153,25 @@ def check_model(
     )
 
 
-def warn_of_batch_norm(model: nn.Module, config: PTDPConfig) -> None:
-    """Say of which modules the result depends on the number of microbatches."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Warn of modules whose result depends on the number of microbatches or replicas."""
+    local = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    kinds = (*local, nn.SyncBatchNorm) if config.has_microbatches else local
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    if names and config.has_microbatches:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        warnings.warn(
-            f"{', '.join(names[:3])}{more} normalize over the batch, which here is one microbatch: the model is not quite that of one "
-            "device. Use num_microbatches=1 where nothing is cut into stages, or a normalization that does not look at other samples",
-            stacklevel=2,
-        )
+    if not names:
+        return
+    if config.has_microbatches:
+        part, mend = "one microbatch", "num_microbatches=1 where nothing is cut into stages"
+    elif layout.size("replica_sum") > 1:
+        part, mend = "the part of one replica", "Trainer(sync_batchnorm=True) on GPUs"
+    else:
+        return
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    warnings.warn(
+        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}: the model is not quite that of one device. Use "
+        f"{mend}, or a normalization that does not look at other samples",
+        stacklevel=2,
+    )
 
 
 def warn_of_balance_losses(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
