@@ -253,7 +253,9 @@ def show(name: str, outcomes: dict[str, Outcome]) -> None:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence, in one line."""
-    line = " ".join(text.split())
+    line = re.sub(r"^saving the checkpoint \S+ failed: rank \d+: ", "when saving, ", " ".join(text.split()))
+    line = re.sub(r"^.* normalize over", "batch normalization is over", line)
+    line = re.sub(r" found in \w+$| found in \w+(?=[:;.] )", " found", line)
     return re.split(r"(?<=[^.])[.:;] (?=[A-Za-z])|; ", line, maxsplit=1)[0].rstrip(".")
 
 

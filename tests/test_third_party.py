@@ -38,7 +38,9 @@ def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
 
 
 def test_first_sentence() -> None:
-    assert first_sentence("BatchNorm2d\nnormalizes over model.0. Use another") == "BatchNorm2d normalizes over model.0"
+    assert first_sentence("too many\nstages in model.0. Use fewer") == "too many stages in model.0"
+    assert first_sentence("a.1, a.2 normalize over the batch: no") == "batch normalization is over the batch"
+    assert first_sentence("saving the checkpoint /x/y.ckpt failed: rank 0: it is no number: no") == "when saving, it is no number"
 
 
 def test_the_table_numbers_each_reason_once(tmp_path: Path) -> None:

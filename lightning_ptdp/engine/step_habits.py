@@ -96,7 +96,7 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
 
 def divisor_of(loss: Tensor) -> Tensor | None:
     """Return the number by which the loss was divided last, if it was, such as the sum of a mask."""
-    nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if node.name() == "DivBackward0"]
+    nodes = [node for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"}) if node.name() == "DivBackward0"]
     if len(nodes) != 1 or nodes[0]._saved_other.dim():
         return None
     divisor: Tensor = nodes[0]._saved_other

@@ -108,6 +108,13 @@ class LitMasked(LitPlain):
         return (F.mse_loss(prediction, y, reduction="none") * observed).sum() / observed.sum().clamp(min=1)
 
 
+class LitMaskedMean(LitMasked):
+    """As those of gluonts, with a mean that changes nothing."""
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return super().loss(prediction, y).mean()
+
+
 class LitDivided(LitPlain):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
@@ -143,6 +150,7 @@ CASES: dict[type[LitPlain], str | None] = {
     LitSum: "the loss is a sum",
     LitSummed: "the loss is a sum",
     LitMasked: "the loss is divided by a number that differs between microbatches",
+    LitMaskedMean: "the loss is divided by a number that differs between microbatches",
     LitContrastive: "the loss tells samples from the others of their microbatch",
     LitTwoViews: "the loss tells samples from the others of their microbatch",
 }
