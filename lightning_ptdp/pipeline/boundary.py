@@ -202,8 +202,12 @@ class Boundary:
         crossing.update((id(tensor), tensor) for _, tensor in tensors_in(collected))
         index = {key: i for i, key in enumerate(crossing)}
         tensors = tuple(plain(tensor) for tensor in crossing.values())
+        hidden = next((id(tensor) for _, tensor in tensors_in(run.output)), None)
         form = Form(
-            tensors=tuple(TensorForm.of(tensor, differentiable=run.needs_gradient(tensor)) for tensor in tensors),
+            tensors=tuple(
+                TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=key == hidden)
+                for key, tensor in zip(crossing, tensors, strict=True)
+            ),
             output=describe(run.output, lambda tensor: index[id(tensor)] if id(tensor) in handed_on else None, name),
             extras=tuple((path, index[id(tensor)]) for path, tensor in extras.items()),
             collected=describe(collected, lambda tensor: index[id(tensor)], name),
@@ -213,7 +217,7 @@ class Boundary:
 
     def _usual_form(self, run: StageRun, tensor: Tensor) -> Form:
         """Return the form of one plain tensor; made once for each shape, since the next ranks wait for it."""
-        crosses = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor))
+        crosses = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=True)
         if crosses not in self._usual:
             self._usual[crosses] = Form(tensors=(crosses,), output=At(0))
         return self._usual[crosses]

@@ -67,16 +67,19 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         differentiable: Whether a gradient comes back for it.
+        alike: Whether all tensor-parallel ranks hold it, and its gradient, alike: true of a hidden state. A bias of the attention has
+            the values, or the gradients, of a rank's own heads.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = False
+    alike: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, *, differentiable: bool = False) -> TensorForm:
+    def of(cls, tensor: Tensor, *, differentiable: bool = False, alike: bool = False) -> TensorForm:
         """The form of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, differentiable)
+        return cls(tuple(tensor.shape), tensor.dtype, differentiable, alike)
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype}"
@@ -127,7 +130,7 @@ class Crossing:
 
     Attributes:
         tensors: No two of them the same.
-        form: What they are; empty for gradients, whose form follows from what was sent.
+        form: What they are; of gradients only ``tensors``.
     """
 
     tensors: tuple[Tensor, ...]
@@ -164,7 +167,8 @@ class Crossing:
         """After the backward of the stage that it entered: a gradient for each differentiable tensor, zeros where none came."""
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         entered = [tensor for tensor, form in pairs if form.differentiable]
-        return Crossing(tuple(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in entered))
+        tensors = (tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in entered)
+        return Crossing(tuple(tensors), Form(tensors=self.awaited))
 
 
 class _Alias(torch.autograd.Function):

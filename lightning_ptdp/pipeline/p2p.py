@@ -9,7 +9,8 @@ goes ahead, and afterwards both sides know without asking::
     tensors     one message each
 
 Under tensor parallelism without sequence parallelism the t ranks of a stage hold the same hidden state. With ``scatter`` each sends
-1/t of it to its neighbour, and the receivers gather it over their own, faster links (arXiv 2104.04473, section 4.1).
+1/t of it to its neighbour, and the receivers gather it over their own, faster links (arXiv 2104.04473, section 4.1). Only the first
+tensor that a block returns counts as the hidden state: a bias of the attention beside it may be that of a rank's own heads.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Receipt:
         buffers = self._arrived()
         pairs = zip(buffers, self.form.tensors, strict=True)
         tensors = tuple(self.transport.assemble(buffer, form) for buffer, form in pairs)
-        return Crossing(tensors, self.form if self.key is not None else Form())
+        return Crossing(tensors, self.form)
 
     def _post(self, buffers: list[Tensor]) -> None:
         self.buffers = buffers
@@ -119,7 +120,7 @@ class Transport:
     Attributes:
         mesh: Supplies the communicators.
         device: Where received tensors are made.
-        scatter: Send 1/t of each floating-point tensor, which all t tensor-parallel ranks must hold alike.
+        scatter: Send 1/t of each floating-point tensor that all t tensor-parallel ranks hold alike.
         scatter_minimum: Elements a rank below which a tensor is sent whole.
         waiting: Told (action, global rank) before a wait and (action, None) after it.
         explain: What is known about the other ranks, for the error of a wait that failed.
@@ -202,7 +203,7 @@ class Transport:
 
     def shares(self, form: TensorForm) -> int:
         """Return the number of ranks that send a tensor together, each an equal part of it."""
-        if not self.scatter or not form.dtype.is_floating_point:
+        if not self.scatter or not form.alike or not form.dtype.is_floating_point:
             return 1
         numel, size = math.prod(form.shape), self.mesh.group("tensor").size
         return size if numel % size == 0 and numel >= size * self.scatter_minimum else 1
@@ -221,9 +222,9 @@ class Transport:
         all_gather_single(_as_bytes(whole.view(-1)), _as_bytes(buffer), self.mesh.group("tensor").handle)
         return whole
 
-    def _own_part(self, tensor: Tensor) -> Tensor:
+    def _own_part(self, tensor: Tensor, form: TensorForm) -> Tensor:
         """Return the part of ``tensor`` that this rank sends: contiguous, without a copy if possible, and flat if it is a part."""
-        shares = self.shares(TensorForm.of(tensor)) if self.scatter else 1
+        shares = self.shares(form)
         if shares == 1:
             return tensor.detach().contiguous()
         return tensor.detach().reshape(-1).tensor_split(shares)[self.mesh.group("tensor").rank]
@@ -259,7 +260,7 @@ class Transport:
     def _send(self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]) -> None:
         channel = Channel(self.mesh.rank, target, direction)
         queue = self._outstanding.setdefault(channel, deque())
-        parts = (self._own_part(tensor) for tensor in crossing.tensors)
+        parts = (self._own_part(tensor, form) for tensor, form in zip(crossing.tensors, crossing.form.tensors, strict=True))
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]

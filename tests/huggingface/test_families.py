@@ -52,3 +52,9 @@ def test_same_weights_as_one_process(name: str, pool: Pool) -> None:
     if "pipeline" not in why_not:
         layout |= {P: 2, M: 2}
     check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
+
+
+@pytest.mark.parametrize(("name", "options"), [("mpnet", {}), ("t5", {"num_heads": 16})])
+def test_biases_of_the_attention_cross_whole_between_stages(name: str, options: dict[str, Any], pool: Pool) -> None:
+    """Tensor-parallel ranks share the sending of what they hold alike, but each has the bias, or its gradient, of its own heads."""
+    check(pool, Run(architecture=name, options=options, layout={T: 2, P: 2, M: 2}, world_size=4, steps=2))

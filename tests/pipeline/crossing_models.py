@@ -260,11 +260,11 @@ def build(model: type[Base]) -> Base:
     return model().double()
 
 
-def crossing_of(output: object) -> Crossing:
-    """A crossing of ``output`` whole, its tensors differentiable where they require a gradient."""
+def crossing_of(output: object, *, alike: bool = False) -> Crossing:
+    """A crossing of ``output`` whole, its tensors differentiable where they require a gradient, and alike if they are ``alike``."""
     tensors = tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())
     index = {id(tensor): i for i, tensor in enumerate(tensors)}
-    forms = tuple(TensorForm.of(tensor, differentiable=tensor.requires_grad) for tensor in tensors)
+    forms = tuple(TensorForm.of(tensor, differentiable=tensor.requires_grad, alike=alike) for tensor in tensors)
     return Crossing(tensors, Form(tensors=forms, output=describe(output, lambda tensor: index[id(tensor)], "?")))
 
 

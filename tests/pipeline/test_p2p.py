@@ -153,13 +153,13 @@ def test_one_gradient_for_each_tensor_that_needs_it_and_zeros_where_none_came(po
 HIDDEN, SMALL, ODD = (2, 8, 6), (4,), (3, 11)
 
 
-def exchange_alike_on_tensor_ranks(rank: int, scatter: bool) -> Any:
+def exchange_alike_on_tensor_ranks(rank: int, scatter: bool, alike: bool) -> Any:
     link = transport(rank, tensor=2, scatter=scatter, scatter_minimum=16)
     generator = torch.Generator().manual_seed(3)
     shapes = (HIDDEN, SMALL, ODD, HIDDEN[::-1])
     tensors = [torch.randn(shape, generator=generator, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     tensors[3] = tensors[3].transpose(0, 2)  # not contiguous
-    crossing = crossing_of((*tensors, torch.arange(64)))
+    crossing = crossing_of((*tensors, torch.arange(64)), alike=alike)
     whole = [tensor.detach().clone() for tensor in crossing.tensors]
     source, target = rank % 2, rank % 2 + 2
     if rank < 2:
@@ -176,7 +176,7 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool) -> Any:
     found = [receipt.wait() for receipt in receipts]
     before = link.sent_bytes
     for index, arrived in enumerate(found):
-        gradients = Crossing(tuple(tensor * 2 for tensor in arrived.tensors[:4]))
+        gradients = Crossing(tuple(tensor * 2 for tensor in arrived.tensors[:4]), Form(tensors=arrived.awaited))
         link.send_backward(f"B0.{index}", gradients, target=source)
     link.flush()
     good = all(torch.equal(a, b) for arrived in found for a, b in zip(arrived.tensors, whole, strict=True))
@@ -185,8 +185,8 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool) -> Any:
 
 def test_tensor_parallel_ranks_send_a_share_each_of_what_they_all_have(pool: Pool) -> None:
     hidden, rest, integers = 2 * 96 * 2, (4 + 33) * 2, 64 * 8
-    for scatter, divisor in ((False, 1), (True, 2)):
-        for rank, (good, size) in enumerate(pool.run(exchange_alike_on_tensor_ranks, world_size=4, args=(scatter,))):
+    for scatter, alike, divisor in ((False, True, 1), (True, True, 2), (True, False, 1)):
+        for rank, (good, size) in enumerate(pool.run(exchange_alike_on_tensor_ranks, world_size=4, args=(scatter, alike))):
             assert good, f"rank {rank} has other values"
             assert size == hidden // divisor + rest + (integers if rank < 2 else 0), f"rank {rank}"
 
