@@ -47,7 +47,7 @@ class Evidence:
         first_of: Axes that differ alone -> their first difference.
         alone: Record of one process.
         losses: Of the microbatches of the first step, in one process with as many as the layout has in all.
-        batch: The last batch of one process's first step.
+        batch: The last batch of one process's first step that differs.
         repeats: Whether one process gives the same twice.
     """
 
@@ -96,10 +96,10 @@ def _of_batches(evidence: Evidence, first: Difference) -> Cause:
     expected = seen.numbers["loss", 0, ""][""][-1][0]
     if len(losses) > 1 and math.isclose(sum(losses), expected, rel_tol=1e-3):
         return _cause("sum over samples")
-    if key := _uneven_labels(evidence.batch, losses, expected):
-        return _cause("uneven labels", [key])
     if seen.written and first.step > 0:
         return _cause("hidden state", seen.written)
+    if key := _uneven_labels(evidence.batch, losses, expected if first.step == 0 else None):
+        return _cause("uneven labels", [key])
     statistics = {name for name in seen.written if "num_batches_tracked" in name}
     if statistics:
         return _cause("buffers", statistics)
@@ -108,14 +108,17 @@ def _of_batches(evidence: Evidence, first: Difference) -> Cause:
     return _cause("coupled samples", seen.written)
 
 
-def _uneven_labels(batch: Nested, losses: Sequence[float], expected: float) -> str:
-    """Return the key of the labels by whose number the microbatches' losses give the loss of one process; "" if there is none."""
+def _uneven_labels(batch: Nested, losses: Sequence[float], expected: float | None) -> str:
+    """Return the key of labels of which microbatches have unequal numbers; "" if there is none.
+
+    By these numbers their losses must give ``expected``, the loss of one process, where it is known.
+    """
     for name, tensor in named_tensors(batch):
         if tensor.dim() < 1 or not (tensor == _IGNORED).any():
             continue
         for labels in (tensor, tensor[..., 1:]):
             counts = [int((part != _IGNORED).sum()) for part in labels.tensor_split(len(losses) or 1)]
             mean = sum(loss * count for loss, count in zip(losses, counts, strict=False)) / max(sum(counts), 1)
-            if len(set(counts)) > 1 and math.isclose(mean, expected, rel_tol=1e-3):
+            if len(set(counts)) > 1 and (expected is None or math.isclose(mean, expected, rel_tol=1e-3)):
                 return name or "the batch"
     return ""

@@ -79,7 +79,7 @@ def test_common_types_come_back(tmp_path: Path, value: Any, stored: Any) -> None
     (found,) = read_state(tmp_path / "c")["key"]
     assert found == value
     assert type(found) is type(value)
-    assert repr(found) == repr(value)
+    assert isinstance(value, set | frozenset) or repr(found) == repr(value)  # a set has no order
     (plain,) = torch.load(tmp_path / "c" / "state.pt", weights_only=True)["key"]
     assert plain == stored or sorted(plain) == ["a", "b"]
 

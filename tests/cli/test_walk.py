@@ -101,7 +101,7 @@ BAD = [
     ("ptdp ckpt verify text.ckpt", "text.ckpt"),
     ("ptdp convert nowhere hf", "nowhere does not exist"),
     ("ptdp convert text.ckpt fresh", "text.ckpt"),
-    ("ptdp convert text.ckpt theirs", "theirs is a folder with other content and would be lost"),
+    ("ptdp convert weights.ckpt theirs", "theirs is a folder with other content and would be lost"),
     ("ptdp convert theirs served --register nano", "--register nano: theirs does not lie beside an MLflow store"),
     ("ptdp convert theirs model.safetensors --shard_size many", "--shard_size many is not a size"),
     ("ptdp doctor --devices 0", "--devices 0 must be at least 1"),

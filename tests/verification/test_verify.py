@@ -32,6 +32,12 @@ def report(module: Any, layout: dict[str, Any], **trainer: Any) -> Report:
     return verify(module, strategy=PTDPStrategy(**layout), **options)
 
 
+@pytest.fixture(autouse=True)
+def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders shuffle by this seed, which other tests of the process set."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+
+
 @pytest.mark.parametrize(
     ("module", "layout", "trainer"),
     [
