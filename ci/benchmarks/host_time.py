@@ -80,7 +80,7 @@ class AllKnown(dict[Any, Form]):
         return True
 
     def __missing__(self, key: Any) -> Form:
-        return Form(tensors=(TensorForm(SHAPE, torch.float32, differentiable=True),), output=At(0))
+        return Form(tensors=(TensorForm(SHAPE, torch.float32, differentiable=True, alike=True),), output=At(0))
 
 
 def middle_rank(schedule: str, count: int) -> tuple[Step, Step]:
