@@ -206,8 +206,8 @@ class _Verification:
         first = report.differences[0]
         if first.kind == "loss" and first.step == 0 and "m" not in first_of:
             self._name_microbatch(trained.found, losses, count)
-        batches, each = self.whole.lists["train", 0], len(alone.numbers["loss", 0, ""][""])
-        batch = batches[min(each * (first.step + 1), len(batches)) - 1]
+        each = len(alone.numbers["loss", 0, ""][""])
+        batch = self.whole.lists["train", 0][: each * first.step + each or 1][-1]  # a step of -1 is before the first
         evidence = Evidence(first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats)
         return replace(report, axes=axes, causes=list(find_causes(evidence)))
 

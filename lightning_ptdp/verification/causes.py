@@ -78,10 +78,11 @@ def find_causes(evidence: Evidence) -> Iterator[Cause]:
             yield _cause("parameters in the step", seen.parameters)
         if "c" in differing:
             yield _cause("label shift")
-        if axes is None and seen.random:
-            yield _cause("random numbers", seen.random)
-        if axes is None and seen.written and first.step > 0:
-            yield _cause("hidden state", seen.written)
+        if axes is None:
+            if seen.random:
+                yield _cause("random numbers", seen.random)
+            if seen.written and first.step > 0:
+                yield _cause("hidden state", seen.written)
 
 
 def _cause(name: str, names: Collection[str] = ()) -> Cause:
@@ -100,8 +101,7 @@ def _of_batches(evidence: Evidence, first: Difference) -> Cause:
         return _cause("hidden state", seen.written)
     if key := _uneven_labels(evidence.batch, losses, expected if first.step == 0 else None):
         return _cause("uneven labels", [key])
-    statistics = {name for name in seen.written if "num_batches_tracked" in name}
-    if statistics:
+    if statistics := {name for name in seen.written if "num_batches_tracked" in name}:
         return _cause("buffers", statistics)
     if seen.random:
         return _cause("random numbers", seen.random)
@@ -114,11 +114,13 @@ def _uneven_labels(batch: Nested, losses: Sequence[float], expected: float | Non
     By these numbers their losses must give ``expected``, the loss of one process, where it is known.
     """
     for name, tensor in named_tensors(batch):
-        if tensor.dim() < 1 or not (tensor == _IGNORED).any():
+        if _IGNORED not in tensor:
             continue
         for labels in (tensor, tensor[..., 1:]):
             counts = [int((part != _IGNORED).sum()) for part in labels.tensor_split(len(losses) or 1)]
-            mean = sum(loss * count for loss, count in zip(losses, counts, strict=False)) / max(sum(counts), 1)
-            if len(set(counts)) > 1 and (expected is None or math.isclose(mean, expected, rel_tol=1e-3)):
+            if len(set(counts)) < 2:
+                continue
+            mean = sum(loss * count for loss, count in zip(losses, counts, strict=False)) / sum(counts)
+            if expected is None or math.isclose(mean, expected, rel_tol=1e-3):
                 return name or "the batch"
     return ""
