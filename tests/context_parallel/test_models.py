@@ -16,7 +16,6 @@ from lightning_ptdp.context_parallel.intercept import pick_token
 REFUSED = {
     "mamba": "backbone.layers.0.mixer.conv1d.*mixes tokens along time",
     "jamba": "mixes tokens along time",
-    "gptj": "GPTJ.* computes its attention without .*scaled_dot_product_attention",
     "bloom": "Bloom.* computes its attention without",
     "gemma2": "Gemma2.* computes its attention without",
     "falcon rw": "alibi=True",
