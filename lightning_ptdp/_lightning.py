@@ -113,11 +113,12 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "default_backend": "{fabric}.utilities.distributed:_get_default_process_group_backend_for_device",
     "reset_seed": "{fabric}.utilities.seed:reset_seed",
     "seed_worker": "{fabric}.utilities.seed:pl_worker_init_function",
+    "sized_len": "{fabric}.utilities.data:sized_len",
     "isolate_rng": "{core}.utilities.seed:isolate_rng",
     "sync_tensor": "{fabric}.utilities.distributed:_sync_ddp_if_available",
     "optimizers_to_device": "{fabric}.utilities.optimizer:_optimizers_to_device",
 }
-"""What we call it: where it is in a namespace."""
+"""Name in this package -> place of the object in a namespace."""
 
 
 class LightningNames(SimpleNamespace):

@@ -14,7 +14,7 @@ import torch
 __all__ = ["States", "derive_seed", "reseed", "seed_process", "seeded", "set_states"]
 
 States: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-"""Of the CPU's generator and of a GPU's."""
+"""States of the CPU's generator and of a GPU's."""
 
 
 def derive_seed(*parts: object) -> int:

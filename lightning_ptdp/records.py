@@ -13,7 +13,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["ParameterRecord", "Records", "Sum"]
 
 Sum = tuple[tuple[slice, ...], Group]
-"""Where in a parameter (``()``: everywhere) its gradient is a sum, and over whom."""
+"""Part of a parameter (``()``: all of it) whose gradient is a sum, and the group over which it is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,4 +45,4 @@ class ParameterRecord:
 
 
 Records = Mapping[nn.Parameter, ParameterRecord]
-"""Of every local parameter, by identity."""
+"""Record of every local parameter, by identity."""

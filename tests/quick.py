@@ -131,7 +131,7 @@ CHOSEN: Final = {
         "clipping_ties_and_uneven_padding[t2sp]",
     ),
 }
-"""Of these modules only the tests whose names end so."""
+"""Modules of which only the tests with these endings of their names are quick."""
 
 
 def is_quick(module: str, test: str) -> bool:

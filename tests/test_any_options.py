@@ -114,7 +114,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "folder": (Path("x"),),
 }
 INNER = dict.fromkeys(("samples", "num_replicas"), (1, 2, 3, 7, 64, 2**31, 10**12))
-"""What the package itself gives."""
+"""Values that only the package itself gives."""
 
 
 def strategy(world_size: Any, samples: Any, **options: Any) -> None:

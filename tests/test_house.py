@@ -64,14 +64,13 @@ def test_no_class_defines_wrapped() -> None:
 
 
 def test_docstrings_begin_with_a_noun_phrase_or_a_verb() -> None:
-    """A relative clause as a first line ("What a rank holds") needs a second reading."""
+    """A relative clause as a first line ("What a rank holds") needs a second reading; those of attributes count too."""
     relative = {"What", "Whether", "Who", "Whoever", "Of", "How", "Where", "That"}
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = []
-    for folder in (PACKAGE, TESTS, TESTS.parent / "ci"):
+    for folder in (PACKAGE, TESTS, TESTS.parent / "ci", TESTS.parent / "recipes"):
         for file in sorted(folder.rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                text = ast.get_docstring(node) if isinstance(node, documented) else None
-                if text and text.split()[0] in relative:
-                    wrong.append(f"{file.relative_to(TESTS.parent)}: {text.splitlines()[0]}")
+                match node:
+                    case ast.Expr(value=ast.Constant(value=str(text))) if text.split() and text.split()[0] in relative:
+                        wrong.append(f"{file.relative_to(TESTS.parent)}:{node.lineno}: {text.splitlines()[0]}")
     assert wrong == []

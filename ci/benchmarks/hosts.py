@@ -15,7 +15,7 @@ __all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_on_hosts", "start"]
 HOSTS = 2
 _ADDRESSES = [f"10.213.7.{host + 1}" for host in range(HOSTS)]
 INIT_METHOD = f"tcp://{_ADDRESSES[0]}:29713"
-"""Where the ranks meet."""
+"""Address at which the ranks meet."""
 
 
 class NoHosts(Exception):

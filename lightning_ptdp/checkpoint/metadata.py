@@ -47,7 +47,7 @@ _STORED = re.compile(r"bool|(u?int|b?float|complex)(8|16|32|64|128)(_e\w+)?")
 _DTYPES: Mapping[str, torch.dtype] = {
     name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype) and _STORED.fullmatch(name)
 }
-"""What tensors may be of, by name."""
+"""The dtypes that a checkpoint can store, by name."""
 
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**56  # torch's limit; and what any number of bytes of it is told in 64 bits
 _MOST_SMALL = 1 << 28

@@ -41,7 +41,7 @@ Group = dict[str, Any]
 """Hyperparameters of a parameter group by name, and its parameters, or their global names, as ``"params"``."""
 
 History = dict[int, Any]
-"""What an optimizer keeps of all parameters together, as its ``state_dict`` has it."""
+"""An optimizer's state that belongs to all parameters together, as in its ``state_dict``."""
 
 _NUMBER = ":number"
 # How this machine computes the update, not what the update is: kept from the optimizer at hand when a checkpoint is loaded.

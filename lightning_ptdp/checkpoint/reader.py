@@ -20,7 +20,7 @@ from lightning_ptdp.checkpoint.sums import open_summed
 __all__ = ["TensorReader"]
 
 _Part = tuple[StoredRectangle, LocalRectangle, Rectangle]
-"""What is stored, what is asked for, and what they have in common in the full tensor."""
+"""A stored rectangle, a wanted rectangle, and their intersection in the full tensor."""
 
 
 class TensorReader:

@@ -28,7 +28,7 @@ _TENSORS = {
 """Functions that make a tensor of a storage, offset, size and stride, and which of their arguments is its dtype, if one is."""
 _SAFE = frozenset(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state", "sparse_tensor"))
 _GREEDY = re.compile(r"torch\._utils\..*|torch\.((cuda|sparse|storage)\.)*\w*(Tensor|Storage)")
-"""Of torch, what ``weights_only=True`` lets a file call and what makes as much as it is told; names that it does not know it refuses."""
+"""Functions of torch that ``weights_only=True`` lets a file call and that allocate what the file says; it refuses unknown names."""
 _ITEM_SIZES = {
     **dict.fromkeys(("storage.Untyped", "Untyped", "Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt2x4", "QUInt4x2"), 1),
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),

@@ -30,7 +30,7 @@ __all__ = ["check_checkpoint", "check_data", "check_run", "check_validation_inte
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", ".metadata")
 _PICKLE = b"\x80"
-"""What a file of torch's older format begins with."""
+"""First byte of a file in torch's older format."""
 _SHARED_SIZES = ("vocabulary_size", "sequence_length")
 
 

@@ -22,7 +22,7 @@ __all__ = ["show_resolved"]
 
 _OWNERS: Mapping[str, type] = {"trainer": Trainer, "throughput": Throughput, "sample": SampleOptions}
 _COLUMN = 72
-"""Where comments start, if the line is shorter."""
+"""Column at which comments start, if the line is shorter."""
 
 
 def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:

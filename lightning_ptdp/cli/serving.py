@@ -41,10 +41,10 @@ from lightning_ptdp.strategy import PTDPStrategy
 __all__ = ["Chat", "Continuation", "module_of", "serve"]
 
 _END = None
-"""What is in the place of a question when there comes none any more."""
+"""Marks the end of the questions in the queue."""
 _Lines: TypeAlias = "queue.SimpleQueue[str | None]"
 _HEARTBEAT_S = 20.0
-"""How long the other ranks wait for a question at most: they would take a longer silence for a lost rank."""
+"""Longest time between two messages to the other ranks, which take a longer silence for a lost rank."""
 
 
 class Continuation(Callback):

@@ -24,7 +24,7 @@ from lightning_ptdp.data.store import check_ids
 __all__ = ["FORM", "ChatStore", "Sample", "verify_chat"]
 
 FORM = "chat"
-"""What a manifest calls it."""
+"""Name of this format in a manifest."""
 _TOKENS = "tokens.bin"
 
 Sample = tuple[np.ndarray, np.ndarray]

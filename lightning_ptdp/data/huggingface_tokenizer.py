@@ -16,7 +16,7 @@ from lightning_ptdp.untrusted import MOST_SETTINGS, check_values, parse_json, re
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
 
 TOKENIZER_FOLDER = "tokenizer"
-"""Where a prepared folder keeps it."""
+"""Subfolder of a prepared folder that holds the tokenizer."""
 _FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
 _READ = ("*.json", "*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "additional_chat_templates/*")
 """Further files that transformers may read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ __all__ = [
     "batch_sums",
     "check_kept_alike",
     "check_same_batch",
-    "has_same_length",
+    "is_same_length",
 ]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,14 +96,17 @@ def check_same_batch(agreed: Sequence[int]) -> None:
             )
 
 
-def has_same_length(loader: Collection[object], *, group: Group, device: torch.device) -> bool:
-    """Return True if the members' loaders are known to give the same number of batches; collective."""
+def is_same_length(length: int | None, *, group: Group, device: torch.device) -> bool:
+    """Return True if the members' loaders are known to give the same number of batches; collective.
+
+    Args:
+        length: Batches of this rank's loader; None if it has no length.
+        group: The ranks that compare.
+        device: Device of the message.
+    """
     if group.size == 1:
         return True
-    try:
-        length = len(loader)
-    except (TypeError, NotImplementedError):  # Python's and torch's ways to say that a loader has no length
-        length = -1
+    length = -1 if length is None else length
     extremes = torch.tensor([length, -length], device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
     least, greatest = extremes.tolist()

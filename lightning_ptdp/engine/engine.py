@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ManualGradients, ReplicaBuffers
-from lightning_ptdp.engine.agreement import check_kept_alike, has_same_length
+from lightning_ptdp.engine.agreement import check_kept_alike, is_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.batch_agreement import BatchAgreement
 from lightning_ptdp.engine.decoding import Decoding
@@ -274,11 +274,11 @@ class Engine:
             schedule = self._config.build_schedule(1, training=False)
             return decoding.run(self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device)
 
-    def compare_lengths(self, loader: Collection[object]) -> bool:
+    def compare_lengths(self, length: int | None) -> bool:
         """Return True if the replicas evaluate the same number of batches, so that they may communicate after each; collective over
-        the replicas.
+        the replicas. ``length`` is this rank's number; None if its loader has no length.
         """
-        same = has_same_length(loader, group=self._mesh.group("replicas"), device=self._device)
+        same = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
         self._replicas_in_step &= same
         return same
 

@@ -19,7 +19,7 @@ __all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss"]
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
-"""Of torch's losses: ``reduction="sum"``."""
+"""Number by which torch's losses store ``reduction="sum"``."""
 _THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
 _ROUNDING = 1e-5

@@ -23,7 +23,7 @@ __all__ = ["check_architecture", "verify_huggingface"]
 _SHOWN = 3
 _LENGTH = 16
 _CLOSE = 1e-4
-"""Of logits, over the largest: two programs of one model in float32 sum in other orders."""
+"""Tolerance of logits, relative to the largest: in float32 two implementations of a model add in different orders."""
 
 
 def check_architecture(

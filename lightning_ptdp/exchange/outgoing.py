@@ -28,7 +28,7 @@ from lightning_ptdp.models.folder import config_of_sizes, local_folder
 __all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
 
 MODEL = "model/"
-"""What names of the module's tensors begin with in a checkpoint."""
+"""Prefix of the module's tensors in a checkpoint."""
 _SHOWN = 3
 
 

@@ -28,7 +28,7 @@ from lightning_ptdp.checkpoint.rectangles import Rectangle
 __all__ = ["NUMBER", "SHARE", "SIZE", "SIZES", "Family", "Field", "Model", "Part", "Row", "check_choices"]
 
 _MOST_EXTENT = 1 << 28
-"""Of one dimension of a model; the product of two is a number of elements that torch counts."""
+"""Largest dimension of a model. The product of two still is a number of elements that torch can count."""
 SIZE, NUMBER, SHARE = integer(1, _MOST_EXTENT), number(0, 1e18), number(0, 1)
 Sizes = Callable[[Any], Sequence[int]]
 
@@ -113,7 +113,7 @@ SIZES = (
     Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
     Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
 )
-"""What all models but the oldest call their sizes."""
+"""Names of the sizes in all models but the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ _TOKENIZER = (
     "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
 )  # fmt: skip
 _OTHERS = ("preprocessor_config.json", "processor_config.json", "generation_config.json")
-"""What ``save_pretrained`` writes beside a model's configuration and weights."""
+"""Files that ``save_pretrained`` writes beside a model's configuration and weights."""
 _TEMPLATE = "chat_template.jinja"
 _SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",

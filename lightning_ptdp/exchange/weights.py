@@ -28,7 +28,7 @@ __all__ = ["HuggingFaceNames", "HuggingFaceWeights", "OurWeights", "models_in", 
 
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
-"""What is stored of a tensor: each with the part of it that it is."""
+"""The stored tensors that make up a tensor, each with its part of the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ __all__ = [
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model's."""
 BASE_WEIGHTS = "base_weights"
-"""Of a checkpoint that holds adapters alone: what tells of the weights beside which they were trained."""
+"""Key, in a checkpoint of adapters alone, of the description of the weights beside which they were trained."""
 TOO_MANY_IDS = (
     "give the tokenizer that the model was trained with, or the model rows once (model.resize_token_embeddings({}), then "
     "save_pretrained)"

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Decay = Literal["cosine", "linear"]
-"""How the learning rate falls."""
+"""Shape of the learning rate's decay."""
 _FUSED = ("cpu", "cuda")
 
 

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _PREDICTED_SHARE = 0.15
-"""Of the tokens (arXiv 1810.04805, section 3.1)."""
+"""Share of the tokens that is predicted (arXiv 1810.04805, section 3.1)."""
 
 
 def layer_matrices(config: GPTConfig, t: int = 1, *, mixture: bool = False) -> tuple[tuple[int, int], ...]:

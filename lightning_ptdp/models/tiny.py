@@ -28,7 +28,7 @@ TINY_SIZES: Mapping[str, Any] = MappingProxyType(
         "tie_word_embeddings": False,
     }
 )
-"""Of the model that ``make_tiny`` writes by default, as its ``config.json`` says."""
+"""Default configuration of ``make_tiny``, as in the ``config.json`` that it writes."""
 
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _CHAT = (

@@ -58,7 +58,7 @@ def layer_ranges(
 
 
 _LOOKUP_COST = 1 / 8
-"""Of one multiply-add, for an element of an embedding (``layer_ranges``)."""
+"""Cost of an element of an embedding, in multiply-adds (``layer_ranges``)."""
 
 
 def multiply_adds(module: nn.Module) -> float:

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Path = tuple[int | str, ...]
-"""Where a tensor stands in a call: an argument's position or keyword, then indices and keys into it."""
+"""Place of a tensor in a call: an argument's position or keyword, then indices and keys into it."""
 
 Nest = TypeVar("Nest")
 
@@ -184,7 +184,7 @@ class _Alias(torch.autograd.Function):
 
 
 Roots = tuple[Tensor | GradientEdge | None, ...]
-"""Where the backward of a stage starts."""
+"""Starting points of a stage's backward."""
 
 
 def backward(roots: Roots, gradients: Crossing | None) -> None:

@@ -49,7 +49,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 _SHARE = 1 / 8
-"""Of the largest container's parameters: less is not worth a stage of its own, and may be a head."""
+"""Smallest share of the largest container's parameters that makes another container count. A smaller one may be a head."""
 
 
 def _is_detail(model: nn.Module, name: str, size: int) -> bool:

@@ -281,7 +281,7 @@ class Transport:
 
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})
-"""What every backend sends as it is, without a view to be made of it first."""
+"""The dtypes that every backend sends without a view as bytes."""
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

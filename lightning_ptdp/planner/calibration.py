@@ -18,7 +18,7 @@ from lightning_ptdp.planner.measured import Measured
 __all__ = ["MACHINE_FILE", "Calibration", "device_here", "load_calibration", "machine", "save_calibration", "whose_figures"]
 
 MACHINE_FILE = Path("ptdp-machine.json")
-"""Where ``ptdp doctor --calibrate`` writes, and plan, bench and ``layout="auto"`` look."""
+"""File that ``ptdp doctor --calibrate`` writes, and that plan, bench and ``layout="auto"`` read."""
 
 _FORMAT = 2
 _STALE = timedelta(days=90)

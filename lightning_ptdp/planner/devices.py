@@ -169,7 +169,7 @@ _HOP_S, _CARD_SHARE = 14e-6, 0.9
 # Share of memory's bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and H100, PCIe).
 _MEMORY_SHARE = 0.9
 _CYCLES = 470
-"""Of the clock, of a read that misses the caches: arXiv 2402.13499, table 4: 466 on an A100, 479 on an H100."""
+"""Latency of a read that misses the caches, in clock cycles (arXiv 2402.13499, table 4: 466 on an A100, 479 on an H100)."""
 
 _SUSTAINED = 0.89
 """The one number here that is fitted: on rows 1, 3, 5, 7 and 9 of table 1 of arXiv 2104.04473."""

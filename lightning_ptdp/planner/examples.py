@@ -14,7 +14,7 @@ from lightning_ptdp.planner.following import Run
 __all__ = ["Example", "call_with", "longest_sample"]
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""What a module's forward takes: an argument, several, or several by name; the first dimension of each tensor is the batch's."""
+"""Arguments of a module's forward: one, several, or several by name. The first dimension of each tensor is the batch."""
 
 _LENGTHS = ("sequence_length", "max_position_embeddings", "n_positions")
 

@@ -137,7 +137,7 @@ _DEFAULTS = {
     "distribute_saved_activations": False,
     "shard_optimizer": False,
 }
-"""Of a choice's options that are not the layout's."""
+"""Defaults of a choice's options that are not part of the layout."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Candidate:
     memory: RankMemory
     time: StepTime
     simulated: bool = False
-    """Whether the time is the simulator's, and not from closed forms."""
+    """True if the time comes from the simulator, False if from closed forms."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class ActionKind(StrEnum):
 
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
-"""What occupies a rank; compute orders have nothing else."""
+"""Actions that occupy a rank. A compute order has no others."""
 
 
 class Message(NamedTuple):

@@ -23,7 +23,7 @@ __all__ = ["chrome_trace", "draw_timelines"]
 
 Color = tuple[float, float, float]
 _Pair: TypeAlias = "tuple[Axes, Axes | None]"
-"""What a timeline, and its memory, are drawn in."""
+"""Axes of a timeline and of its memory."""
 
 # The colours of the first and the last chunk of a rank, red green blue; the chunks between are mixed.
 _COLORS: dict[ActionKind, tuple[Color, Color]] = {

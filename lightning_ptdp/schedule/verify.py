@@ -66,10 +66,10 @@ class _Rule(NamedTuple):
     microbatches: Container[int | None]
     number: int
     here: tuple[int, ...] = ()
-    """What must have happened before on this rank."""
+    """Actions of this rank that must come before."""
     there: int | None = None
-    """What it waits for at the other end of the channel: a computation for the send, a send for the posted receive. A receive waits for
-    the send of the message before its own."""
+    """Action at the other end of the channel that must come before: the computation for a send, the send for a posted receive. A receive
+    also waits for the send of the message before its own."""
     reduced: int = _NEVER
     """The reduction that must not have happened before."""
     queue: list[int] | None = None

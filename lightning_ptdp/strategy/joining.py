@@ -107,9 +107,9 @@ class _Beside:
         self._listening: threading.Thread | None = None
         self._heard = float("inf")
         self.doing = ""
-        """What ``run`` is, or was, called for."""
+        """Purpose of the last call of ``run``."""
         self.lost = ""
-        """Who was lost, as soon as anybody knows."""
+        """The lost ranks, once they are known."""
 
     def run(self, action: Callable[[], _T], doing: str, waits_for: Callable[[], str]) -> _T:
         """Return the result of ``action``, or raise its error.

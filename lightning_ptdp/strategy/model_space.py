@@ -21,7 +21,7 @@ from lightning_ptdp.strategy.run import RunningStrategy
 __all__ = ["MASTER", "MODEL", "Checkpoint", "ModelSpace", "PathLike", "checked_tensor"]
 
 Checkpoint = dict[str, Any]
-"""What Lightning and the hooks put together, or a part of it."""
+"""A checkpoint as Lightning and the hooks compose it, or a part of it."""
 PathLike = str | os.PathLike[str]
 
 MODEL = "model/"

@@ -25,7 +25,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 __all__ = ["OptimizerGroupsError", "check_held", "compare_groups", "describe_groups", "drop_foreign", "make_trials"]
 
 Description = dict[str, object]
-"""Of one group: its options by name, and ``"params"``, the names of its parameters in the uncut model."""
+"""One group: its options by name, and ``"params"``, the names of its parameters in the uncut model."""
 
 
 class OptimizerGroupsError(PTDPError, ValueError):

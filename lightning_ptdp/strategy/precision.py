@@ -20,7 +20,8 @@ from lightning_ptdp._torch import found_inf, unscale_before_step
 __all__ = ["loss_scale", "prepare_loss_scaling"]
 
 _INITIAL_SCALE = 2.0**12
-"""Of "16-true". There the loss is in float16 too, whose largest number is 65504: torch's own 2^16 would overflow every first step."""
+"""Initial loss scale of "16-true". There the loss is in float16 too, whose largest number is 65504: torch's default of 2^16 would overflow
+in every first step."""
 
 
 def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, device: torch.device) -> None:

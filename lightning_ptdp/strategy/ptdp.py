@@ -286,7 +286,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
     def process_dataloader(self, dataloader: Collection[object]) -> Collection[object]:
         """All ranks of a replica read the same order."""
         if self._engine is not None and not self.lightning_module.trainer.training:
-            same = self._engine.compare_lengths(dataloader)
+            same = self._engine.compare_lengths(self._names.sized_len(dataloader))
             for axis in self.layout.blocked if not same else ():
                 raise self.refusal(
                     f"{axis.name}_parallel_size={self.layout.size(axis.name)} has the replicas wait for each other in every layer, so that "

@@ -19,7 +19,7 @@ __all__ = ["ExpertError", "ExpertsForward"]
 
 
 _GROUPED = "grouped_mm"
-"""Of transformers' several ways to compute the same the usual one; None in a module that has none."""
+"""The usual one of transformers' implementations of experts."""
 
 
 class ExpertError(PTDPError, ValueError):

@@ -36,7 +36,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["DEFAULT_CHUNK_MB", "check_chunk", "linear_cross_entropy"]
 
 DEFAULT_CHUNK_MB = 128.0
-"""Of logits that exist at a time: enough rows of the head for a matrix product that fills a GPU."""
+"""Size of the logits that exist at a time: enough rows for a matrix product that fills a GPU."""
 
 
 def linear_cross_entropy(

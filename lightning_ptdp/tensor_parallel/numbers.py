@@ -48,7 +48,7 @@ class PerCopy:
 
 
 Number: TypeAlias = PerRank | PerCopy
-"""How a number changes."""
+"""Rule by which a number changes."""
 
 Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
 

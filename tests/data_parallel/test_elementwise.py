@@ -21,7 +21,9 @@ ALL = (FLAT, ROWS, COLUMNS, EXPERTS, STAGES)
 
 
 class _Custom(Optimizer):
-    """One rule for a parameter; ``update`` is given the parameter and its gradient."""
+    """Optimizer with one rule for each parameter: ``update(parameter, gradient)`` returns the step."""
+
+    update: Any
 
     def __init__(self, parameters: Any, lr: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -31,9 +33,6 @@ class _Custom(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(group["lr"] * self.update(parameter, parameter.grad))
-
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 class Lion(_Custom):

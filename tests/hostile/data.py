@@ -34,7 +34,7 @@ _VOCABULARY = 300
 _CHUNK = "train/chunk-0-0.bin"
 _INDEX = "train/index.json"
 Change = Callable[[Path, dict[str, Any]], None]
-"""Of an index or a manifest in its folder."""
+"""Changes an index or a manifest in its folder."""
 
 
 @cache

@@ -87,7 +87,7 @@ ODD_FILES: Mapping[str, Callable[[Path], None]] = {
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a terabyte": _sparse,
 }
-"""What may stand in the place of a file."""
+"""Things that may stand in the place of a file."""
 
 
 def put(folder: Path, files: Mapping[str, bytes | Callable[[Path], None]]) -> None:

@@ -17,7 +17,7 @@ from tests.pipeline.crossing_models import Emulated
 pytest.importorskip("transformers")
 
 CUTS = ((3,), (1, 3, 5), (2, 4, 6))
-"""Of the three layers of the encoder and the four of the decoder."""
+"""Cuts between the three layers of the encoder and the four of the decoder."""
 
 
 def of_the_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -96,7 +96,7 @@ class _Substitution:
         for item in items:
             for section in self._fails:
                 if (reason := _found(item, section)) is not None:
-                    # Who wins a race passes: only there is a pass no mistake of the list.
+                    # A process that wins a race passes, so only there a pass does not mean that the line is out of date.
                     item.add_marker(pytest.mark.xfail(reason=reason, strict=section is not self._races))
 
     @pytest.hookimpl(wrapper=True)

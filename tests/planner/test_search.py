@@ -12,7 +12,7 @@ from lightning_ptdp.planner import Job, Plan, Space, find_device, search
 from tests.planner.jobs import TABLE_1, Row, job_of, small_job
 
 PAPER = Space(schedules=("1f1b", "interleaved_1f1b"), recompute=("full",), sequence_parallel=False, shard_optimizer=(False,))
-"""What there was in 2021."""
+"""Options that existed in 2021."""
 
 
 def degrees(plan: Plan) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ EARLY = (
     "RF2.0 F0.0 SF0.0 F2.0 RB2.0 RB0.0 SF2.0 B2.0 SB2.0 R2 B0.0 R0",
     "RF1.0 RF3.0 F1.0 SF1.0 F3.0 RB1.0 B3.0 SB3.0 R3 B1.0 SB1.0 R1",
 )
-"""What lowering made of gpipe p2 v2 m1 before receives waited for one another: B0.0 is asked for while B2.0 is on its way."""
+"""Lowered gpipe p2 v2 m1 from before receives waited for one another: B0.0 is asked for while B2.0 is on its way."""
 
 
 def every(name: str, sizes: tuple[tuple[int, int], ...]) -> list[Schedule]:

@@ -36,7 +36,7 @@ OfConfig: TypeAlias = Callable[[Config], Kind]
 Block: TypeAlias = Mapping[str, Kind | OfConfig]
 """Modules in a block, and what becomes of them; a function of the configuration where sizes matter."""
 WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
-"""What is not possible, and why."""
+"""Kind of parallelism that is not possible -> reason."""
 
 T = TypeVar("T")
 _REGION = Region()
