@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import socket
 import warnings
@@ -25,10 +26,11 @@ from lightning_ptdp.loggers.store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
-__all__ = ["check_checkpoint", "check_data", "check_run", "check_validation_interval", "check_weights"]
+__all__ = ["check_checkpoint", "check_data", "check_picture", "check_run", "check_validation_interval", "check_weights"]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", ".metadata")
+_PICTURES = (".png", ".pdf", ".svg")
 _PICKLE = b"\x80"
 """First byte of a file in torch's older format."""
 _SHARED_SIZES = ("vocabulary_size", "sequence_length")
@@ -66,6 +68,25 @@ def check_run(
             if isinstance(logger, MLFlowLogger):
                 logger.check()
         _check_folders(trainer)
+
+
+def check_picture(option: str, path: str | None) -> None:
+    """Check that a picture can be written.
+
+    Raises:
+        UserError: Its suffix is unknown, matplotlib is not installed, or there is no such folder.
+        ValueError: The folder cannot be written.
+    """
+    if path is None:
+        return
+    if Path(path).suffix not in _PICTURES:
+        raise UserError(f"{option} {path} must end in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError(f"{option} {path} needs matplotlib: pip install matplotlib, or leave it out")
+    folder = Path(path).absolute().parent
+    if not folder.exists():
+        raise UserError(f"{option} {path}: {folder} does not exist; make it, or give another folder")
+    check_writable_folder(folder, f"{option} {path}")
 
 
 def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.cli.checks import check_run
+from lightning_ptdp.cli.checks import check_picture, check_run
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
@@ -19,10 +19,11 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     with held_back():
         cli = PTDPCLI(verb, [*arguments, "--trainer.logger=false"])
+        given = cli.config
         if not hasattr(cli.trainer.strategy, "config"):
             raise UserError("ptdp verify compares a layout of the ptdp strategy: set --trainer.strategy ptdp")
+        check_picture("--output", given.output)
         check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=None, writes=False)
-    given = cli.config
     if cli.datamodule is not None:
         cli.datamodule.prepare_data()
     options = {name: value for name, value in vars(cli.config_init.trainer).items() if value is not None}
@@ -30,9 +31,9 @@ def run(verb: str, arguments: list[str]) -> int:
     try:
         report = verify(cli.model, cli.datamodule, steps=given.steps, blocks=given.blocks, limit_s=given.limit_s, **options)
     except VerificationError as error:
-        print("\n".join([f"ptdp verify: {error}", *getattr(error, "__notes__", ())]), flush=True)
+        print("\n".join([f"ptdp verify: {error}", *getattr(error, "__notes__", ())]))
         return 1
-    print(report, flush=True)
-    if given.output is not None:
+    print(report)
+    if given.output:
         report.draw(given.output)
-    return 0 if report.equal else 1
+    return int(not report.equal)

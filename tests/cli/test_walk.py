@@ -97,6 +97,8 @@ BAD = [
     ("ptdp plan --recipe gpt/nano --world 8 --device h1000", "device='h1000' is unknown"),
     ("ptdp generate --checkpoint nowhere", "--checkpoint nowhere: there is no such checkpoint"),
     ("ptdp generate --checkpoint text.ckpt", "--checkpoint text.ckpt is no checkpoint"),
+    (f"ptdp verify {NANO} --output errors.foo", "--output errors.foo must end in .png, .pdf, .svg"),
+    (f"ptdp verify {NANO} --output nowhere/errors.png", "nowhere does not exist; make it, or give another folder"),
     ("ptdp ckpt inspect nowhere", "nowhere"),
     ("ptdp ckpt verify text.ckpt", "text.ckpt"),
     ("ptdp convert nowhere hf", "nowhere does not exist"),
@@ -207,6 +209,6 @@ def test_bad_input(
         code, last, read = last_line(line.replace("TAKEN", str(taken.getsockname()[1])), capfd, monkeypatch)
     assert code == 2, read
     assert re.search(said, last), read
-    assert len(read.splitlines()) == (2 if "verify" in line else 1), read  # a verdict on every checkpoint that is named
+    assert len(read.splitlines()) == (2 if "ckpt verify" in line else 1), read  # a verdict on every checkpoint that is named
     assert not caplog.messages  # which is where Lightning's words go here
     assert {path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)} == before
