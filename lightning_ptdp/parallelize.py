@@ -37,7 +37,7 @@ from lightning_ptdp.tensor_parallel import (
 from lightning_ptdp.whole_view import WholeView
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = ["ParallelModel", "parallelize", "parts_of"]
+__all__ = ["KnownParts", "ParallelModel", "parallelize"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ def parallelize(
     seed: int,
     device: torch.device,
     left: Collection[str] = (),
+    known: KnownParts | None = None,
 ) -> ParallelModel:
     """Make ``module`` this rank's part of itself, in place; collective over the world.
 
@@ -115,6 +116,7 @@ def parallelize(
         seed: Decides the initial values of meta modules.
         device: Where parameters go.
         left: Names of meta parameters for which no initial values are drawn: somebody fills them.
+        known: Places of the modules, if the check before launch has found them.
 
     Raises:
         ValueError: The plan, the partition or the sizes do not fit the model.
@@ -137,7 +139,7 @@ def parallelize(
 
     cut: PipelineCut | None = None
     if pipeline.size > 1:
-        parts = parts_of(module, planned)
+        parts = KnownParts.of(module, planned, known).parts
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
         stages = layout.stages_of(pipeline.rank)
         cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=planned.collects)
@@ -171,15 +173,29 @@ def parallelize(
     return parallel
 
 
-def parts_of(module: nn.Module, plan: ParallelPlan) -> ModelParts:
-    """Return the positions of the modules of the whole ``module``, by the plan and the model.
+@dataclass(frozen=True)
+class KnownParts:
+    """Places of a whole model's modules, kept because it takes several runs without data to find them.
 
-    Raises:
-        ValueError: Of ``find_parts``.
+    Attributes:
+        parts: The places.
+        found_for: Names and classes of the modules, and what the plan says of them.
     """
-    return find_parts(
-        module, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after, everywhere=plan.everywhere
-    )
+
+    parts: ModelParts
+    found_for: tuple[object, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None) -> KnownParts:
+        """Find the places by the plan and the model, unless ``known`` has them; hooks may have changed the model since.
+
+        Raises:
+            ValueError: Of ``find_parts``.
+        """
+        said = {name: getattr(plan, name) for name in ("blocks", "before", "between", "after", "everywhere")}
+        modules = (f"{name}: {type(child).__qualname__}" for name, child in module.named_modules(remove_duplicate=False))
+        found_for = (*said.values(), *modules)
+        return known if known is not None and known.found_for == found_for else cls(find_parts(module, **said), found_for)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,14 @@ from typing import Any
 
 import psutil
 
-PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_ptdp"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning_ptdp.strategy.ptdp",
+    "lightning_ptdp.models",
+    "transformers.modeling_utils",
+]
 
 
 class WorkerFailure(AssertionError):

@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     options = parse_options(parser, mb=8, rounds=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         results: Any = context.SimpleQueue()
         processes = [
             context.Process(target=_rank, args=(rank, options.ranks, options.mb, options.rounds, folder, results))

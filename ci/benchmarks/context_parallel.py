@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="of the whole sequence, in the first part")
     options = parse_options(parser, rounds=1, tokens=64)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(main_of_rank, args=(options, os.path.join(folder, "store")), nprocs=SIZES[-1])
+        mp.start_processes(main_of_rank, (options, os.path.join(folder, "store")), nprocs=SIZES[-1], start_method="fork")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of each rank")
     options = parse_options(parser, rounds=1, tokens=64)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(main_of_rank, args=(options, os.path.join(folder, "store")), nprocs=E)
+        mp.start_processes(main_of_rank, (options, os.path.join(folder, "store")), nprocs=E, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--megatron", default="", help="folder to import megatron.core from")
     options = parse_options(parser, rounds=1, tokens=16)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(main_of_rank, args=(options, os.path.join(folder, "store")), nprocs=T)
+        mp.start_processes(main_of_rank, (options, os.path.join(folder, "store")), nprocs=T, start_method="fork")
 
 
 if __name__ == "__main__":

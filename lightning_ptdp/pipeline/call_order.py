@@ -132,9 +132,11 @@ def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...]
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # Masks are looked at; without them the same modules are called.
-            bare = {key: value for key, value in inputs.items() if "mask" not in key}
-            yield name, module, (), bare
-            yield name, module, (), {**bare, **_pixels(module)}
+            bare, pixels = {key: value for key, value in inputs.items() if "mask" not in key}, _pixels(module)
+            if len(bare) < len(inputs):
+                yield name, module, (), bare
+            if pixels:
+                yield name, module, (), {**bare, **pixels}
             return
 
 

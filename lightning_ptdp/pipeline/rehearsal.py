@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,27 +43,49 @@ def rehearse(
     """
     layers = [layer.name for layer in layers_of(model, parts.blocks)]
     for name, module, args, kwargs in (*examples(model), *guesses(model, layers)):
-        prefix = f"{name}." if name else ""
-        calls = [prefix + call for call in trace_calls(module, *args, **kwargs) or ()]
-        if [calls.count(layer) for layer in layers] != [1] * len(layers):
-            continue
         copy = without_tensors(model).eval()
-        stages = range(len(ranges))
-        cut = PipelineCut(copy, parts=parts, ranges=ranges, stages=stages, collects=collects)
-        step = partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs))
-        received: Crossing | None = None
-        for stage in stages:
-            try:
-                with torch.enable_grad(), torch.device("meta"):
-                    crossing, is_last = cut.run(stage, received, step, training=True)
-            except Exception as error:
-                why = _why(error, parts, layers[ranges[stage][0]])
-                raise ValueError(
-                    f"pipeline_parallel_size={pipeline_parallel_size} cannot cut {type(model).__name__}: {why}"
-                ) from error
-            if not is_last:
-                received = crossing.entering()
-        return
+        calls: Counter[str] = Counter()
+        blocks = [(layer, copy.get_submodule(layer)) for layer in layers]
+        cut = PipelineCut(copy, parts=parts, ranges=ranges, stages=range(len(ranges)), collects=collects)
+        for layer, block in blocks:  # after the cut, which takes the hooks that it finds for the user's
+            block.register_forward_pre_hook(partial(_count, calls, layer))
+        failure = _run_stages(cut, partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs)))
+        if failure is None and _are_once(calls, layers):
+            return
+        if failure is not None and _runs_whole(module, args, kwargs, prefix=f"{name}." if name else "", layers=layers):
+            stage, error = failure
+            why = _why(error, parts, layers[ranges[stage][0]])
+            raise ValueError(
+                f"pipeline_parallel_size={pipeline_parallel_size} cannot cut {type(model).__name__}: {why}"
+            ) from error
+
+
+def _run_stages(cut: PipelineCut, step: Callable[[], None]) -> tuple[int, Exception] | None:
+    """Run all stages; the one that failed and its error."""
+    received: Crossing | None = None
+    for stage in cut.stages:
+        try:
+            with torch.enable_grad(), torch.device("meta"):
+                crossing, is_last = cut.run(stage, received, step, training=True)
+        except Exception as error:
+            return stage, error
+        if not is_last:
+            received = crossing.entering()
+    return None
+
+
+def _runs_whole(module: nn.Module, args: Any, kwargs: Any, *, prefix: str, layers: Sequence[str]) -> bool:
+    """Return True if the uncut module takes this input and calls each block once."""
+    calls = trace_calls(module, *args, **kwargs)
+    return calls is not None and _are_once(Counter(prefix + call for call in calls), layers)
+
+
+def _are_once(calls: Counter[str], layers: Sequence[str]) -> bool:
+    return all(calls[layer] == 1 for layer in layers)
+
+
+def _count(calls: Counter[str], layer: str, _module: nn.Module, _args: Any) -> None:
+    calls[layer] += 1
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -34,7 +34,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.initial_values.materialize import awaits_values
-from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.parallelize import KnownParts, parallelize
 from lightning_ptdp.requirements import check_url
 from lightning_ptdp.strategy.auto import ChosenLayout
 from lightning_ptdp.strategy.blocks import prepare_blocks
@@ -92,6 +92,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         self._interfaces: list[str] = []
         self._surroundings = Surroundings()
         self._keeper = Keeper()
+        self._known_parts: KnownParts | None = None
         super().__init__(**options)
 
     # ---- before launch ------------------------------------------------------------------------------------------------
@@ -131,7 +132,8 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             ValueError: Names the field, the value and what would work.
         """
         check_initial_weights(lightning_module, self.config)
-        check_model(lightning_module, self.config, self.layout, convert=replacing(self.precision_plugin, self._names))
+        convert = replacing(self.precision_plugin, self._names)
+        self._known_parts = check_model(lightning_module, self.config, self.layout, convert=convert)
         if datamodule is not None:
             check_data(datamodule, self.config, self.layout)
             check_packing(lightning_module, datamodule, self.config)
@@ -197,6 +199,7 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             seed=self.run.seed,
             device=self.root_device,
             left=() if weights is None else weights.names,
+            known=self._known_parts,
         )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()

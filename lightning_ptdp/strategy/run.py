@@ -115,10 +115,11 @@ class RunningStrategy(StrategyBase):
         Under a pipeline it runs to its end on the last stage only. So it may not ask for collectives, for which the other ranks would
         never come, and the last stage of rank 0's pipeline answers for rank 0 to a step that logs there only.
         """
-        if self.layout.pipeline_parallel_size > 1:
+        layout = self.mesh.layout  # the strategy would make it anew, and check it
+        if layout.pipeline_parallel_size > 1:
             pipeline = self.mesh.group("pipeline")
             self._running_step = hook
-            self._answers_for_rank_zero = 0 in pipeline.ranks and pipeline.rank == self.layout.last_stage_rank
+            self._answers_for_rank_zero = 0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
         self._guard_parameters(hook)
         try:
             with context():

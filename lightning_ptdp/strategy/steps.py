@@ -27,12 +27,13 @@ class ScheduledSteps(RunningStrategy):
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Forward, and under a schedule backward too, of one batch."""
         values = (*args, *kwargs.values())
+        has_others = self.mesh.layout.world_size > 1
         with self._during("step"):
             numbers = self.engine.agreement.collect(values[0], training=True)
-        agreed = self._agree("step", dist.group.WORLD if self.layout.world_size > 1 else None, numbers)
+        agreed = self._agree("step", dist.group.WORLD if has_others else None, numbers)
         self.engine.agreement.take(agreed, training=True)
         with self._during("step"):
-            if self.layout.world_size > 1:
+            if has_others:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
             context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
             scale = loss_scale(self.precision_plugin, self.root_device)

@@ -19,7 +19,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.fp8 import check_fp8
 from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.models.plans import find_plan, suggested_tensor
-from lightning_ptdp.parallelize import parts_of
+from lightning_ptdp.parallelize import KnownParts
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
@@ -78,7 +78,7 @@ def check_model(
     *,
     convert: Callable[[nn.Module], nn.Module] | None = None,
     whole: nn.Module | None = None,
-) -> None:
+) -> KnownParts | None:
     """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds it or ``convert`` changes it.
 
     Args:
@@ -88,13 +88,16 @@ def check_model(
         convert: The precision plugin's ``convert_module`` if it replaces modules or parameters.
         whole: What ``whole_model`` makes of the module, if that is at hand.
 
+    Returns:
+        Places of the modules, where a pipeline cuts the model.
+
     Raises:
         ValueError: Names the field, the value and what would work.
     """
     check_quantized(module)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay:
-        return
+        return None
     if CUT_MARK in vars(module):
         raise ValueError(
             f"this {type(module).__name__} was already cut for the layout {vars(module)[CUT_MARK]!r}; make a new module (and load the "
@@ -132,10 +135,12 @@ def check_model(
     check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks
     ranges: tuple[tuple[int, int], ...] = ()
+    known: KnownParts | None = None
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
         _check_skipped_layers(whole)
-        parts = parts_of(whole, plan)
+        known = KnownParts.of(whole, plan)
+        parts = known.parts
         blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
         degree = layout.pipeline_parallel_size
         rehearse(whole, parts=parts, ranges=ranges, collects=plan.collects, pipeline_parallel_size=degree)
@@ -151,6 +156,7 @@ def check_model(
         ranges=ranges,
         selective=plan.selective,
     )
+    return known
 
 
 def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
