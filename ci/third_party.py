@@ -175,7 +175,9 @@ def _keep_warning(file: Path, message: Warning | str, *_: object, **__: object) 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith("warnings.py"):
         frame = frame.f_back
-    origin = Path(frame.f_code.co_filename) if frame is not None else Path()
+    if frame is None or frame.f_code.co_name == "__torch_function__":  # torch's own, of a call that the package looks at
+        return
+    origin = Path(frame.f_code.co_filename)
     if any(origin.is_relative_to(PACKAGE / part) for part in EXPLAINING):
         with file.open("a") as opened:
             opened.write(f"{message}\n")

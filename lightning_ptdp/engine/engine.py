@@ -25,7 +25,7 @@ from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
-from lightning_ptdp.engine.step_habits import StepHabits, warn_of_loss
+from lightning_ptdp.engine.step_habits import StepHabits, warn_of_loss, watch_samples
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.parallelize import ParallelModel
@@ -315,7 +315,9 @@ class Engine:
         seed = derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank)) if draws else None
         forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
         weighs, tokens = self._weighs(hook), None
-        with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext():
+        inspects = training and self._manual is None and self._inspects_first(group.size > 1)
+        watched = watch_samples(self._module, _count(args[0]), replicas=True) if inspects else contextlib.nullcontext()
+        with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext(), watched:
             output = getattr(self._module, hook)(forward.batch, *args[1:])
         if training and self._manual is not None:
             self._manual.check()
@@ -324,7 +326,7 @@ class Engine:
             tokens = num_tokens(output)
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
-            if tokens is None and self._manual is None and self._inspects_first(group.size > 1):
+            if tokens is None and inspects:
                 warn_of_loss(loss, replicas=True)
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
             self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
@@ -392,3 +394,10 @@ class Engine:
     def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
         batches = [number for number in args[1:] if isinstance(number, int)]  # of an evaluation, and its loader
         return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))
+
+
+def _count(batch: Nested) -> int:
+    """Return the number of samples; 0 if nothing in the batch tells it."""
+    with contextlib.suppress(ValueError):
+        return batch_size(batch)
+    return 0

@@ -15,7 +15,7 @@ from lightning_ptdp.engine.batch import merge_outputs, signature
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
-from lightning_ptdp.engine.step_habits import divisor_of, warn_of_divisors, warn_of_loss
+from lightning_ptdp.engine.step_habits import divisor_of, warn_of_divisors, warn_of_loss, watch_samples
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import Nested, map_tensors
 from lightning_ptdp.random import derive_seed
@@ -146,7 +146,10 @@ class LightningJob:
     def forward(self, forward: Forward) -> Nested:
         """Run it."""
         step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
-        with self._kept_state(forward), recorder, self.context():
+        watched: Context = contextlib.nullcontext()
+        if self.inspects and forward.microbatch == 0 and forward.stage == self.stages - 1:
+            watched = watch_samples(self.module, self.sizes[0], replicas=self.count == 1)
+        with self._kept_state(forward), recorder, self.context(), watched:
             output = step(forward.batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output

@@ -1,27 +1,37 @@
 """Habits of a step whose result depends on microbatches or replicas, found in the first batch of a fit and told once by name.
 
-Nothing is computed for it: tensors know how often they were written, and a loss knows the operations that it ends with.
+Nothing is computed for it: tensors know how often they were written, a loss knows the operations that it ends with, and torch tells
+which functions are called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp._lightning import is_compiled as is_compiled_module
+from lightning_ptdp._torch import is_compiled
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.nested import named_tensors
 
-__all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss"]
+__all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss", "watch_samples"]
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
 """Number by which torch's losses store ``reduction="sum"``."""
 _THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
+_OVER_SAMPLES = frozenset(
+    ("amax", "amin", "log_softmax", "logsumexp", "max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var")
+)
 _ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
@@ -92,6 +102,66 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
             f"the batch. {mend} ({_PAGE})",
             stacklevel=2,
         )
+
+
+@contextlib.contextmanager
+def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterator[None]:
+    """Warn of the first line inside that reduces ``samples`` samples to one value each feature, as hand-written normalization does.
+
+    What is compiled is not watched, because it would be compiled again for the next microbatch.
+
+    Args:
+        module: The LightningModule whose step runs inside.
+        samples: Number of samples of the microbatch, or of a replica's batch.
+        replicas: Whether only replicas divide the batch.
+    """
+    if any(is_compiled(one) or is_compiled_module(one) for one in module.modules()):
+        yield
+        return
+    reductions = _Reductions(samples)
+    with reductions:
+        yield
+    if reductions.place is not None:
+        part, mend = ("replica's batch", "sums over all replicas") if replicas else ("microbatch", "num_microbatches=1")
+        warnings.warn(
+            f"{reductions.place} over the samples of one {part} (dimension 0), in one process over the whole batch's. If the loss "
+            f"depends on it, use {mend} ({_PAGE})",
+            stacklevel=3,
+        )
+
+
+class _Reductions(TorchFunctionMode):
+    """Notes the first function that reduces dimension 0 of several, where the samples are.
+
+    Attributes:
+        place: File, line and function.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.place: str | None = None
+        self._samples = samples
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if self.place is None and name in _OVER_SAMPLES and args and isinstance(args[0], Tensor):
+            value, dims = args[0], kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+            numbers = [
+                d % value.dim()
+                for d in (dims if isinstance(dims, tuple | list) else (dims,))
+                if isinstance(d, int) and value.dim()
+            ]
+            if value.dim() > 1 and len(value) == self._samples > 1 and 0 in numbers and len(numbers) < value.dim():
+                self.place = f"{_users_line()} takes {name}"
+        return function(*args, **kwargs)
+
+
+def _users_line() -> str:
+    """Return the file and line of the innermost code that is neither torch's nor this file's."""
+    frame, torchs = inspect.currentframe(), os.path.dirname(torch.__file__)
+    while frame is not None and frame.f_code.co_filename.startswith((torchs, __file__)):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}," if frame is not None else "training_step"
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:

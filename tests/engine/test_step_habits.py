@@ -41,7 +41,7 @@ class LitCarried(LitPlain):
     hidden: Tensor | None = None
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
-        self.hidden = prediction.detach().mean(0)
+        self.hidden = prediction[0].detach()
         return super().loss(prediction, y)
 
 
@@ -51,7 +51,7 @@ class LitCarriedPair(LitPlain):
     hidden: tuple[Tensor, Tensor] | None = None
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
-        self.hidden = prediction.detach().mean(0), y.mean(0)
+        self.hidden = prediction[0].detach(), y[0]
         return super().loss(prediction, y)
 
 
@@ -115,6 +115,21 @@ class LitMaskedMean(LitMasked):
         return super().loss(prediction, y).mean()
 
 
+class LitNormalized(LitPlain):
+    """Targets in units of the batch."""
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        return super().loss(prediction, (y - y.mean(dim=0)) / y.std(dim=0))
+
+
+class LitMeans(LitPlain):
+    """Reductions that leave no feature, or that are not over samples."""
+
+    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+        error = (prediction - y).square()
+        return error.mean(1).mean(0) + error.mean((0, 1)) + error[:, :2].T.mean(0).mean()
+
+
 class LitDivided(LitPlain):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
@@ -142,6 +157,8 @@ M2 = {"num_microbatches": 2}
 CASES: dict[type[LitPlain], str | None] = {
     LitPlain: None,
     LitDivided: None,
+    LitMeans: None,
+    LitNormalized: "test_step_habits.py, line",
     LitOneLabel: None,
     LitCarried: "training_step writes self.hidden:",
     LitCarriedPair: "training_step writes self.hidden:",
@@ -163,7 +180,7 @@ def test_what_a_microbatch_changes_is_told_once(kind: type[LitPlain], pool: Pool
     assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
 
 
-@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitQueue])
+@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitQueue, LitNormalized])
 def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
     layout = {**M2, "pipeline_parallel_size": 2}
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
@@ -171,7 +188,7 @@ def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
     assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
 
 
-@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews])
+@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized])
 @pytest.mark.parametrize("layout", [{}, {"shard_optimizer": True}], ids=["d2", "sharded"])
 def test_what_replicas_change_is_told_once(kind: type[LitPlain], layout: dict[str, Any], pool: Pool) -> None:
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
