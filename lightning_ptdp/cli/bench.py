@@ -69,6 +69,8 @@ def run(verb: str, arguments: list[str]) -> int:
         cli = _BenchCLI(verb, arguments)
         world = cli.trainer.num_devices * cli.trainer.num_nodes
         others = [layout_options(text, world) for text in (cli.config.compare or "").split(",") if text.strip()]
+        if cli.config.compare is not None and not others:
+            raise UserError("--compare names no layout: write them like 't2 p2, d4', or leave it out")
         data = SyntheticData(cli.datamodule) if isinstance(cli.datamodule, StreamDataModule) else cli.datamodule
         check_run(cli.trainer, cli.model, data, ckpt_path=None, writes=False)
     result = _measure(cli, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import zipfile
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,11 +98,14 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    from lightning_ptdp.checkpoint import read_metadata, reshard_checkpoint
+    from lightning_ptdp.checkpoint import files, read_metadata, reshard_checkpoint
+    from lightning_ptdp.checkpoint.metadata import METADATA_FILE
     from lightning_ptdp.exchange.plain import as_folder
 
     if Path(options.source).is_file() and not options.weights_only:
         raise UserError(f"{options.source} is a file, whose optimizer states are known by position: add --weights_only")
+    # What training saved may be replaced, as training does it, but no other file.
+    files.check_replaceable(options.destination, marker=METADATA_FILE, or_file=zipfile.is_zipfile(options.destination))
     wanted = {name: value for name, value in vars(options).items() if name != "action"}
     with as_folder(options.source, beside=options.destination) as source:
         reshard_checkpoint(**wanted | {"source": source, "dtype": dtype_of(options.dtype)})

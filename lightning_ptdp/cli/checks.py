@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import importlib.util
 import os
 import socket
 import warnings
@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.checkpoint import OnDamage, choose_checkpoint, read_metadata, read_state
+from lightning_ptdp.checkpoint import CheckpointError, OnDamage, choose_checkpoint, read_metadata, read_state
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.data import StreamDataModule
@@ -26,11 +26,10 @@ from lightning_ptdp.loggers.store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
-__all__ = ["check_checkpoint", "check_data", "check_picture", "check_run", "check_validation_interval", "check_weights"]
+__all__ = ["check_checkpoint", "check_data", "check_run", "check_validation_interval", "check_weights"]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", ".metadata")
-_PICTURES = (".png", ".pdf", ".svg")
 _PICKLE = b"\x80"
 """First byte of a file in torch's older format."""
 _SHARED_SIZES = ("vocabulary_size", "sequence_length")
@@ -68,25 +67,6 @@ def check_run(
             if isinstance(logger, MLFlowLogger):
                 logger.check()
         _check_folders(trainer)
-
-
-def check_picture(option: str, path: str | None) -> None:
-    """Check that a picture can be written.
-
-    Raises:
-        UserError: Its suffix is unknown, matplotlib is not installed, or there is no such folder.
-        ValueError: The folder cannot be written.
-    """
-    if path is None:
-        return
-    if Path(path).suffix not in _PICTURES:
-        raise UserError(f"{option} {path} must end in {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"{option} {path} needs matplotlib: pip install matplotlib, or leave it out")
-    folder = Path(path).absolute().parent
-    if not folder.exists():
-        raise UserError(f"{option} {path}: {folder} does not exist; make it, or give another folder")
-    check_writable_folder(folder, f"{option} {path}")
 
 
 def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
@@ -170,13 +150,18 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
 
 
 def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDamage) -> None:
-    """Compare the model with the folder that the strategy will choose, of which the files are only counted.
+    """Compare the model with the file, or with the folder that the strategy will choose, of which the files are only counted.
 
     Raises:
         UserError: The checkpoint is another model's.
         CheckpointError: It is incomplete, and no earlier one may take its place.
     """
-    if path is None or path in _KEYWORDS or "://" in path or Path(path).is_file():
+    if path is None or path in _KEYWORDS or "://" in path:
+        return
+    if Path(path).is_file():
+        with contextlib.suppress(CheckpointError):  # Lightning reads more kinds of files, and says what is wrong with one
+            state, _ = open_state_dict(path)
+            _check_shapes("--ckpt_path", path, {f"model/{name}": value for name, value in state.items()}, model)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the strategy warns of a damaged one

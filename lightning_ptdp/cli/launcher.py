@@ -6,10 +6,12 @@ Nothing here imports torch: a script is there at once.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ torchrun: on every node; after a failure all processes are started again and con
 
 _SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script}
 _CORES = 8
+_TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITED")
+"""As sbatch reads it."""
 
 
 def wants_launcher(arguments: Sequence[str]) -> bool:
@@ -55,13 +59,19 @@ def parser(verb: str) -> argparse.ArgumentParser:
     options.add_argument("--job-name", metavar="NAME", help="default: the configuration's name")
     slurm = options.add_argument_group("slurm")
     for name, value, text in (("partition", "NAME", None), ("account", "NAME", None), ("time", "H:MM:SS", "limit of the job")):
-        as_option = f"--{name}={{}}".format
+        as_option = partial(_sbatch_option, name)
         slurm.add_argument(f"--{name}", dest="sbatch", action="append", default=[], type=as_option, metavar=value, help=text)
     slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another option, as --sbatch=--qos=high")
     torchrun = options.add_argument_group("torchrun")
     torchrun.add_argument("--max-restarts", type=int, default=3, metavar="N", help="after failures (default 3)")
     torchrun.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where nodes meet (default: $MASTER_ADDR:$MASTER_PORT)")
     return options
+
+
+def _sbatch_option(name: str, value: str) -> str:
+    if name == "time" and _TIME.fullmatch(value) is None:
+        raise argparse.ArgumentTypeError(f"{value!r} is no time of sbatch: write minutes, H:MM:SS or D-HH:MM:SS")
+    return f"--{name}={value}"
 
 
 def run(verb: str, arguments: list[str]) -> int:

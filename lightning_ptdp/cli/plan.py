@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_ptdp.cli.command_line import listed
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.pictures import check_picture
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.columns import columns
@@ -60,6 +61,7 @@ def run(verb: str, arguments: list[str]) -> int:
     from lightning_ptdp.planner.report import as_data, explain_rejected, table
 
     _refuse_ignored(options)
+    check_picture("--picture", options.picture)
     job, space = planned_job(options, config), _space(options)
     if options.what_if is not None:
         return _what_if(job, space, options)
@@ -139,8 +141,6 @@ def _wishes(text: str) -> dict[str, list[int]]:
 def _drawing(path: Path) -> Iterator[None]:
     try:
         yield
-    except ModuleNotFoundError as error:
-        raise UserError(f"--picture {path} needs {error.name}: pip install {error.name}, or leave it out") from error
     except (OSError, ValueError) as error:
         raise UserError(f"--picture {path} cannot be written: {error}") from error
     print(f"\n{path}")

@@ -26,6 +26,8 @@ that schedules with different numbers of chunks are comparable. Where a schedule
 takes --weight of the --backward, and the gradient of the input the rest."""
 
 _SUFFIXES = (".png", ".json")
+_MOST = 1_000_000
+"""Forwards of a schedule that is simulated in a minute."""
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -41,6 +43,8 @@ def run(verb: str, arguments: list[str]) -> int:
     for output in outputs:
         if output.suffix not in _SUFFIXES:
             parser.error(f"--output {output} must end in .png or .json")
+    if options.pp * options.microbatches > _MOST:
+        parser.error(f"--pp {options.pp} * --microbatches {options.microbatches} must be at most {_MOST:,}")
     try:
         timelines = [_simulated(name, options) for name in options.compare or [options.schedule]]
     except ValueError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.cli.checks import check_picture, check_run
+from lightning_ptdp.cli.checks import check_run
 from lightning_ptdp.cli.errors import UserError
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
+from lightning_ptdp.cli.pictures import check_picture
 from lightning_ptdp.verification import VerificationError, verify
 
 __all__ = ["run"]
@@ -22,6 +23,8 @@ def run(verb: str, arguments: list[str]) -> int:
         given = cli.config
         if not hasattr(cli.trainer.strategy, "config"):
             raise UserError("ptdp verify compares a layout of the ptdp strategy: set --trainer.strategy ptdp")
+        if given.steps < 1:
+            raise UserError(f"--steps {given.steps} must be at least 1")
         check_picture("--output", given.output)
         check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=None, writes=False)
     if cli.datamodule is not None:

@@ -289,6 +289,7 @@ class Engine:
         if not self._inspects_first(changes or self._mesh.group("replica_sum").size > 1):
             return None
         job.inspects = job.count > 1 or self._mesh.group("replica_sum").size > 1
+        job.watches = job.inspects and self._config.compile == "none"
         if not changes:
             return None
         is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
@@ -316,7 +317,8 @@ class Engine:
         forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
         weighs, tokens = self._weighs(hook), None
         inspects = training and self._manual is None and self._inspects_first(group.size > 1)
-        watched = watch_samples(self._module, _count(args[0]), replicas=True) if inspects else contextlib.nullcontext()
+        watches = inspects and self._config.compile == "none"
+        watched = watch_samples(self._module, _count(args[0]), replicas=True) if watches else contextlib.nullcontext()
         with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext(), watched:
             output = getattr(self._module, hook)(forward.batch, *args[1:])
         if training and self._manual is not None:

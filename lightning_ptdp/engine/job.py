@@ -77,6 +77,7 @@ class LightningJob:
         expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``), if anybody wants them.
         inspects: Look at the first loss and name what microbatches change about it.
+        watches: Look at the functions of the first microbatch, too.
         scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
@@ -102,6 +103,7 @@ class LightningJob:
     expected_tokens: float = 1.0
     spread: Tensor | None = None
     inspects: bool = False
+    watches: bool = False
     scale: float = 1.0
     loss_scale: Tensor | float = 1.0
     reduces: bool = False
@@ -147,7 +149,7 @@ class LightningJob:
         """Run it."""
         step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
         watched: Context = contextlib.nullcontext()
-        if self.inspects and forward.microbatch == 0 and forward.stage == self.stages - 1:
+        if self.watches and forward.microbatch == 0 and forward.stage == self.stages - 1:
             watched = watch_samples(self.module, self.sizes[0], replicas=self.count == 1)
         with self._kept_state(forward), recorder, self.context(), watched:
             output = step(forward.batch, *self.arguments)

@@ -108,7 +108,7 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
 def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterator[None]:
     """Warn of the first line inside that reduces ``samples`` samples to one value each feature, as hand-written normalization does.
 
-    What is compiled is not watched, because it would be compiled again for the next microbatch.
+    A module with compiled parts is not watched, because they would be compiled again for the next microbatch.
 
     Args:
         module: The LightningModule whose step runs inside.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -32,6 +33,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         CheckpointError: Nothing, or nothing that can be converted.
     """
     place = Path(path)
+    if "://" in str(path):
+        raise CheckpointError(f"{path} is a URL: copy it to a file system first")
     if (place / METADATA_FILE).is_file():
         return "checkpoint"
     if reads_as_huggingface(place):
@@ -74,7 +77,7 @@ def kind_of_result(
         raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
     files.check_apart(destination, [source])
     if wanted in _MARKERS:
-        files.check_replaceable(destination, marker=_MARKERS[wanted], or_file=Path(destination).suffix == ".ckpt")
+        files.check_replaceable(destination, marker=_MARKERS[wanted], or_file=zipfile.is_zipfile(destination))  # as torch.save's
     return wanted
 
 

@@ -8,7 +8,7 @@ __all__ = ["shallow_copy", "without_tensors"]
 
 
 def without_tensors(model: nn.Module) -> nn.Module:
-    """A copy whose tensors are on the meta device, without hooks; the model is not changed.
+    """A copy whose tensors are on the meta device, without hooks and not compiled; the model is not changed.
 
     Modules and parameters that are shared stay shared; plain attributes are the very objects of the model.
     """
@@ -36,4 +36,5 @@ def _copy(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, T
         key: None if child is None else _copy(child, modules, tensors) for key, child in module._modules.items()
     }
     fields.update({key: value for key, value in vars(nn.Module()).items() if "_hooks" in key})
+    fields.pop("_compiled_call_impl", None)  # which would call the model itself
     return shadow

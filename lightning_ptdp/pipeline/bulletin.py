@@ -31,10 +31,12 @@ class Heard:
     Attributes:
         status: What it told.
         at: When that was heard, as ``time.monotonic`` of this process: clocks of other machines do not matter.
+        lived: Whether it has told anything before its end. What an earlier training left in this store has not.
     """
 
     status: RankStatus
     at: float
+    lived: bool
 
 
 @dataclass(eq=False)
@@ -111,8 +113,10 @@ class Board:
         texts = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
         for rank, text in zip(told, texts, strict=True):
             status = RankStatus.decode(text)
-            if rank not in self.heard or self.heard[rank].status != status:
-                self.heard[rank] = Heard(status, time.monotonic())
+            before = self.heard.get(rank)
+            if before is None or before.status != status:
+                lived = not status.is_done or (before is not None and before.lived)
+                self.heard[rank] = Heard(status, time.monotonic(), lived)
 
     def meet(self, topic: str, limit_s: float, answer: list[bool]) -> None:
         """Put into ``answer`` whether all ranks came to ``topic``; leaves it empty where the store cannot tell."""

@@ -85,7 +85,6 @@ class Judge:
         self._limit_s, self._interval_s, self._waits_raise = limit_s, interval_s, waits_raise
         self._clock, self._last = 0.0, float("inf")
         self._since: dict[object, tuple[object, float]] = {}
-        self._lived: set[int] = set()
 
     def look(self, seen: Sight) -> str:
         """Why this process has to be ended; "" while there is no reason."""
@@ -130,8 +129,7 @@ class Judge:
 
     def _failures(self, seen: Sight) -> dict[int, float]:
         """By rank, how long it has been known to have failed; what was heard of an earlier training in this world does not count."""
-        self._lived |= {rank for rank, heard in seen.heard.items() if not heard.status.is_done}
-        failed = {rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if rank in self._lived}
+        failed = {rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if heard.lived}
         return {rank: self._unchanged(("failed", rank), bool(failure)) for rank, failure in failed.items() if failure}
 
     def _silences(self, seen: Sight) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -44,15 +43,11 @@ def rehearse(
     layers = [layer.name for layer in layers_of(model, parts.blocks)]
     for name, module, args, kwargs in (*examples(model), *guesses(model, layers)):
         copy = without_tensors(model).eval()
-        calls: Counter[str] = Counter()
-        blocks = [(layer, copy.get_submodule(layer)) for layer in layers]
         cut = PipelineCut(copy, parts=parts, ranges=ranges, stages=range(len(ranges)), collects=collects)
-        for layer, block in blocks:  # after the cut, which takes the hooks that it finds for the user's
-            block.register_forward_pre_hook(partial(_count, calls, layer))
         failure = _run_stages(cut, partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs)))
-        if failure is None and _are_once(calls, layers):
+        if failure is None:
             return
-        if failure is not None and _runs_whole(module, args, kwargs, prefix=f"{name}." if name else "", layers=layers):
+        if _runs_whole(module, args, kwargs, prefix=f"{name}." if name else "", layers=layers):
             stage, error = failure
             why = _why(error, parts, layers[ranges[stage][0]])
             raise ValueError(
@@ -76,16 +71,8 @@ def _run_stages(cut: PipelineCut, step: Callable[[], None]) -> tuple[int, Except
 
 def _runs_whole(module: nn.Module, args: Any, kwargs: Any, *, prefix: str, layers: Sequence[str]) -> bool:
     """Return True if the uncut module takes this input and calls each block once."""
-    calls = trace_calls(module, *args, **kwargs)
-    return calls is not None and _are_once(Counter(prefix + call for call in calls), layers)
-
-
-def _are_once(calls: Counter[str], layers: Sequence[str]) -> bool:
-    return all(calls[layer] == 1 for layer in layers)
-
-
-def _count(calls: Counter[str], layer: str, _module: nn.Module, _args: Any) -> None:
-    calls[layer] += 1
+    calls = [prefix + call for call in trace_calls(module, *args, **kwargs) or ()]
+    return all(calls.count(layer) == 1 for layer in layers)
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> None:

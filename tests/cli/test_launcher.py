@@ -64,7 +64,7 @@ def test_the_page_shows_the_script_that_its_command_makes(ptdp: Run) -> None:
     code, made, err = ptdp(*shlex.split(command)[1:])
     assert code == 0, err
     shown = page.partition('title="train.sbatch"\n')[2].partition("```")[0]
-    assert shown == made.replace(str(Path.cwd()), "/shared/project").replace(sys.executable, "/shared/venv/bin/python")
+    assert shown == made.replace(sys.executable, "/shared/venv/bin/python").replace(str(Path.cwd()), "/shared/project")
 
 
 def test_a_script_for_torchrun(ptdp: Run) -> None:

@@ -27,6 +27,7 @@ ALONE = (
     "--trainer.devices 1 --trainer.strategy.tensor_parallel_size 1 --trainer.strategy.pipeline_parallel_size 1 "
     "--trainer.strategy.virtual_pipeline_size 1"
 )
+S = "--trainer.strategy."
 NANO, ONE = f"--config gpt/nano {TINY}", f"--config gpt/nano {TINY} {ALONE}"
 RUN = "runs/gpt-nano/RUN/checkpoints/last.ckpt"
 
@@ -144,6 +145,97 @@ BAD = [
     (f"ptdp fit {ONE} --export text.ckpt/x", "text.ckpt is a file"),
     (f"MASTER_PORT=abc ptdp fit {NANO}", "MASTER_PORT=abc is not a port"),
     (f"MASTER_PORT=TAKEN ptdp fit {NANO}", r"MASTER_PORT=\d+ cannot be listened at"),
+    (f"ptdp fit {NANO} {S}tensor_parallel_size 0", "tensor_parallel_size=0 must be a positive integer"),
+    (f"ptdp fit {NANO} {S}tensor_parallel_size two", "tensor_parallel_size: Expected int. Got value: two"),
+    (f"ptdp fit {NANO} {S}tensor_paralel_size 2", "did you mean 'tensor_parallel_size'"),
+    (f"ptdp fit {NANO} {S}pipeline_parallel_size=-2", "pipeline_parallel_size=-2 must be a positive integer"),
+    (f"ptdp fit {NANO} {S}virtual_pipeline_size 7", "num_layers=4 cannot fill .* = 14 stages"),
+    (f"ptdp fit {NANO} {S}context_parallel_size 3", "world_size=4 is not divisible by .* = 12"),
+    (f"ptdp fit {NANO} {S}expert_parallel_size 2", "expert_parallel_size=2 takes its ranks from the 1 of"),
+    (f"ptdp fit {NANO} {S}num_microbatches 0", "num_microbatches=0 must be a positive integer"),
+    (f"ptdp fit {NANO} {S}micro_batch_size 2 {S}num_microbatches 2", "give one of them"),
+    (f"ptdp fit {NANO} {S}schedule nowhere.csv", "nowhere.csv cannot be read as a schedule"),
+    (f"ptdp fit {NANO} {S}recompute some", "recompute: Expected 'none'"),
+    (f"ptdp fit {NANO} {S}recompute full {S}recompute_layers 99", "recompute_layers=99, but the stages have"),
+    (f"ptdp fit {NANO} {S}timeout_s 0", "timeout_s=0.0 must be greater than 0"),
+    (f"ptdp fit {NANO} {S}fp8 e5m2", "fp8: Expected 'tensorwise'"),
+    (f"ptdp fit {NANO} {S}partition [1,2]", r"partition=\[1, 2\] has 2 entries"),
+    (f"ptdp fit {NANO} {S}start_method thread", "start_method: Expected 'popen'"),
+    (f"ptdp fit {NANO} {S}check_finite maybe", "check_finite: Expected 'raise'"),
+    (f"ptdp fit {ONE} {S}sequence_parallel true", "sequence_parallel=True splits activations"),
+    (f"ptdp fit {NANO} {S}compile everything", "compile: Expected 'none'"),
+    (f"ptdp fit {NANO} {S}verify last_step", "verify: Expected 'first_step'"),
+    (f"ptdp fit {NANO} {S}microbatch_group_size 0", "microbatch_group_size=0 must be a positive integer"),
+    (f"ptdp fit {ONE} {S}layout auto", "layout='auto' chooses num_microbatches"),
+    (f"ptdp fit {NANO} --trainer.devices 0", r"Trainer\(devices='0'\)"),
+    (f"ptdp fit {NANO} --trainer.devices 1000000", "open files: at most"),
+    (f"ptdp fit {NANO} --trainer.num_nodes 0", "num_nodes. must be a positive integer"),
+    (f"ptdp fit {NANO} --trainer.num_nodes 2", "num_nodes=2, but MASTER_ADDR is not set"),
+    (f"ptdp fit {NANO} --trainer.max_steps=-5", "max_steps. must be a non-negative integer"),
+    (f"ptdp fit {NANO} --trainer.max_epochs=-5", "max_epochs. must be a non-negative integer"),
+    (f"ptdp fit {NANO} --trainer.limit_train_batches=-1", "invalid value -1 for limit_train_batches"),
+    (f"ptdp fit {NANO} --trainer.val_check_interval 0", "val_check_interval=0 must be above 0"),
+    (f"ptdp fit {NANO} --trainer.log_every_n_steps=-1", "log_every_n_steps=-1 must be 0"),
+    (f"ptdp fit {NANO} --trainer.accelerator quantum", "invalid accelerator name"),
+    (f"ptdp fit {NANO} --trainer.profiler nonsense", "profiler"),
+    (f"ptdp fit {NANO} --trainer.logger Nothing", "logger=Nothing: there is no such class"),
+    (f"ptdp fit {NANO} --trainer.callbacks+ my_module.NoModule", "not correspond to a subclass of Callback"),
+    (f"ptdp fit {NANO} --trainer.default_root_dir text.ckpt", "text.ckpt is a file, so no folder can be made"),
+    (f"ptdp fit {NANO} --trainer.max_time never", "not a valid duration"),
+    (f"ptdp fit {NANO} --trainer.gradient_clip_algorithm sideways", "sideways is invalid"),
+    (f"ptdp fit {NANO} --trainer.strategy nonsense", "strategy='nonsense'"),
+    (f"ptdp fit {NANO} --data.source nowhere", r"source is \['text'\] there and \['nowhere'\] here"),
+    (f"ptdp fit {NANO} --data.sequence_length 0", "sequence_length=0 must be a positive integer"),
+    (f"ptdp fit {NANO} --data.sequence_length 64", "sequence_length=32 is smaller than data.sequence_length=64"),
+    (f"ptdp fit {NANO} --data.micro_batch_size 0", "micro_batch_size=0 must be a positive integer"),
+    (f"ptdp fit {NANO} --data.vocabulary_size 3", "vocabulary_size=3 must be an integer from"),
+    (f"ptdp fit {NANO} --data.validation_samples=-1", "validation_samples=-1 must be a positive integer"),
+    (f"ptdp fit {NANO} --data.data_dir text.ckpt", "output=text.ckpt is a file: name a folder"),
+    (f"ptdp fit {NANO} --data.num_workers=-1", "num_workers=-1 must be an integer of at least 0"),
+    (f"ptdp fit {NANO} --data Nothing", "data=Nothing: there is no such class"),
+    (f"ptdp fit {NANO} --data.tokenizer text.ckpt", "did you mean 'tokenizer_dir'"),
+    (f"ptdp fit {NANO} --model.config.hidden_size 33", "hidden_size=33 is not divisible by num_heads=4"),
+    (f"ptdp fit {NANO} --model.config.num_layers 3", "num_layers=3 cannot fill"),
+    (f"ptdp fit {NANO} --model.config.vocabulary_size 10", "vocabulary_size=10 is smaller than data.vocabulary_size=320"),
+    (f"ptdp fit {NANO} --model.config.dropout 2", "dropout=2.0 must be at least 0 and below 1"),
+    (f"ptdp fit {NANO} --model.optimizer.learning_rate=-1", "learning_rate=-1.0 must not be negative"),
+    (f"ptdp fit {NANO} --model.optimizer.warmup_steps=-1", "warmup_steps=-1 must be an integer of at least 0"),
+    (f"ptdp fit {NANO} --seed_everything abc", "seed_everything: Expected bool or int. Got value: abc"),
+    (f"ptdp fit {NANO} --ckpt_path nowhere", "--ckpt_path nowhere: there is no such checkpoint"),
+    (f"ptdp fit {NANO} --ckpt_path other.ckpt", "--ckpt_path other.ckpt lacks 'model.wte.weight'"),
+    (f"ptdp fit {NANO} --config", "expected one argument"),
+    (f"ptdp fit {NANO} --export theirs", "theirs is a folder with other content and would be lost"),
+    (f"ptdp fit {NANO} --nonsense", "there is no key 'nonsense'"),
+    (f"ptdp fit {NANO} nonsense", "unrecognized arguments: nonsense"),
+    (f"ptdp validate {ONE} --ckpt_path nowhere", "--ckpt_path nowhere: there is no such checkpoint"),
+    (f"ptdp test {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is no checkpoint"),
+    (f"ptdp predict {ONE} --ckpt_path theirs --output scores.jsonl", "theirs is a Hugging Face folder"),
+    (f"ptdp fit {NANO} {S}partition [1,1,1,x]", r"partition: Expected int or str or null. Got value: \[1, 1, 1, 'x'\]"),
+    (f"ptdp fit {NANO} {S}offload disk", "there is no key 'trainer.strategy.offload'"),
+    (f"ptdp fit {NANO} --model.config.hidden_size 0", "hidden_size=0 must be a positive integer"),
+    (f"ptdp fit {NANO} --model.config.num_heads 3", "hidden_size=32 is not divisible by num_heads=3"),
+    (f"ptdp fit {NANO} --data.nothing 3", "TextDataModule has no 'nothing'"),
+    (f"ptdp fit {NANO} --trainer.overfit_batches=-1", "invalid value -1 for overfit_batches"),
+    (f"ptdp fit {NANO} --trainer.enable_checkpointing maybe", "enable_checkpointing: Expected bool or null. Got value: maybe"),
+    (f"ptdp fit {NANO} --sample 3", "sample=3: there is no such class"),
+    ("ptdp prepare", "there is no model: give --config"),
+    ("ptdp generate --checkpoint theirs -t 0", "tensor_parallel_size=0 must be a positive integer"),
+    ("ptdp convert theirs theirs", "theirs would change theirs, which is read here"),
+    ("ptdp convert theirs text.ckpt", "text.ckpt is a file and would be lost"),
+    ("ptdp convert s3://bucket/x.ckpt out", "s3://bucket/x.ckpt is a URL"),
+    ("ptdp convert empty.yaml out", "empty.yaml is not a checkpoint folder"),
+    ("ptdp ckpt inspect theirs", "theirs is not a checkpoint"),
+    ("ptdp ckpt reshard weights.ckpt text.ckpt --weights_only", "text.ckpt is a file and would be lost"),
+    ("ptdp plan --recipe gpt/nano --world 8 --device cpu --tp 3", "num_heads=4 is not divisible by it"),
+    ("ptdp plan --recipe gpt/nano --world 8 --device cpu --reserve 2", "reserve=2.0 is a share of the memory"),
+    ("ptdp plan --recipe gpt/nano --world 8 --device cpu --software nothing", "software='nothing' is unknown"),
+    ("ptdp plan --recipe gpt/nano --world 8 --device cpu --picture plan.foo", "--picture plan.foo must end in"),
+    ("ptdp bench --config gpt/nano --compare ''", "--compare names no layout"),
+    ("ptdp bench --config gpt/nano --compare 't2 q3'", "'q3' is not a degree"),
+    ("ptdp recipes show ../../etc/passwd", "there is no such file, and no such recipe"),
+    (f"ptdp verify {NANO} --steps 0", "--steps 0 must be at least 1"),
+    ("ptdp fit --launcher slurm --config gpt/nano --nodes 0 --dry-run", "num_nodes=0 is not a number of processes"),
+    ("ptdp serve", "there is no verb 'serve'"),
 ]
 
 
@@ -163,6 +255,7 @@ def desk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     (folder / "my_module.py").write_text("class NoModule: pass\n")
     hf_gpt2().save_pretrained(folder / "theirs")
     torch.save({"state_dict": {"w": torch.zeros(2)}}, folder / "weights.ckpt")
+    torch.save({"state_dict": {"w": torch.zeros(2)}, "optimizer_states": [], "loops": {}}, folder / "other.ckpt")
     before = Path.cwd()
     os.chdir(folder)
     yield folder
@@ -184,6 +277,7 @@ def last_line(line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
 @pytest.mark.timeout(600)
 def test_a_walk(desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(WALK) >= 60
+    assert len(BAD) >= 150
     assert {line.split()[1] for line, _ in WALK if line != "ptdp"} >= {*VERBS}
     for line, pattern in WALK:
         code, last, read = last_line(line, capfd, monkeypatch)

@@ -56,12 +56,12 @@ class Scene:
 
 
 def alive(second: float) -> Heard:
-    return Heard(status(beat=int(second)), second)
+    return Heard(status(beat=int(second)), second, True)
 
 
 def fails_at(when: int) -> Callable[[float], dict[str, Any]]:
     def at(second: float) -> dict[str, Any]:
-        return {"heard": {1: Heard(status(beat=int(second), failure="ValueError: x" * (second >= when)), second)}}
+        return {"heard": {1: Heard(status(beat=int(second), failure="ValueError: x" * (second >= when)), second, True)}}
 
     return at
 
@@ -106,7 +106,9 @@ def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None
     assert Scene(at, waits_raise=True).ends_after() == with_gloo
 
 
-@pytest.mark.parametrize(("limit_s", "failed_at", "ends_at"), [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12)])
+@pytest.mark.parametrize(
+    ("limit_s", "failed_at", "ends_at"), [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12), (1000.0, 0, 11)]
+)
 def test_the_failure_of_another_is_told_whatever_else_is_seen(limit_s: float, failed_at: int, ends_at: int) -> None:
     """After 10 s or half of the limit, before this rank is taken to be in one call; or together with that."""
     fails = fails_at(failed_at)
@@ -122,7 +124,10 @@ def test_who_falls_silent_later_is_told(silent: int, why: str) -> None:
 
 def test_who_gave_up_for_another_is_no_cause() -> None:
     def gives_up(second: float) -> dict[str, Any]:
-        return {**in_one_call(second), "heard": {1: Heard(status(beat=int(second), failure=LOST * (second >= 108)), second)}}
+        return {
+            **in_one_call(second),
+            "heard": {1: Heard(status(beat=int(second), failure=LOST * (second >= 108)), second, True)},
+        }
 
     assert Scene(gives_up).ends_after() == (111, "it has been in one call for 111 s")
 
@@ -154,12 +159,12 @@ def test_but_not_for_ever_once_another_rank_is_lost(at: Any, when: int) -> None:
 
 
 def test_who_has_come_to_its_end_is_not_silent() -> None:
-    ended = Heard(status(ended=True), 20.0)
+    ended = Heard(status(ended=True), 20.0, True)
     assert Scene(lambda second: {"heard": {1: alive(second) if second < 20 else ended}}).ends_after() is None
 
 
 def test_a_failure_of_an_earlier_training_is_none() -> None:
-    old = Heard(status(failure="ValueError: x", ended=True), 0.0)
+    old = Heard(status(failure="ValueError: x", ended=True), 0.0, False)
     assert Scene(lambda _: {"heard": {1: old}}).ends_after() is None
 
 
@@ -168,7 +173,7 @@ def test_a_process_that_was_stopped_does_not_count_the_time() -> None:
 
     def at(second: float) -> dict[str, Any]:
         now = pause["now"](second)
-        return {"now": now, "note": second // 60, "answered_at": now, "heard": {1: Heard(alive(second).status, now)}}
+        return {"now": now, "note": second // 60, "answered_at": now, "heard": {1: Heard(alive(second).status, now, True)}}
 
     assert Scene(at).ends_after() is None
 

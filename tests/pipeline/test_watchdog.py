@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from lightning_ptdp.pipeline.account import LOST, Account
-from lightning_ptdp.pipeline.bulletin import Heard
+from lightning_ptdp.pipeline.bulletin import Board, Heard
 from lightning_ptdp.pipeline.guard import Judge
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
@@ -91,7 +91,7 @@ def test_rank_0_stays_until_all_that_answer_know_who_is_missed() -> None:
     def account(failure: str, *, world_size: int = 3, ended: bool = False) -> Account:
         told = LiveStatus()
         told.failure, told.ended = failure, ended
-        heard = {rank: Heard(told.status() if rank == 1 else LiveStatus().status(), 0.0) for rank in (1, 2)}
+        heard = {rank: Heard(told.status() if rank == 1 else LiveStatus().status(), 0.0, True) for rank in (1, 2)}
         return Account(
             rank=0, own=LiveStatus().status(), world_size=world_size, asked=(1, 2), heard=heard, missing=frozenset({2})
         )
@@ -358,6 +358,18 @@ class _Heard(HashStore):
         self.times += 1
         if self.times == 3:
             self.thrice.set()
+
+
+def test_who_fails_between_two_looks_is_known_to_have_lived() -> None:
+    store, told = HashStore(), LiveStatus()
+    early, late = (Board(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
+    store.set("lightning_ptdp/status/1", told.status().encode())
+    early._listen()
+    told.failure = "ValueError: x"
+    store.set("lightning_ptdp/status/1", told.status().encode())
+    for board in (early, late):
+        board._listen()
+    assert (early.heard[1].lived, late.heard[1].lived) == (True, False)
 
 
 def test_it_publishes_by_itself(opened: Callable[..., Watchdog]) -> None:

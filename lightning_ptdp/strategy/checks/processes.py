@@ -23,8 +23,15 @@ def check_processes(environment: Any, variables: Mapping[str, str], *, devices: 
         num_nodes: Machines, as the Trainer counts them.
 
     Raises:
-        ValueError: A launcher has started more processes than join; says what would work.
+        ValueError: A launcher has started more processes than join, or other machines are to join and do not know where; says what
+            would work.
     """
+    if num_nodes > 1 and type(environment).__name__ == "LightningEnvironment" and not variables.get("MASTER_ADDR"):
+        raise ValueError(
+            f"num_nodes={num_nodes}, but MASTER_ADDR is not set: this machine would wait for the others at an address of its own. Start "
+            "the training by torchrun or srun (ptdp fit --launcher makes the script), or set MASTER_ADDR, MASTER_PORT and NODE_RANK on "
+            "each machine"
+        )
     joins = environment is not None and environment.creates_processes_externally
     for name, count in _announced(environment, variables):
         if count < 2:

@@ -33,13 +33,18 @@ def check_trainer(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
 
 
 def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
-    """Refuse values that Lightning does not check: a negative norm, with which clipping reverses gradients, and steps without a batch."""
+    """Refuse numbers that Lightning does not check, such as a negative norm, with which clipping reverses gradients."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
         raise strategy.refusal(
             f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more: use 1.0, for example, or None for no clipping"
         )
     if trainer.accumulate_grad_batches < 1:
         raise strategy.refusal(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more")
+    if trainer.log_every_n_steps < 0:
+        raise strategy.refusal(f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more")
+    interval = trainer.val_check_interval
+    if isinstance(interval, int | float) and interval <= 0:
+        raise strategy.refusal(f"val_check_interval={interval} must be above 0; limit_val_batches=0 leaves validation out")
 
 
 def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
