@@ -115,4 +115,7 @@ def test_processes_that_join_are_not_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_process_on_each_node_that_starts_the_others_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     strategy: Any = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False).strategy
+    with pytest.raises(ValueError, match="num_nodes=2, but MASTER_ADDR is not set"):
+        strategy.check_processes()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     strategy.check_processes()

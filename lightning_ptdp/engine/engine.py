@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import Gradients, ManualGradients, ReplicaBuffers
+from lightning_ptdp.data_parallel import ReplicaBuffers
 from lightning_ptdp.engine.agreement import check_kept_alike, is_same_length
 from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.batch_agreement import BatchAgreement
 from lightning_ptdp.engine.decoding import Decoding
-from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
-from lightning_ptdp.engine.gradient_checks import GradientChecks
+from lightning_ptdp.engine.inspection import Inspection
 from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
 from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
+from lightning_ptdp.engine.optimization import Optimization
 from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
-from lightning_ptdp.engine.step_habits import StepHabits, warn_of_loss, watch_samples
+from lightning_ptdp.engine.step_habits import warn_of_loss
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.parallelize import ParallelModel
@@ -58,7 +56,8 @@ class Engine:
 
     Attributes:
         observers: Are told of every action, wait and reduction.
-        gradients: This rank's gradients, and what the optimizer steps on.
+        optimization: This rank's gradients, their checks, and the weight of its loss.
+        gradients: Those of ``optimization``.
         agreement: Facts about a batch on which the ranks agree before its step.
     """
 
@@ -97,80 +96,18 @@ class Engine:
         )
         self._memory = ReportMemory()
         self._owners, self._metrics = find_owners(module), BatchMetrics(module, mesh.group("context"))
-        self.gradients = Gradients(
-            module=module, config=config, mesh=mesh, records=parallel.records, launched=self.observers.reducing, device=device
-        )
+        self.optimization = Optimization(config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device)
+        self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
-        self._checks: GradientChecks | None = None
-        self._manual: ManualGradients | None = None
-        self._losses: Sequence[Tensor] = []  # of the last batch's microbatches, on the rank that has them
-        self._factor: float | Tensor = 1.0
         self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
-        self._inspected = False
+        self._inspection = Inspection(config=config, mesh=mesh, module=module, owners=self._owners)
         self._accumulated = False  # the batch before did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
 
-    def prepare_gradients(self, optimizer: Optimizer, *, overlaps: bool = False) -> None:
-        """Make what keeps and sums gradients, and give the optimizer what it steps on.
-
-        Raises:
-            ValueError: The module has trainable parameters that were not there when it was cut, or the optimizer one that it has not;
-                names them. Or the optimizer needs more than a rank has.
-        """
-        # What is frozen and made late is the same on all replicas, but a part that nobody has placed where the model is cut.
-        self._parallel.check(frozen=self._mesh.layout.divides_model)
-        apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
-        if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
-            self._checks = GradientChecks(action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients)
-            if self._config.check_finite is not None:
-                self.observers.add(self._checks)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            self._check_evaluates_again(optimizer)
-
-    def prepare_manual_optimization(self) -> None:
-        """Average the gradients of each of the user's backwards over the replicas."""
-        replicas = self._mesh.group("replica_sum")
-        if replicas.size > 1:
-            self._manual = ManualGradients(self._module, replicas, self._device)
-
-    def manual_backward(self) -> Context:
-        """Around one backward of manual optimization."""
-        if self._manual is None:
-            return contextlib.nullcontext()
-        return self._manual.backward(accumulates=self.gradients.accumulates)
-
-    def evaluations(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """The closure of a step, for ``optimizer`` to call."""
-        if not may_evaluate_again(optimizer):
-            return closure
-        check = partial(self._check_evaluates_again, optimizer)
-        return counted_evaluations(closure, scaled=self.scaled, group=self._mesh.group("replica_sum"), again=check)
-
-    def _check_evaluates_again(self, optimizer: Optimizer) -> None:
-        check_evaluates_again(optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss of a step with this replica's weight in the mean over replicas."""
-        if self._mesh.group("replica_sum").size == 1:
-            return loss
-        return loss * self._factor if isinstance(self._factor, float) else counted_loss(loss, self._factor) * self._factor
-
-    def check_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
-        if self._checks is not None and not self.gradients.accumulates:
-            self._checks.complete(optimizer, losses=self._losses, norm=None if scaled else self.gradients.norm)
-
-    @property
-    def microbatch_losses(self) -> Sequence[Tensor]:
-        """Losses of the last batch's microbatches, on the rank that has them; times their tokens where these are counted."""
-        return self._losses
-
     def close(self) -> None:
         """Detach from the module."""
-        self.gradients.close()
-        if self._manual is not None:
-            self._manual.close()
+        self.optimization.close()
         self._unscope()
         self._detach()
 
@@ -224,15 +161,15 @@ class Engine:
         if self._mesh.layout.world_size == 1:
             job.spread = self.agreement.collect_alone(args[0], job.sizes)
         job.expected_tokens = power_above(self.agreement.expected_tokens * replicas * windows)
-        habits = self._habits(job)
+        habits = self._inspection.begin(job)
         report = self._run(job, "training_step")
         if habits is not None:
             habits.warn_of_writes(job.count)
         self.agreement.note_spread(report.spread)
         self.agreement.warn_of_uneven(args[0], counted=report.counted)
-        self._losses = job.losses
+        self.optimization.losses = job.losses
         scale = job.expected_tokens / (report.weight * windows) if report.counted and report.weight else None
-        self._factor = 1 / self._mesh.group("replica_sum").size
+        self.optimization.factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
             self.gradients.install()  # Lightning will not run the backward; those of the batches before stay
@@ -282,25 +219,6 @@ class Engine:
         self._replicas_in_step &= same
         return same
 
-    def _habits(self, job: LightningJob) -> StepHabits | None:
-        """In the first batch that is cut, on one replica: what the module is like before."""
-        recomputes = self._config.recompute in ("full", "selective")
-        changes = job.count > 1 or recomputes
-        if not self._inspects_first(changes or self._mesh.group("replica_sum").size > 1):
-            return None
-        job.inspects = job.count > 1 or self._mesh.group("replica_sum").size > 1
-        job.watches = job.inspects and self._config.compile == "none"
-        if not changes:
-            return None
-        is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
-        return StepHabits(self._module, self._owners, recomputes=recomputes, tells_own=is_last)
-
-    def _inspects_first(self, divided: bool) -> bool:
-        """Return True on the ranks that warn, in the first batch that is ``divided``."""
-        first = divided and not self._inspected
-        self._inspected |= divided
-        return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
-
     def _sizes(self, batch: Nested) -> tuple[int, ...]:
         """Samples of the microbatches."""
         samples = batch_size(batch)
@@ -316,13 +234,12 @@ class Engine:
         seed = derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank)) if draws else None
         forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
         weighs, tokens = self._weighs(hook), None
-        inspects = training and self._manual is None and self._inspects_first(group.size > 1)
-        watches = inspects and self._config.compile == "none"
-        watched = watch_samples(self._module, _count(args[0]), replicas=True) if watches else contextlib.nullcontext()
+        inspects = training and self.optimization.manual is None and self._inspection.is_first(group.size > 1)
+        watched = self._inspection.watched(args[0]) if inspects else contextlib.nullcontext()
         with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext(), watched:
             output = getattr(self._module, hook)(forward.batch, *args[1:])
-        if training and self._manual is not None:
-            self._manual.check()
+        if training and self.optimization.manual is not None:
+            self.optimization.manual.check()
         if not training:
             output = gather_full(output)
             tokens = num_tokens(output)
@@ -331,14 +248,14 @@ class Engine:
             if tokens is None and inspects:
                 warn_of_loss(loss, replicas=True)
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
-            self._losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
+            self.optimization.losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
             tokens = tokens.to(self._device, torch.float32)
             total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
             factor = tokens / total.clamp(min=1).to(tokens.dtype)
         if training:
-            self._factor = factor
+            self.optimization.factor = factor
         replay(recorder.calls, self._module)
         return output
 
@@ -363,7 +280,7 @@ class Engine:
     def _weighs(self, hook: str) -> bool:
         """Return True if the replicas' logged values are averaged by their number of tokens in this step."""
         if hook == "training_step":
-            return self._mesh.group("replica_sum").size > 1 and self._manual is None
+            return self._mesh.group("replica_sum").size > 1 and self.optimization.manual is None
         return self._replicas_in_step and hook != "predict_step"
 
     def _job(self, hook: str, context: MakesContext, args: Sequence[Nested], **training: Any) -> LightningJob:
@@ -396,10 +313,3 @@ class Engine:
     def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
         batches = [number for number in args[1:] if isinstance(number, int)]  # of an evaluation, and its loader
         return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))
-
-
-def _count(batch: Nested) -> int:
-    """Return the number of samples; 0 if nothing in the batch tells it."""
-    with contextlib.suppress(ValueError):
-        return batch_size(batch)
-    return 0

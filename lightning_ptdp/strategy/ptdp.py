@@ -274,11 +274,11 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             self._adopted = None
-            self.engine.prepare_manual_optimization()
+            self.engine.optimization.prepare_manual()
             return  # gradients are autograd's, averaged over the replicas, and the optimizers the user's
         (optimizer,) = self.optimizers
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
-        self.engine.prepare_gradients(optimizer, overlaps=overlaps)
+        self.engine.optimization.prepare(optimizer, overlaps=overlaps)
         stepped = self.engine.gradients.stepped
         self._adopted = stepped.entries if stepped is not None else None
 

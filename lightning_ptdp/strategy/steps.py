@@ -53,28 +53,28 @@ class ScheduledSteps(RunningStrategy):
         plugin, module = self.precision_plugin, self.lightning_module
         if not module.automatic_optimization:
             closure_loss = plugin.pre_backward(closure_loss, module)
-            with self._during("step"), self.engine.manual_backward():
+            with self._during("step"), self.engine.optimization.manual_backward():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             return plugin.post_backward(closure_loss, module)
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
             self.engine.gradients.install()
         else:
-            closure_loss = plugin.pre_backward(self.engine.scaled(closure_loss), module)
+            closure_loss = plugin.pre_backward(self.engine.optimization.scaled(closure_loss), module)
             with self._during("step"), self.engine.gradients.reduce():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer will.
         with self.engine.gradients.shown():
             output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
-            self.engine.check_gradients(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+            self.engine.optimization.check(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Closure, *args: object, **kwargs: object) -> object:
         """Step."""
         # A sharded optimizer gathers the parameters behind its step.
         with self._during("optimizer step"):
-            output = super().optimizer_step(optimizer, self.engine.evaluations(optimizer, closure), *args, **kwargs)
+            output = super().optimizer_step(optimizer, self.engine.optimization.evaluations(optimizer, closure), *args, **kwargs)
             self.engine.gradients.used()
         return output
 

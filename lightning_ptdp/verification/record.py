@@ -123,7 +123,7 @@ class Recorder:
             losses = record.numbers.setdefault(("loss", record.steps, ""), {"": []})
             losses[""].append((float(outputs["loss"]), self._tokens))
         if record.steps == 0:
-            record.losses = [float(loss) for loss in self._strategy.engine.microbatch_losses]
+            record.losses = [float(loss) for loss in self._strategy.engine.optimization.losses]
         if trainer.global_step == record.steps:
             return
         record.steps += 1

@@ -1,0 +1,114 @@
+"""Optimization behind a forward: gradients, their checks, and the weight of this replica's loss."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import Gradients, ManualGradients
+from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
+from lightning_ptdp.engine.gradient_checks import GradientChecks
+from lightning_ptdp.engine.job import counted_loss
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline.progress import Observers
+from lightning_ptdp.surroundings import Context
+from lightning_ptdp.world.mesh import ProcessMesh
+
+__all__ = ["Optimization"]
+
+
+class Optimization:
+    """Gradients of one rank: kept, summed and checked.
+
+    Args:
+        config: The strategy's options.
+        mesh: This rank's place and groups.
+        parallel: The LightningModule, already this rank's part.
+        observers: Are told of every reduction.
+        device: This rank's device.
+
+    Attributes:
+        gradients: This rank's gradients, and what the optimizer steps on.
+        manual: The gradients under manual optimization of several replicas.
+        losses: Losses of the last batch's microbatches, on the rank that has them; times their tokens where these are counted.
+        factor: Weight of this replica's loss in the mean over replicas.
+    """
+
+    def __init__(
+        self, *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, observers: Observers, device: torch.device
+    ) -> None:
+        self._config, self._mesh, self._parallel, self._observers, self._device = config, mesh, parallel, observers, device
+        self.gradients = Gradients(
+            module=parallel.module,
+            config=config,
+            mesh=mesh,
+            records=parallel.records,
+            launched=observers.reducing,
+            device=device,
+        )
+        self.manual: ManualGradients | None = None
+        self.losses: Sequence[Tensor] = []
+        self.factor: float | Tensor = 1.0
+        self._checks: GradientChecks | None = None
+
+    def prepare(self, optimizer: Optimizer, *, overlaps: bool = False) -> None:
+        """Make what keeps and sums gradients, and give the optimizer what it steps on.
+
+        Raises:
+            ValueError: The module has trainable parameters that were not there when it was cut, or the optimizer one that it has not;
+                names them. Or the optimizer needs more than a rank has.
+        """
+        # What is frozen and made late is the same on all replicas, but a part that nobody has placed where the model is cut.
+        self._parallel.check(frozen=self._mesh.layout.divides_model)
+        apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
+        if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
+            self._checks = GradientChecks(action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients)
+            if self._config.check_finite is not None:
+                self._observers.add(self._checks)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            self._check_evaluates_again(optimizer)
+
+    def prepare_manual(self) -> None:
+        """Average the gradients of each of the user's backwards over the replicas."""
+        replicas = self._mesh.group("replica_sum")
+        if replicas.size > 1:
+            self.manual = ManualGradients(self._parallel.module, replicas, self._device)
+
+    def manual_backward(self) -> Context:
+        """Around one backward of manual optimization."""
+        if self.manual is None:
+            return contextlib.nullcontext()
+        return self.manual.backward(accumulates=self.gradients.accumulates)
+
+    def evaluations(self, optimizer: Optimizer, closure: Closure) -> Closure:
+        """The closure of a step, for ``optimizer`` to call."""
+        if not may_evaluate_again(optimizer):
+            return closure
+        check: Callable[[], None] = partial(self._check_evaluates_again, optimizer)
+        return counted_evaluations(closure, scaled=self.scaled, group=self._mesh.group("replica_sum"), again=check)
+
+    def _check_evaluates_again(self, optimizer: Optimizer) -> None:
+        check_evaluates_again(optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss of a step with this replica's weight in the mean over replicas."""
+        if self._mesh.group("replica_sum").size == 1:
+            return loss
+        return loss * self.factor if isinstance(self.factor, float) else counted_loss(loss, self.factor) * self.factor
+
+    def check(self, optimizer: Optimizer, *, scaled: bool) -> None:
+        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
+        if self._checks is not None and not self.gradients.accumulates:
+            self._checks.complete(optimizer, losses=self.losses, norm=None if scaled else self.gradients.norm)
+
+    def close(self) -> None:
+        """Detach from the module."""
+        self.gradients.close()
+        if self.manual is not None:
+            self.manual.close()
