@@ -184,7 +184,10 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
         ),
         ([*SIZES, "--world", "8", "--batch", "9", "--tp", "1", "--pp", "1"], "use --batch 16 or --world 3"),
         ([*SIZES, "--world", "8", "--batch", "8", "--what-if", "cpus=3"], "write numbers of batch or gpus"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--picture", "/nowhere/x.png"], "--picture /nowhere/x.png: /nowhere does not exist"),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--picture", "/nowhere/x.png"],
+            "--picture /nowhere/x.png: /nowhere does not exist",
+        ),
         ([*SIZES, "--world", "8", "--batch", "8", "--tp", "x"], "argument --tp: 'x' is no positive integer"),
         ([*SIZES, "--world", "8", "--batch", "8", "--tp", ""], "argument --tp: '' is no positive integer"),
         ([*SIZES, "--world", "8", "--batch", "8", "--top", "0"], "argument --top: '0' is no positive integer"),
