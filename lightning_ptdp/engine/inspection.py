@@ -18,7 +18,7 @@ __all__ = ["Inspection"]
 
 
 class Inspection:
-    """Decides who looks at which batch, and at what.
+    """Choice of the batch and the ranks that are inspected.
 
     Args:
         config: The strategy's options.
@@ -32,7 +32,11 @@ class Inspection:
         self._is_done = False
 
     def begin(self, job: LightningJob) -> StepHabits | None:
-        """Have the first batch that is divided look at its loss; what the module is like before, where a step may change it."""
+        """Prepare the inspection of a batch, if it is the first that is divided.
+
+        Returns:
+            The state of the module before the batch, where the step may change it; else None.
+        """
         recomputes = self._config.recompute in ("full", "selective")
         changes, replicas = job.count > 1 or recomputes, self._mesh.group("replica_sum").size
         if not self.is_first(changes or replicas > 1):
@@ -51,7 +55,7 @@ class Inspection:
         return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
 
     def watched(self, batch: Nested) -> Context:
-        """Around a step on a replica's whole batch: warn of reductions over its samples."""
+        """Return the context of a step on a replica's whole batch, which warns of reductions over its samples."""
         with contextlib.suppress(ValueError):  # of a batch that does not tell its number of samples
             if self._config.compile == "none":
                 return watch_samples(self._module, batch_size(batch), replicas=True)

@@ -122,10 +122,12 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
     with reductions:
         yield
     if reductions.place is not None:
-        part, mend = ("replica's batch", "sums over all replicas") if replicas else ("microbatch", "num_microbatches=1")
+        part, mend = (
+            ("replica", "gather the samples of all replicas first") if replicas else ("microbatch", "use num_microbatches=1")
+        )
         warnings.warn(
-            f"{reductions.place} over the samples of one {part} (dimension 0), in one process over the whole batch's. If the loss "
-            f"depends on it, use {mend} ({_PAGE})",
+            f"{reductions.place} over dimension 0, the samples of one {part}; one process takes it over the whole batch. If the loss "
+            f"depends on it, {mend} ({_PAGE})",
             stacklevel=3,
         )
 
@@ -152,7 +154,7 @@ class _Reductions(TorchFunctionMode):
                 if isinstance(d, int) and value.dim()
             ]
             if value.dim() > 1 and len(value) == self._samples > 1 and 0 in numbers and len(numbers) < value.dim():
-                self.place = f"{_users_line()} takes {name}"
+                self.place = f"{_users_line()} takes the {name}"
         return function(*args, **kwargs)
 
 
