@@ -51,8 +51,22 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: Lit(dropout=0.5), {**P2, "virtual_pipeline_size": 2}, {}),
         (LitNoisy, M2, {}),
         (LitAdam, P2, {"precision": "bf16-true"}),
+        (LitNoisy, P2, {}),
+        (toys.LitLayered, P2, {}),
+        (toys.LitDecayed, T2, {"accumulate_grad_batches": 2}),
+        (toys.LitFrozen, P2, {"gradient_clip_val": 0.1}),
+        (toys.LitTied, P2, {}),
+        (toys.LitAveraged, D2, {}),
+        (toys.LitManual, D2, {}),
+        (toys.LitScheduled, {**P2, "virtual_pipeline_size": 2}, {}),
+        (toys.LitMeasured, D2, {}),
+        (Lit, {**P2, "recompute": "full"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     ],
-    ids=["m", "t, clipped", "t p", "d sharded", "d tokens", "d p tokens", "c", "dropout", "noise", "bf16"],
+    ids=[
+        *("m", "t, clipped", "t p", "d sharded", "d tokens", "d p tokens", "c", "dropout", "noise", "bf16"),
+        *("noise p", "layers' rates p", "decay t", "frozen p", "tied p", "average d", "manual d", "rates p v", "metric d"),
+        "recomputed, clipped by value p",
+    ],
 )
 def test_a_right_module_is_equal(module: Any, layout: dict[str, Any], trainer: dict[str, Any]) -> None:
     found = report(module(), layout, **trainer)

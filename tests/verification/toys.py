@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanSquaredError
 
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.parity import LitTiny, PaddedTokens, Run
@@ -117,6 +118,86 @@ class LitClocked(Lit):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         self.log("clock", float(time.perf_counter_ns() % 1_000_003))  # far apart, however short the time
         return super().training_step(batch, batch_idx)
+
+
+class LitLayered(Lit):
+    """Gives each block a learning rate of its own."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": block.parameters(), "lr": 0.1 / (1 + index)} for index, block in enumerate(self.blocks)]
+        return torch.optim.SGD([{"params": [*self.first.parameters(), *self.last.parameters()]}, *groups], lr=0.05)
+
+
+class LitDecayed(Lit):
+    """Decays matrices and no vectors."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+
+
+class LitFrozen(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class LitTied(Lit):
+    """Its last layer has the weight of its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = self.first.weight
+
+
+class LitAveraged(Lit):
+    """Keeps a moving average of a weight."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(WIDTH, WIDTH))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.lerp_(self.last.weight.detach(), 0.5)
+
+
+class LitManual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class LitScheduled(Lit):
+    """Halves its learning rate with each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, nesterov=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class LitMeasured(Lit):
+    """Keeps a metric over the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.error(self(batch["x"]).flatten(), batch["y"].flatten())
+        self.log("val_error", self.error, on_epoch=True)
 
 
 # ---- wrong in some layout ---------------------------------------------------------------------------------------------
