@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,27 @@ _SUM = 2
 """Number by which torch's losses store ``reduction="sum"``."""
 _THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
-_OVER_SAMPLES = frozenset(
-    ("amax", "amin", "log_softmax", "logsumexp", "max", "mean", "median", "min", "norm", "prod", "softmax", "std", "sum", "var")
+_DIM_AT = {"norm": 2, "normalize": 2} | dict.fromkeys(
+    (
+        "amax",
+        "amin",
+        "log_softmax",
+        "logsumexp",
+        "max",
+        "mean",
+        "median",
+        "min",
+        "prod",
+        "softmax",
+        "std",
+        "std_mean",
+        "sum",
+        "var",
+        "var_mean",
+    ),
+    1,
 )
+"""Functions that reduce dimensions -> the position at which they take these."""
 _ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
@@ -146,16 +164,16 @@ class _Reductions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        if self.place is None and name in _OVER_SAMPLES and args and isinstance(args[0], Tensor):
-            value, dims = args[0], kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-            numbers = [
-                d % value.dim()
-                for d in (dims if isinstance(dims, tuple | list) else (dims,))
-                if isinstance(d, int) and value.dim()
-            ]
-            if value.dim() > 1 and len(value) == self._samples > 1 and 0 in numbers and len(numbers) < value.dim():
-                self.place = f"{_users_line()} takes the {name}"
+        if self.place is None and name in _DIM_AT and args and isinstance(args[0], Tensor) and self._reduces(name, args, kwargs):
+            self.place = f"{_users_line()} takes the {name}"
         return function(*args, **kwargs)
+
+    def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        value, at = args[0], _DIM_AT[name]
+        given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
+        dims = given if isinstance(given, tuple | list) else (given,)
+        over_samples = any(isinstance(dim, int) and dim in (0, -value.dim()) for dim in dims)
+        return over_samples and len(dims) < value.dim() and len(value) == self._samples > 1
 
 
 def _users_line() -> str:

@@ -127,7 +127,8 @@ class LitMeans(LitPlain):
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         error = (prediction - y).square()
-        return error.mean(1).mean(0) + error.mean((0, 1)) + error[:, :2].T.mean(0).mean()
+        means = error.mean(1).mean(0) + error.mean((0, 1)) + error[:, :2].T.mean(0).mean()
+        return means + error.norm(2) + torch.norm(error, 2) + F.normalize(error, 2, 1).mean() + torch.max(prediction, y).mean()
 
 
 class LitDivided(LitPlain):
