@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
@@ -145,21 +145,22 @@ class Pool:
     def _collect(self, world_size: int, deadline: float, name: str) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        for rank in range(world_size):
-            connection = self._workers[rank][1]
+        waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
+        while waiting:
             # A failed peer leaves the others waiting for it: do not wait the whole limit for them too.
             left = min(deadline - time.monotonic(), 5.0) if failures else deadline - time.monotonic()
-            try:
-                if not connection.poll(max(left, 0.05)):
-                    failures[rank] = f"no answer within the time limit\n{self._stacks(rank)}"
-                    continue
-                good, value = pickle.loads(connection.recv_bytes())
-            except (EOFError, ConnectionError):
-                good, value = False, "the worker process died"
-            if good:
-                results[rank] = value
-            else:
-                failures[rank] = value
+            answered = wait(list(waiting), max(left, 0.05))
+            if not answered:
+                late = {rank: f"no answer within the time limit\n{self._stacks(rank)}" for rank in waiting.values()}
+                failures |= late
+                break
+            for connection in answered:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                try:
+                    good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    good, value = False, "the worker process died"
+                (results if good else failures)[rank] = value
         if failures:
             self.close()
             raise WorkerFailure(f"{name} failed:\n" + "\n".join(f"--- rank {r}:\n{t}" for r, t in failures.items()))
