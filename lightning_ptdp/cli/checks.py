@@ -86,7 +86,7 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
     Raises:
         UserError: It has fewer, so that no validation would take place. (Lightning raises the same error in the ranks.)
     """
-    interval = trainer.val_check_interval
+    interval = getattr(trainer, "val_check_interval", None)  # Lightning leaves the attribute out when the interval is a time
     if not isinstance(datamodule, StreamDataModule) or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
         return
     layout = getattr(trainer.strategy, "layout", None)

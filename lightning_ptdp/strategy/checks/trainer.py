@@ -42,7 +42,7 @@ def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         raise strategy.refusal(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more")
     if trainer.log_every_n_steps < 0:
         raise strategy.refusal(f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more")
-    interval = trainer.val_check_interval
+    interval = getattr(trainer, "val_check_interval", None)  # Lightning leaves the attribute out when the interval is a time
     if isinstance(interval, int | float) and interval <= 0:
         raise strategy.refusal(f"val_check_interval={interval} must be above 0; limit_val_batches=0 leaves validation out")
 
