@@ -15,6 +15,7 @@ __all__ = [
     "advance_cache",
     "as_in_files",
     "captured_outputs",
+    "collects_by_itself",
     "has_sdpa",
     "ignored_names",
     "install_capture",
@@ -56,6 +57,14 @@ def is_capture(hook: object) -> bool:
 def is_huggingface_model(module: nn.Module) -> bool:
     """Return True if a module is a model of transformers."""
     return callable(getattr(type(module), "can_generate", None))
+
+
+def collects_by_itself(module: nn.Module) -> bool:
+    """Return True if a model's own loop collects what its configuration asks for: no hooks on the layers capture it."""
+    model: Any = module
+    if not is_huggingface_model(model) or getattr(model.base_model, "_can_record_outputs", None):
+        return False
+    return any(getattr(model.config, f"output_{name}", False) for name in ("hidden_states", "attentions", "router_logits"))
 
 
 def is_causal_model(module: nn.Module) -> bool:

@@ -33,16 +33,7 @@ def verify_first_step(strategy: RunningStrategy, trainer: Trainer, arguments: Se
         )
     if strategy.num_processes > 1 and environment.creates_processes_externally:
         return  # started by rank 0, which has verified
-    _, train, validation, datamodule = [*arguments, None, None, None][:4]
-    report = verify(
-        strategy.lightning_module,
-        datamodule,
-        strategy=strategy,
-        steps=1,
-        train_dataloaders=train,
-        val_dataloaders=validation,
-        **trainer_options(trainer),
-    )
+    report = verify(strategy.lightning_module, *arguments[1:4], strategy=strategy, steps=1, **trainer_options(trainer))
     if not report.equal:
         raise VerificationError(f"{option}: {report}")
     _log.info("verify: %s", str(report).partition("\n")[0])

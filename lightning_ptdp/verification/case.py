@@ -36,6 +36,7 @@ class Case:
         precision: The Trainer's.
         frozen: Whether random numbers are replaced by constants.
         blocks: Number of blocks that are kept of each repeated container; None: all.
+        disturbed: Whether the weights begin with other values, as far away as float32 rounds.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Case:
     precision: Any = None
     frozen: bool = False
     blocks: int | None = None
+    disturbed: bool = False
 
     @property
     def layout(self) -> ParallelLayout:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.nested import Nested, named_tensors
+import torch
+
+from lightning_ptdp.engine.label_counts import describe_uneven, is_uneven, label_spread
+from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.verification.compare import Difference
 from lightning_ptdp.verification.record import Record
 from lightning_ptdp.verification.report import Cause
 
 __all__ = ["Evidence", "find_causes"]
 
-_IGNORED = -100
 _TEXTS = {
     "random numbers": "the step draws numbers that no seed decides (os.urandom, a generator without a seed, the time), or that do not "
     "belong to a sample{seen}. Draw them in the dataset, and put them into the batch",
@@ -29,8 +31,6 @@ _TEXTS = {
     "logged values": "the values of a batch are not the means over its parts{seen}. Log a torchmetrics.Metric, or a mean over samples with "
     "batch_size and sync_dist=True",
     "sum over samples": "the loss is the sum of those of its microbatches or replicas. Use a mean, such as reduction='mean'",
-    "uneven labels": f"each microbatch or replica has another number of labels of {_IGNORED}, and their losses count the same{{seen}}. "
-    'Return {{"loss": loss, "num_tokens": number of labels}} from training_step',
     "hidden state": "training_step writes state once a microbatch and on each rank{seen}. Write it in on_train_batch_end",
     "buffers": "BatchNorm has statistics of each microbatch or replica{seen}. Use a normalization of each sample, such as GroupNorm",
     "coupled samples": "the loss of a batch is not the mean over its microbatches or replicas: samples see each other, as in contrastive "
@@ -99,28 +99,12 @@ def _of_batches(evidence: Evidence, first: Difference) -> Cause:
         return _cause("sum over samples")
     if seen.written and first.step > 0:
         return _cause("hidden state", seen.written)
-    if key := _uneven_labels(evidence.batch, losses, expected if first.step == 0 else None):
-        return _cause("uneven labels", [key])
+    parts, size = len(losses) or 1, batch_size(evidence.batch)
+    spread = label_spread(evidence.batch, [size // parts] * parts, device=torch.device("cpu"))
+    if not seen.counted and is_uneven(*spread.tolist()):
+        return Cause(name="uneven labels", text=describe_uneven(evidence.batch, size))
     if statistics := {name for name in seen.written if "num_batches_tracked" in name}:
         return _cause("buffers", statistics)
     if seen.random:
         return _cause("random numbers", seen.random)
     return _cause("coupled samples", seen.written)
-
-
-def _uneven_labels(batch: Nested, losses: Sequence[float], expected: float | None) -> str:
-    """Return the key of labels of which microbatches have unequal numbers; "" if there is none.
-
-    By these numbers their losses must give ``expected``, the loss of one process, where it is known.
-    """
-    for name, tensor in named_tensors(batch):
-        if _IGNORED not in tensor:
-            continue
-        for labels in (tensor, tensor[..., 1:]):
-            counts = [int((part != _IGNORED).sum()) for part in labels.tensor_split(len(losses) or 1)]
-            if len(set(counts)) < 2:
-                continue
-            mean = sum(loss * count for loss, count in zip(losses, counts, strict=False)) / sum(counts)
-            if expected is None or math.isclose(mean, expected, rel_tol=1e-3):
-                return name or "the batch"
-    return ""

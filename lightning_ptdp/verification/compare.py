@@ -85,7 +85,7 @@ class Comparison:
     Args:
         found: Of the layout's ranks.
         expected: Of one process.
-        noise: The same comparison of one process in float64 with one process; enlarges the tolerances.
+        noise: The same comparison of one process with itself, in another precision or from disturbed weights; enlarges the tolerances.
 
     Attributes:
         compared: Everything that is compared, in the order of the training, the largest difference of equal ones first.
@@ -98,7 +98,8 @@ class Comparison:
         self._tolerances = dict.fromkeys(("loss", "logged value", "metric"), value)
         self._tolerances |= {"gradient": tensor, "buffer": tensor, "weight": min(3 * math.sqrt(eps), 0.5)}
         self._insignificant = min(10 * tensor, 0.01)
-        self._noise = {(one.kind, one.step, one.point, one.name): _NOISE * one.error for one in noise if one.tolerance}
+        rounded = sorted((one for one in noise if one.tolerance), key=lambda one: one.error)
+        self._noise = {(one.kind, one.name): _NOISE * one.error for one in rounded}  # that of a single step is chance
         self._significant: dict[str, Tensor] = {}
         parts = [self._exact(), *map(self._tensors, expected.tensors), *map(self._numbers, expected.numbers)]
         compared = [one for part in parts for one in sorted(part, key=lambda one: -one.excess)]
@@ -109,9 +110,13 @@ class Comparison:
         """The values that differ, the first in the training first."""
         return [one for one in self.compared if one.differs]
 
+    def allowing(self, other: Record) -> Comparison:
+        """Return the comparison with tolerances that cover what one process gives under a change that is none."""
+        return Comparison(self.found, self.expected, Comparison([other], self.expected).compared)
+
     def _difference(self, key: Key, name: str, error: float, *, text: str = "", place: str = "") -> Difference:
         kind, step, point = key
-        tolerance = max(self._tolerances.get(kind, 0.0), self._noise.get((*key, name), 0.0))
+        tolerance = max(self._tolerances.get(kind, 0.0), self._noise.get((kind, name), 0.0))
         return Difference(kind, step, name, point, error, tolerance, place, text)
 
     def _exact(self) -> Iterator[Difference]:

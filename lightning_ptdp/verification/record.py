@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_ptdp._lightning import replace_once
 from lightning_ptdp.nested import Nested, iterate_tensors, map_tensors
 from lightning_ptdp.verification.batches import Captured
+from lightning_ptdp.verification.case import Case
 
 __all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
 
@@ -21,6 +22,7 @@ Key = tuple[str, int, str]
 """(kind, step, hook of the step behind which a gradient is kept); the step before the first is -1."""
 Pairs = list[tuple[float, float]]
 """(value, tokens or 1) of each batch of a step."""
+_ROUNDING = torch.finfo(torch.float32).eps
 
 
 @dataclass(kw_only=True)
@@ -65,13 +67,13 @@ class Recorder:
     """Mixin of a Lightning callback that records a training and ends it after some steps.
 
     Args:
-        record: Filled by the hooks.
+        record: Filled by the hooks; batches are kept where the training has none yet.
+        case: The training.
         steps: Optimizer steps.
-        captures: Whether the batches are kept.
     """
 
-    def __init__(self, record: Record, *, steps: int, captures: bool) -> None:
-        self.record, self.steps, self.captures = record, steps, captures
+    def __init__(self, record: Record, case: Case, steps: int) -> None:
+        self.record, self.case, self.steps = record, case, steps
         self._tokens = 1.0
         self._gradients: dict[str, Held] = {}
 
@@ -89,12 +91,15 @@ class Recorder:
         if self._trainer.training:
             key = ("train", self._trainer.current_epoch)
             self.record.exact["batch", str(self._trainer.fit_loop.total_batch_idx + 1)] = digest(batch)
-        if self.captures:
+        if not self.case.batches:
             copy = map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
             self.record.batches.lists.setdefault(key, []).append(copy)
         return move(batch, *args, **options)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        if self.case.disturbed:
+            for parameter in module.parameters():
+                parameter.data *= 1 + _ROUNDING * torch.rand_like(parameter)
         self._keep_model()
         dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
         if "16" in str(trainer.precision) or self._strategy.config.fp8 is not None:
@@ -121,7 +126,7 @@ class Recorder:
             record.counted |= "num_tokens" in outputs
             self._tokens = float(outputs.get("num_tokens", 1.0))
             losses = record.numbers.setdefault(("loss", record.steps, ""), {"": []})
-            losses[""].append((float(outputs["loss"]), self._tokens))
+            losses[""].append((float(outputs["loss"]) * trainer.accumulate_grad_batches, self._tokens))
         if record.steps == 0:
             record.losses = [float(loss) for loss in self._strategy.engine.optimization.losses]
         if trainer.global_step == record.steps:

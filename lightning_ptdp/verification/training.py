@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import psutil
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from torch import nn
 
 from lightning_ptdp.errors import PTDPError
 from lightning_ptdp.pipeline.containers import as_names
@@ -79,11 +79,7 @@ class Subject:
         return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(case.devices)]
 
     def fits_one_process(self) -> bool:
-        """Return True if one process can hold the whole model.
-
-        Raises:
-            VerificationError: The model could not be built.
-        """
+        """Return True if one process can hold the whole model."""
         return bool(self._run(self._measure, 1, name="measuring the model")[0])
 
     def _run(self, function: Callable[..., object], count: int, *args: object, name: str) -> dict[int, Any]:
@@ -116,7 +112,7 @@ class Subject:
         return outcome.results
 
     def _measure(self, rank: int) -> bool:
-        with torch.device("meta"):
+        with torch.device("meta"), suppress(Exception):  # a model that reads its weights is taken to fit
             self.module.configure_model()
         needed = _BYTES * sum(parameter.numel() for parameter in self.module.parameters())
         available = psutil.virtual_memory().available
@@ -130,12 +126,10 @@ class Subject:
         os.environ.setdefault("PL_GLOBAL_SEED", str(torch.initial_seed() % 2**32))
         if case.blocks is not None:
             _shorten(module, case)
-        if not case.config.keyed_dropout:
-            _switch_dropout_off(module)
         kind = type("VerificationRecorder", (Recorder, names.Callback), {})
         record = Record()
         StepWatch(module, record, frozen=case.frozen)
-        recorder = kind(record, steps=self.steps, captures=not case.batches)
+        recorder = kind(record, case, self.steps)
         trainer = names.Trainer(**self._options(case, recorder))
         train, validation, datamodule = self.data
         if case.batches:
@@ -196,10 +190,3 @@ def _shorten(module: Any, case: Case) -> None:
     if any(True for _ in module.parameters()):
         built()
     vars(module)["configure_model"] = built
-
-
-def _switch_dropout_off(module: nn.Module) -> None:
-    for child in module.modules():
-        for name in ("p", "dropout"):
-            if isinstance(vars(child).get(name), float):
-                setattr(child, name, 0.0)

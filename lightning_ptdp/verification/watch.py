@@ -37,12 +37,12 @@ class StepWatch(TorchFunctionMode):
     Args:
         module: The LightningModule, whose step is replaced.
         record: Takes the observations.
-        frozen: Whether random numbers are replaced by constants, equal for all samples.
+        frozen: Whether random numbers are replaced by constants, equal for all samples, and modules' dropout is switched off.
     """
 
     def __init__(self, module: Any, record: Record, *, frozen: bool) -> None:
         super().__init__()
-        self._record, self._frozen = record, frozen
+        self._module, self._record, self._frozen = module, record, frozen
         # Metrics are written in every step.
         self._owners = [
             replace(find_owners(child)[0], name=name)
@@ -58,6 +58,9 @@ class StepWatch(TorchFunctionMode):
         if self._frozen:
             random.seed(0)
             np.random.seed(0)
+            _switch_dropout_off(self._module)
+        inside = [name for name, child in self._module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout]
+        self._record.random |= {f"dropout inside of {name}" for name in inside}
         before = _generators()
         try:
             with self:
@@ -79,6 +82,13 @@ class StepWatch(TorchFunctionMode):
             elif not inside:
                 self._record.parameters.add(place)
         return _constant(function, name, args, kwargs) if draws and self._frozen else function(*args, **kwargs)
+
+
+def _switch_dropout_off(module: nn.Module) -> None:
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if (name == "p" or "drop" in name) and isinstance(value, float):
+                setattr(child, name, 0.0)
 
 
 def _caller(end: object) -> tuple[str, bool]:

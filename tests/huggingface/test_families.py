@@ -11,7 +11,7 @@ from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, refusal, verified
-from tests.letters import SP, M, P, T
+from tests.letters import SP, M, P, T, V
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -52,6 +52,19 @@ def test_same_weights_as_one_process(name: str, pool: Pool) -> None:
     if "pipeline" not in why_not:
         layout |= {P: 2, M: 2}
     check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
+
+
+def test_projections_that_are_fused_by_shards(pool: Pool) -> None:
+    """CodeGen's are views of the input's shape, which must be that of the whole sequence; from transformers 5.24 on it declares a plan."""
+    if find_plan(build("codegen")) is None:
+        pytest.skip("this release of transformers declares no plan of CodeGen")
+    check(pool, Run(architecture="codegen", layout={T: 2, SP: True}, world_size=2, steps=2))
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
+def test_hidden_states_that_the_models_own_loop_collects(name: str, pool: Pool) -> None:
+    layout = {P: 2, V: 2, M: 2}
+    check(pool, Run(architecture=name, options={"output_hidden_states": True}, hidden=True, layout=layout, world_size=2))
 
 
 @pytest.mark.parametrize(("name", "options"), [("mpnet", {}), ("t5", {"num_heads": 16})])

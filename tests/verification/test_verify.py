@@ -52,6 +52,8 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         (LitNoisy, M2, {}),
         (LitAdam, P2, {"precision": "bf16-true"}),
         (LitNoisy, P2, {}),
+        (toys.LitRecurrent, M2, {}),
+        (toys.LitRounding, M2, {"precision": "64-true"}),
         (toys.LitLayered, P2, {}),
         (toys.LitDecayed, T2, {"accumulate_grad_batches": 2}),
         (toys.LitFrozen, P2, {"gradient_clip_val": 0.1}),
@@ -64,7 +66,19 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=[
         *("m", "t, clipped", "t p", "d sharded", "d tokens", "d p tokens", "c", "dropout", "noise", "bf16"),
-        *("noise p", "layers' rates p", "decay t", "frozen p", "tied p", "average d", "manual d", "rates p v", "metric d"),
+        *(
+            "noise p",
+            "recurrent m",
+            "rounding m",
+            "layers' rates p",
+            "decay t",
+            "frozen p",
+            "tied p",
+            "average d",
+            "manual d",
+            "rates p v",
+            "metric d",
+        ),
         "recomputed, clipped by value p",
     ],
 )
@@ -118,6 +132,27 @@ def test_a_logged_time_is_left_out_and_said() -> None:
     found = report(LitClocked(), M2)
     assert found.equal, str(found)
     assert any("clock" in note for note in found.notes)
+
+
+def test_batches_that_cannot_be_joined_are_accumulated() -> None:
+    data = {"train_dataloaders": loader(collate_fn=toys.Graph), "val_dataloaders": None}
+    found = report(Lit(), D2, **data, accumulate_grad_batches=2)
+    assert found.equal, str(found)
+    assert any("accumulates over the replicas' batches" in note for note in found.notes)
+    assert {"loss", "gradient", "weight"} <= {one.kind for one in found.compared}
+
+
+def test_the_arguments_are_those_of_fit() -> None:
+    assert verify(Lit(), loader(), loader(8), strategy=PTDPStrategy(num_microbatches=2), steps=1, accelerator="cpu").equal
+    found = verify(Lit(), toys.Data(), strategy=PTDPStrategy(num_microbatches=2), steps=1, accelerator="cpu")
+    assert found.equal, str(found)
+    with pytest.raises(ValueError, match="trainer: no option"):
+        verify(Lit(), loader(), strategy=PTDPStrategy(), trainer={"devices": 2})
+
+
+def test_labels_whose_number_is_returned_are_no_cause() -> None:
+    found = report(toys.ContrastiveCounted(), M2)
+    assert [one.name for one in found.causes] == ["coupled samples"], str(found)
 
 
 def test_the_report_has_a_picture(tmp_path: Path) -> None:

@@ -112,6 +112,42 @@ class LitNoisy(Lit):
         return F.mse_loss(self(batch["x"]), batch["y"] + torch.randn_like(batch["y"]))
 
 
+class LitRecurrent(Lit):
+    """Drops between the layers of an LSTM, inside of one call of torch."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "recurrent"):
+            self.recurrent = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.recurrent(x)[0])
+
+
+class LitRounding(Lit):
+    """Computes a part in float32 whatever its dtype, and cancels most of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1e3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.float()
+        return super().forward(x) + (torch.cos(scale * x.float()) - torch.cos(scale * x.float() + 1e-3)).to(x)
+
+
+class Graph:
+    """A batch without a dimension of samples."""
+
+    def __init__(self, samples: list[dict[str, Tensor]]) -> None:
+        self.fields = {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def to(self, *_: object, **__: object) -> Graph:
+        return self
+
+
 class LitClocked(Lit):
     """Logs the time."""
 
@@ -250,6 +286,13 @@ class Contrastive(Lit):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         similar = self(batch["x"]).flatten(1) @ batch["y"].flatten(1).T
         return F.cross_entropy(similar, torch.arange(len(similar)))
+
+
+class ContrastiveCounted(Contrastive):
+    """Returns how many labels there are, which is not why the losses differ."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "num_tokens": (batch["labels"] != -100).sum()}
 
 
 class Summed(Lit):

@@ -29,6 +29,7 @@ __all__ = ["declared_plan", "declares_plan"]
 
 # Of these the fused projection of the gated feed-forward part is halved by ``chunk``, which halves a rank's part as well.
 _GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")
+_CODEGEN_SHARDS = 4  # queries, values and keys lie in these one after the other: no rank may hold a part of one
 
 
 def declares_plan(module: Any) -> bool:
@@ -112,6 +113,8 @@ def _kind(module: Any, pattern: str, style: str) -> Kind | None:
     match style:
         case "colwise" if name in ("k_proj", "v_proj") and kv_heads:
             return Column(heads=kv_heads, copy_heads=True)
+        case "colwise" if name == "qkv_proj" and config.model_type == "codegen":
+            return Column(heads=_CODEGEN_SHARDS)
         case "colwise" if name in ("q_proj", "k_proj", "v_proj", "query_key_value") and heads:
             return Column(heads=heads)
         case "colwise":
@@ -134,13 +137,13 @@ def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
         if isinstance(kind, Column):
             parents.setdefault(pattern.rpartition(".")[0], []).append(kind)
     for parent, columns in parents.items():
-        is_attention = any(column.heads is not None for column in columns)
+        last = parent.rpartition(".")[2]
+        is_attention = last in ("self_attn", "attention", "attn")
         found = [(name, child) for name, child in module.named_modules() if matches(joined(prefix, name), parent)]
         spread = all(
             _is_spread(joined(prefix, name, key), m, tensor) for name, child in found for key, m in child.named_modules()
         )
-        known = parent.rpartition(".")[2] in ("self_attn", "attention", "attn", "mlp")
-        if known and spread and (is_attention or len(columns) > 1):
+        if spread and (is_attention or (last == "mlp" and len(columns) > 1)):
             tensor[parent] = Region()
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_ptdp._peft import replaced_by
+from lightning_ptdp._transformers import collects_by_itself
 from lightning_ptdp.initial_values.shadow import shallow_copy
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
@@ -60,7 +61,8 @@ def find_plan(model: nn.Module) -> ParallelPlan | None:
 def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
     plan = _plan_for(module, prefix)
     if plan is not None:
-        yield replace(plan, tensor={**plan.tensor, **_experts(module, prefix)})
+        collects = plan.collects or collects_by_itself(module)
+        yield replace(plan, tensor={**plan.tensor, **_experts(module, prefix)}, collects=collects)
         return
     for name, child in module.named_children():
         yield from _known(child, f"{prefix}.{name}" if prefix else name)
