@@ -43,7 +43,7 @@ from marked_table import write_between_marks
 from third_party_modules import MODULES, ThirdParty
 
 from lightning_ptdp import PTDPError, verify
-from lightning_ptdp._lightning import NAMESPACES, lightning_names
+from lightning_ptdp.shims.lightning import NAMESPACES, lightning_names
 from lightning_ptdp.strategy import strategy_class
 
 PACKAGE = Path(__file__).resolve().parent.parent / "lightning_ptdp"

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.autoload import install as _install
-from lightning_ptdp.errors import PTDPError
-from lightning_ptdp.requirements import check_at_import as _check_at_import
-from lightning_ptdp.requirements import check_core as _check_core
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.requirements import check_at_import as _check_at_import
+from lightning_ptdp.base.requirements import check_core as _check_core
 from lightning_ptdp.version import __version__
 from lightning_ptdp.world.layout import ParallelLayout
 

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from lightning_ptdp._lightning import CLIS, LOADERS, TRAINERS, UPLOADERS, StrategyBase, replace_once
-from lightning_ptdp.folders import parse_folders, read_folders, upload_folders
-from lightning_ptdp.requirements import check_core
+from lightning_ptdp.base.requirements import check_core
+from lightning_ptdp.checkpoint_folders import parse_folders, read_folders, upload_folders
+from lightning_ptdp.shims.lightning import CLIS, LOADERS, TRAINERS, UPLOADERS, StrategyBase, replace_once
 
 __all__ = ["install", "register"]
 

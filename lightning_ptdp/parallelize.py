@@ -15,14 +15,15 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from lightning_ptdp._torch import keep_padded
-from lightning_ptdp.initial_values.materialize import Materializer, agree_on_values, make_room
-from lightning_ptdp.notes import layout_notes
+from lightning_ptdp.parameters.layout_notes import layout_notes
+from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
+from lightning_ptdp.parameters.records import ParameterRecord, Records, Sum
+from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.uncut_view import WholeView
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
-from lightning_ptdp.records import ParameterRecord, Records, Sum
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
     Kind,
@@ -34,7 +35,6 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
     split_sequence,
 )
-from lightning_ptdp.whole_view import WholeView
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 __all__ = ["KnownParts", "ParallelModel", "parallelize"]

@@ -51,7 +51,7 @@ class Wait:
 
     Attributes:
         what: The operation.
-        place: Whose: "engine/report.py read_numbers" of the package; "elsewhere".
+        place: Whose: "engine/step_report.py read_numbers" of the package; "elsewhere".
         in_schedule: Between the first and the last action of a schedule.
     """
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp.data_parallel import beside
+from lightning_ptdp.data_parallel import overlapped_reduction
 from tests.nccl_calls import Call
 
 __all__ = ["HOST", "Host", "RaceError", "Run", "Transfer", "habits"]
@@ -239,7 +239,7 @@ def habits() -> Iterator[Host]:
     with contextlib.ExitStack() as stack:
         for name in ("numpy", "tolist"):  # they read memory without asking torch's dispatcher
             stack.enter_context(mock.patch.object(Tensor, name, _reading(getattr(Tensor, name))))
-        stack.enter_context(mock.patch.object(beside, "line_on", return_value=_Side()))
+        stack.enter_context(mock.patch.object(overlapped_reduction, "line_on", return_value=_Side()))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", _issue_as_one))
         stack.enter_context(_Computation())
         yield HOST

@@ -20,23 +20,23 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.base.option_types import shown
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.launch_scripts import LaunchJob
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import BertDataModule, IndexedDataModule, MixtureDataModule, TextDataModule
 from lightning_ptdp.data.batch_options import BatchOptions
-from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus
+from lightning_ptdp.data.data_config import PrepareConfig
 from lightning_ptdp.models import BertConfig, GPTConfig
-from lightning_ptdp.models.optimization import AdamWConfig
-from lightning_ptdp.option_types import shown
+from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.planner import DEVICES, SOFTWARE, Cluster, Device, Job, Link, Software, Space
 from lightning_ptdp.schedule import CustomSchedule
 from lightning_ptdp.schedule.generators import SCHEDULES, gpipe
 from lightning_ptdp.schedule.simulate import Costs
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Region
+from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 from lightning_ptdp.world.layout import ParallelLayout, divisors
 
 LIMIT_S = 0.1

@@ -18,7 +18,7 @@ from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.auto import ChosenLayout
-from lightning_ptdp.strategy.choosing import Forecast, Training, choose, fastest_layouts, refuse_given
+from lightning_ptdp.strategy.layout_choice import Forecast, Training, choose, fastest_layouts, refuse_given
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import lightning_ptdp
-from lightning_ptdp.option_types import Size
+from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.layout import AXES, Axis, ParallelLayout
 from tests import parity

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_ptdp.compiled_blocks import CompiledForward, compile_blocks
+from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPT, gpt_plan
 from lightning_ptdp.parallelize import parallelize

@@ -16,9 +16,9 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
-from lightning_ptdp._torch import without_data
+from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.forked import in_child
+from lightning_ptdp.strategy.fork_safety import in_child
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import PRELOAD
 

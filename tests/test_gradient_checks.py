@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint.agreement import own_rank
+from lightning_ptdp.checkpoint.save_agreement import own_rank
 from lightning_ptdp.engine.gradient_checks import NonFiniteError
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader

@@ -19,9 +19,9 @@ import pytest
 
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.crowd import Crowd
-from lightning_ptdp.strategy.joining import join
-from lightning_ptdp.world.meeting import listen_on_loopback, meeting_store
+from lightning_ptdp.strategy.expected_ranks import Crowd
+from lightning_ptdp.strategy.rendezvous import join
+from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
 
 LIMIT = timedelta(seconds=2)
 

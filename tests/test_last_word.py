@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 
-from lightning_ptdp._lightning import lightning_names
 from lightning_ptdp.callbacks import SaveOnSignal
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.shims.lightning import lightning_names
 from lightning_ptdp.strategy import PTDPStrategy, launch
 
 

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 
-from lightning_ptdp._lightning import (
+from lightning_ptdp.shims.lightning import (
     CLIS,
     LOADERS,
     NAMESPACES,

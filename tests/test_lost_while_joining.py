@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.strategy.crowd import Crowd
-from lightning_ptdp.strategy.joining import join
+from lightning_ptdp.strategy.expected_ranks import Crowd
+from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.meeting import listen_on_loopback, meeting_store
 from lightning_ptdp.world.mesh import ProcessMesh
+from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import PRELOAD
 from tests.processes import listening

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptdp.strategy.checks.machine import check_machine
+from lightning_ptdp.strategy.checks.machine_limits import check_machine
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}

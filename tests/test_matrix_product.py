@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp._torch import set_gradient_dtype
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
-from lightning_ptdp.matrix_product import MatrixProduct
-from lightning_ptdp.weight_gradients import WeightGradients
+from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
+from lightning_ptdp.forward.matrix_product import MatrixProduct
+from lightning_ptdp.shims.torch import set_gradient_dtype
 
 
 class _Traffic(TorchDispatchMode):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
-from lightning_ptdp.pipeline.progress import StepObserver
+from lightning_ptdp.pipeline.program_observers import StepObserver
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 from tests.nccl_calls import Call, operations_of
 from tests.pool import Pool

@@ -11,7 +11,7 @@ import pytest
 
 WRITES = """
 import sys
-from lightning_ptdp.output import say, survive_closed_output
+from lightning_ptdp.base.output import say, survive_closed_output
 if sys.argv[1] == "survives":
     survive_closed_output()
 sys.stdin.readline()  # the reader has gone
@@ -54,7 +54,7 @@ def test_without_it_a_closed_pipe_ends_the_program(tmp_path: str) -> None:
 
 
 def test_characters_that_the_encoding_lacks_are_replaced() -> None:
-    code = "from lightning_ptdp.output import say, survive_closed_output\n{first}say('5 × ü')"
+    code = "from lightning_ptdp.base.output import say, survive_closed_output\n{first}say('5 × ü')"
     for first in ("", "survive_closed_output()\n"):
         done = subprocess.run(
             [sys.executable, "-c", code.format(first=first)],

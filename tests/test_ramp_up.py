@@ -10,10 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.data import TextDataModule
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.world.batch_size import RampUp
 from tests.data.conftest import write_corpus
 from tests.pool import Pool
 

@@ -15,11 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_ptdp import offload
+from lightning_ptdp.blocks import offload
+from lightning_ptdp.blocks.recompute import (
+    apply_recomputation,
+    check_recomputation,
+    check_recompute_options,
+    remove_recomputation,
+)
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
-from lightning_ptdp.recompute import apply_recomputation, check_recomputation, check_recompute_options, remove_recomputation
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.memory import kept_bytes
 from tests.pool import Pool

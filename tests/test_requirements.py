@@ -16,8 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from torch import nn
 
-from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.requirements import (
+from lightning_ptdp.base.requirements import (
     RequirementError,
     check_installed,
     check_python,
@@ -25,6 +24,7 @@ from lightning_ptdp.requirements import (
     import_optional,
     read_declared,
 )
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
 from lightning_ptdp.world.layout import ParallelLayout
 

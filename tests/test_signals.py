@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_ptdp import signals
-from lightning_ptdp.signals import SignalNotes, StoppedNow, breakable
+from lightning_ptdp.base import signals
+from lightning_ptdp.base.signals import SignalNotes, StoppedNow, breakable
 from lightning_ptdp.strategy.stopping import INTERRUPTED, handing_on_ctrl_c
 
 

@@ -9,9 +9,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.callbacks.run_summary import StageSummary, StrategySummary, render
 from lightning_ptdp.models import GPTConfig, LitGPT, num_parameters
 from lightning_ptdp.models.size import active_parameters
-from lightning_ptdp.summary import StageSummary, StrategySummary, render
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.expert_parallel.toy import LitMixture, Run
 from tests.letters import E, M, P, T, Z

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding, Surroundings
 from lightning_ptdp.strategy import ptdp
-from lightning_ptdp.surroundings import Contexts, Forward, Surrounding, Surroundings
 from tests.letters import C, M, P, R, S, T
 from tests.parity import Run, fit
 from tests.pool import Pool

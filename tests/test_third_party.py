@@ -33,7 +33,9 @@ def test_errors_of_the_package_are_refusals(file: Path, error: Exception, launch
 
 def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
     error = type("ProcessRaisedException", (Exception,), {})
-    text = traceback_of(PACKAGE / "engine" / "job.py", "lightning_ptdp.pipeline.refusals.CutError: cut elsewhere. Use p=1")
+    text = traceback_of(
+        PACKAGE / "engine" / "replica_step.py", "lightning_ptdp.pipeline.refusals.CutError: cut elsewhere. Use p=1"
+    )
     assert describe(error(text), text, launched=True) == Outcome("late", "cut elsewhere. Use p=1")
 
 

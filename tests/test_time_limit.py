@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_ptdp.time_limit import time_limit
+from lightning_ptdp.base.time_limit import time_limit
 
 
 def _endless() -> None:

@@ -18,8 +18,8 @@ from packaging.version import Version
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightning_ptdp
-from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp._torch import (
+from lightning_ptdp.shims.glibc import return_large_blocks
+from lightning_ptdp.shims.torch import (
     abort_process_groups,
     adds_to_gradient,
     all_gather_single,

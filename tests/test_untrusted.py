@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.untrusted import inside, parse_json, read_bytes, read_json
+from lightning_ptdp.base.untrusted import inside, parse_json, read_bytes, read_json
 
 _BAD_NAMES = [
     "",

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ptdp.blocks.recompute import apply_recomputation
+from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
+from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from lightning_ptdp.models import GPT, GPTConfig
-from lightning_ptdp.recompute import apply_recomputation
-from lightning_ptdp.surroundings import Forward, Surroundings
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.weight_gradients import WeightGradients
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool

@@ -29,8 +29,8 @@ from harness import Comparison, compare, parse_options, report
 
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.files import sync_folder
-from lightning_ptdp.sharding import Sharding
-from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 
 Tensors = dict[str, tuple[torch.Tensor, Sharding]]
 WIDTH = 1024

@@ -47,7 +47,7 @@ class Kind:
     alone: bool = False
 
 
-_WRITE = ("lightning_ptdp.checkpoint.sums:SummingFile.write", "lightning_ptdp.checkpoint.sums:SummingFile.write_blocks")
+_WRITE = ("lightning_ptdp.checkpoint.checksums:SummingFile.write", "lightning_ptdp.checkpoint.checksums:SummingFile.write_blocks")
 _METADATA = ("lightning_ptdp.checkpoint.save:write_index", "lightning_ptdp.checkpoint.save:write_metadata")
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")

@@ -22,11 +22,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fault_campaign.kinds import Trap, set_trap
-from lightning_ptdp.checkpoint import sums
+from lightning_ptdp.checkpoint import checksums
 from lightning_ptdp.data.loader import TokenLoader
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
-from lightning_ptdp.strategy import PTDPStrategy, joining
+from lightning_ptdp.strategy import PTDPStrategy, rendezvous
 
 __all__ = ["LAYOUTS", "SAVE_EVERY", "Attempt", "train_rank", "world_size_of"]
 
@@ -180,17 +180,17 @@ def _digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def _tell_of_meeting(tell: Callable[[str, Any], None]) -> None:
-    meet = joining._meet
+    meet = rendezvous._meet
 
     def told(*args: Any) -> None:
         tell("met", time.monotonic())
         meet(*args)
 
-    joining._meet = told
+    rendezvous._meet = told
 
 
 def _write_slowly() -> None:
-    file: Any = sums.SummingFile
+    file: Any = checksums.SummingFile
     write = file.write
 
     def slow(*args: Any) -> None:

@@ -4,8 +4,8 @@
 ``BenchResult``, which ``render`` shows; ``table`` ranks several.
 """
 
+from lightning_ptdp.bench.bench_report import ranked, render, table
 from lightning_ptdp.bench.measure import StepTimes
-from lightning_ptdp.bench.report import ranked, render, table
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.bench.synthetic import SyntheticData
 

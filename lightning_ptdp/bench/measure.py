@@ -10,15 +10,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lightning_ptdp.bench.memory import CountedMemory
+from lightning_ptdp.bench.memory_probe import CountedMemory
 from lightning_ptdp.bench.prediction import predicted
 from lightning_ptdp.bench.result import BenchResult
+from lightning_ptdp.callbacks.pipeline_timeline import has_pipeline
 from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
-from lightning_ptdp.callbacks.timeline import has_pipeline
-from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.initial_values.shadow import without_tensors
-from lightning_ptdp.pipeline.recorder import Recorder
+from lightning_ptdp.parameters.shadow import without_tensors
+from lightning_ptdp.pipeline.action_recorder import Recorder
 from lightning_ptdp.planner import known_peak_flops
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.spans import Timeline

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_ptdp.nested import iterate_tensors
+from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.tensor_parallel import Experts
 
 __all__ = ["ExpertCounts", "ExpertLoads", "LayerLoad"]

@@ -9,11 +9,11 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.callbacks.artifacts import store_files
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads
 from lightning_ptdp.callbacks.expert_picture import draw_loads
-from lightning_ptdp.callbacks.folder import run_folder
-from lightning_ptdp.option_types import check_arguments
+from lightning_ptdp.callbacks.run_location import run_folder
 
 __all__ = ["ExpertLoad"]
 

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.loggers.store import check_writable_folder
+from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
 __all__ = ["ExportHuggingFace"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import store_tags, store_text
-from lightning_ptdp.output import say
-from lightning_ptdp.summary import StrategySummary, render
+from lightning_ptdp.callbacks.run_summary import StrategySummary, render
 
 __all__ = ["LayoutSummary"]
 

@@ -8,7 +8,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.callbacks.artifacts import store_text
-from lightning_ptdp.callbacks.folder import run_folder
+from lightning_ptdp.callbacks.run_location import run_folder
 
 __all__ = ["SaveResolvedConfig"]
 

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ptdp._lightning import requeue_handler
-from lightning_ptdp.callbacks.superseded import superseded
-from lightning_ptdp.signals import HeldSignal, SignalNotes
+from lightning_ptdp.base.signals import HeldSignal, SignalNotes
+from lightning_ptdp.callbacks.superseded_checkpoints import superseded
+from lightning_ptdp.shims.lightning import requeue_handler
 
 __all__ = ["SaveOnSignal"]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ptdp.nested import iterate_tensors
-from lightning_ptdp.option_types import Size, check_arguments
+from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.planner import known_peak_flops
 
 __all__ = ["Throughput", "batch_shape", "device_name", "flops_per_sample", "replicas"]

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import store_table
-from lightning_ptdp.callbacks.folder import run_folder
+from lightning_ptdp.callbacks.run_location import run_folder
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
-from lightning_ptdp.generation.text import TextTokenizer, find_tokenizer
-from lightning_ptdp.option_types import Size, check_arguments
-from lightning_ptdp.output import say
+from lightning_ptdp.generation.tokenizer_text import TextTokenizer, find_tokenizer
 
 __all__ = ["WriteSamples"]
 

@@ -16,17 +16,15 @@ small file each::
 A folder appears under its name complete or not at all, and an error on one rank is the same error on every rank.
 """
 
-from lightning_ptdp.checkpoint.agreement import same_outcome
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.convert import read_full, to_lightning_file
-from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError, reading
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError, reading
+from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.files import local_path
-from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
-from lightning_ptdp.checkpoint.local import LocalRectangle, Placed, rectangles_of
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Placed, rectangles_of
 from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
-from lightning_ptdp.checkpoint.objects import left_out
+from lightning_ptdp.checkpoint.opaque_objects import left_out
 from lightning_ptdp.checkpoint.optimizer import (
     keeps_history,
     load_history,
@@ -37,14 +35,16 @@ from lightning_ptdp.checkpoint.optimizer import (
     optimizer_history,
     optimizer_tensors,
 )
+from lightning_ptdp.checkpoint.plain_types import TYPES, with_types
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
+from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_folders import Keeper
+from lightning_ptdp.checkpoint.saved_state import portable, read_state
 from lightning_ptdp.checkpoint.single_file import PARAMETER_NAMES, InMemory, write_file
-from lightning_ptdp.checkpoint.state import portable, read_state
-from lightning_ptdp.checkpoint.types import TYPES, with_types
-from lightning_ptdp.checkpoint.verify import verify_checkpoint
-from lightning_ptdp.checkpoint.whole import StoredOptimizers, StoredWeights, is_checkpoint, read_whole
+from lightning_ptdp.checkpoint.whole_checkpoint import StoredOptimizers, StoredWeights, is_checkpoint, read_whole
+from lightning_ptdp.checkpoint.whole_tensors import read_full, to_lightning_file
 
 __all__ = [
     "BackgroundSaver",

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_ptdp.checkpoint.archive import write_archive
-from lightning_ptdp.checkpoint.errors import CheckpointError, explain
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, explain
+from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
-from lightning_ptdp.checkpoint.local import LocalRectangle
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.owners import Held, check_held
+from lightning_ptdp.checkpoint.rectangle_owners import Held, check_held
 from lightning_ptdp.checkpoint.rectangles import Rectangle
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, summing
 
 __all__ = ["Written", "write_rectangles"]
 

@@ -3,7 +3,7 @@
 ``torch.save`` wants the tensor whole and contiguous, and computes a CRC-32 of its own beside ours. Here it writes the archive around the
 values only (``torch.serialization.skip_data``); the values are gathered, summed and written a piece after the other, each while it is in
 the processor's cache. In the archive's directory their CRC-32 is 0, as after ``set_crc32_options(False)``: torch does not look at it.
-``stored.py`` reads the values.
+``stored_tensor.py`` reads the values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import IO, cast
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.sums import BLOCK, SummingFile
+from lightning_ptdp.checkpoint.checksums import BLOCK, SummingFile
 
 __all__ = ["as_bytes", "rows_at_once", "write_archive"]
 

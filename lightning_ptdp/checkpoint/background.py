@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.checkpoint.agreement import same_outcome
-from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.keeper import Keeper
-from lightning_ptdp.checkpoint.local import LocalRectangle, Tensors, rectangles_of
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import Json
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
+from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_folders import Keeper
 
 __all__ = ["BackgroundSaver"]
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from lightning_ptdp.checked_json import Json, Misfit
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.base.checked_json import Json, Misfit
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.checksums import BLOCK, SummedFile
 from lightning_ptdp.checkpoint.pickles import Made, Name, Pairs, read_pickle
-from lightning_ptdp.checkpoint.sums import BLOCK, SummedFile
 
 __all__ = ["find_values", "parse_index"]
 

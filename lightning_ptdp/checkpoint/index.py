@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.checked_json import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, record, text
+from lightning_ptdp.base.checked_json import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, record, text
+from lightning_ptdp.base.untrusted import parse_json
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError, reading
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
+from lightning_ptdp.checkpoint.checksums import SummedFile
 from lightning_ptdp.checkpoint.format_1 import find_values, parse_index
 from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, CheckpointMetadata, TensorEntry, read_verified
 from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
-from lightning_ptdp.checkpoint.sums import SummedFile
-from lightning_ptdp.untrusted import parse_json
 
 __all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError
+from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
-from lightning_ptdp.checkpoint.verify import verify_checkpoint
 
 __all__ = [
     "LATEST",

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from lightning_ptdp.checkpoint.agreement import gather, same_outcome
-from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.local import Tensors
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.save_agreement import gather, same_outcome
 
 __all__ = ["Stored", "load_tensors", "renamed"]
 

@@ -14,11 +14,23 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checked_json import FILE_NAME, Json, Misfit, integer, list_of, map_of, number, one_of, optional, record, text
+from lightning_ptdp.base.checked_json import (
+    FILE_NAME,
+    Json,
+    Misfit,
+    integer,
+    list_of,
+    map_of,
+    number,
+    one_of,
+    optional,
+    record,
+    text,
+)
+from lightning_ptdp.base.untrusted import read_json, regular_size
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError, MissingCheckpointError, reading
-from lightning_ptdp.checkpoint.sums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, most_sums_bytes, parse_sums
-from lightning_ptdp.untrusted import read_json, regular_size
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError, reading
+from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, most_sums_bytes, parse_sums
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -85,7 +97,7 @@ class CheckpointMetadata:
         tensors: Every full tensor by its global name.
         files: Every other file of the folder by its name.
         created: When it was written, in seconds since 1970, later than what was in its folder by then, whatever the clock said
-            (keeper.py): orders checkpoints.
+            (save_folders.py): orders checkpoints.
         format_version: Version of the format. Tensors are listed in ``index.json`` since 2, before in DCP's index alone.
     """
 

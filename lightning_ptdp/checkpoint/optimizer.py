@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint.agreement import same_outcome
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
-from lightning_ptdp.checkpoint.local import Placed
+from lightning_ptdp.checkpoint.local_rectangles import Placed
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.single_file import optimizer_by_name
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 
 __all__ = [
     "keeps_history",

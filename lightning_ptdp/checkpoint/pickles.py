@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ptdp.checked_json import Misfit
+from lightning_ptdp.base.checked_json import Misfit
 
 __all__ = ["Made", "Name", "Pairs", "Persistent", "read_pickle"]
 

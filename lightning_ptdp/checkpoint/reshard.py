@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.files import check_apart
-from lightning_ptdp.checkpoint.local import LocalRectangle
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.save import write_checkpoint
-from lightning_ptdp.checkpoint.state import read_state
-from lightning_ptdp.checkpoint.verify import verify_checkpoint
+from lightning_ptdp.checkpoint.saved_state import read_state
 
 __all__ = ["reshard_checkpoint"]
 

@@ -10,13 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_ptdp.checkpoint import _dcp, files
-from lightning_ptdp.checkpoint.agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.claims import Claim
-from lightning_ptdp.checkpoint.errors import CheckpointError
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.index import write_index
-from lightning_ptdp.checkpoint.keeper import Keeper
 from lightning_ptdp.checkpoint.latest import latest_follows
-from lightning_ptdp.checkpoint.local import LocalRectangle, Tensors, cut_strips, rectangles_of
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     README_FILE,
@@ -25,7 +22,10 @@ from lightning_ptdp.checkpoint.metadata import (
     check_json,
     write_metadata,
 )
-from lightning_ptdp.checkpoint.state import dump_state
+from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
+from lightning_ptdp.checkpoint.save_folders import Keeper
+from lightning_ptdp.checkpoint.saved_state import dump_state
+from lightning_ptdp.checkpoint.write_locks import Claim
 
 __all__ = ["checked_content", "save_rectangles", "save_checkpoint", "write_checkpoint"]
 

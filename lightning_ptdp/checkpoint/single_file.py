@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.errors import CheckpointError
-from lightning_ptdp.checkpoint.local import Tensors
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
-from lightning_ptdp.checkpoint.types import TYPES, Note, plain_value
+from lightning_ptdp.checkpoint.plain_types import TYPES, Note, plain_value
 
 __all__ = ["PARAMETER_NAMES", "InMemory", "optimizer_by_name", "write_file"]
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from lightning_ptdp.base.signals import hold_requeue_signal
 from lightning_ptdp.cli.recipe_files import recipe_folder
-from lightning_ptdp.signals import hold_requeue_signal
 
 __all__ = ["main", "recipe_folder"]
 

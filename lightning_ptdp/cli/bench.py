@@ -16,11 +16,11 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, ranked, render, table
-from lightning_ptdp.cli.checks import check_run
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.child_processes import ending_workers
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
-from lightning_ptdp.cli.processes import ending_workers
+from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.world.layout import AXES, ParallelLayout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightning_ptdp.untrusted import read_bytes
+from lightning_ptdp.base.untrusted import read_bytes
 
 __all__ = ["bounded", "load_yaml", "load_yaml_file"]
 

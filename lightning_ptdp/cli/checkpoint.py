@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ptdp.cli.dtypes import add_dtype_argument, dtype_of
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.dtype_names import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.error_messages import UserError
 
 if TYPE_CHECKING:
     from lightning_ptdp.checkpoint import CheckpointMetadata
@@ -62,7 +62,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import read_metadata
-    from lightning_ptdp.exchange.plain import file_metadata
+    from lightning_ptdp.exchange.state_dict_files import file_metadata
 
     metadata = (file_metadata if Path(options.path).is_file() else read_metadata)(options.path)
     if options.json:
@@ -81,7 +81,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import CheckpointError, verify_checkpoint
-    from lightning_ptdp.exchange.plain import verify_file
+    from lightning_ptdp.exchange.state_dict_files import verify_file
 
     failed: list[CheckpointError] = []
     for path in options.path:
@@ -100,7 +100,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _reshard(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import files, read_metadata, reshard_checkpoint
     from lightning_ptdp.checkpoint.metadata import METADATA_FILE
-    from lightning_ptdp.exchange.plain import as_folder
+    from lightning_ptdp.exchange.state_dict_files import as_folder
 
     if Path(options.source).is_file() and not options.weights_only:
         raise UserError(f"{options.source} is a file, whose optimizer states are known by position: add --weights_only")

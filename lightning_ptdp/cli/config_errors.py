@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_ptdp.cli.errors import explain, nearest
+from lightning_ptdp.cli.error_messages import explain, nearest
 
 __all__ = ["readable"]
 

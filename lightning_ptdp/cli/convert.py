@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from lightning_ptdp.cli.dtypes import add_dtype_argument, dtype_of
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.dtype_names import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.error_messages import UserError
 
 __all__ = ["run"]
 
@@ -56,7 +56,7 @@ def run(verb: str, arguments: list[str]) -> int:
         said = verify_export(given["source"], given["destination"], config=given["config"], prefix=given["prefix"])
         print(f"verified: {said}")
     if where is not None:
-        from lightning_ptdp.loggers.registry import register_model
+        from lightning_ptdp.loggers.model_registry import register_model
 
         uri, run_id = where
         call = register_model(given["destination"], name=name, tracking_uri=uri, run_id=run_id, version_of=given["source"])
@@ -66,8 +66,8 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _registry(name: str, source: str, store: str | None) -> tuple[str, str | None]:
     """The store, and the run in it, that a model is registered in."""
-    from lightning_ptdp.loggers.registry import store_of
-    from lightning_ptdp.loggers.store import check_store
+    from lightning_ptdp.loggers.model_registry import store_of
+    from lightning_ptdp.loggers.tracking_store import check_store
 
     found = store_of(source) if store is None else (store, None)
     if found is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.recipe_files import recipe_names
 
 __all__ = ["parser", "run"]
@@ -67,7 +67,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _calibrate(processes: int, backend: str | None, timeout_s: float) -> int:
     from lightning_ptdp.doctor.calibration import describe
-    from lightning_ptdp.doctor.devices import count_gpus
+    from lightning_ptdp.doctor.local_devices import count_gpus
     from lightning_ptdp.doctor.ranks import calibrate_ranks
     from lightning_ptdp.planner import MACHINE_FILE, save_calibration
 

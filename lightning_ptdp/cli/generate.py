@@ -42,7 +42,7 @@ def run(verb: str, arguments: list[str]) -> int:
     options = ServingOptions(**{field.name: given.pop(field.name) for field in fields(ServingOptions)})
 
     from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
-    from lightning_ptdp.generation.text import find_tokenizer
+    from lightning_ptdp.generation.tokenizer_text import find_tokenizer
 
     extra = given.pop("system" if chats else "prompt")
     with tempfile.TemporaryDirectory() as scratch:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_ptdp.cli.errors import explain
+from lightning_ptdp.cli.error_messages import explain
 
 __all__ = ["held_back"]
 

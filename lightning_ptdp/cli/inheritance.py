@@ -25,7 +25,7 @@ import yaml
 
 from lightning_ptdp.cli.bounded_yaml import load_yaml_file
 from lightning_ptdp.cli.command_line import CONFIG, options_on
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
 
 __all__ = [

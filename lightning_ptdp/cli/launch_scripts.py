@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import options_on
-from lightning_ptdp.option_types import Count, Size, check_types
 
 __all__ = ["LaunchJob", "slurm_script", "torchrun_script"]
 

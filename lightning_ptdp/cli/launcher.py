@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_ptdp.cli.command_line import options_on
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import LaunchJob, slurm_script, torchrun_script
 from lightning_ptdp.cli.recipe_files import find_config

@@ -33,13 +33,13 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.cli.bounded_yaml import bounded
 from lightning_ptdp.cli.config_errors import dotted, readable
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.parsed_values import check_values
 from lightning_ptdp.cli.strategy_option import keep_strategy_options
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM  # noqa: F401
-from lightning_ptdp.models.folder import local_folder
+from lightning_ptdp.models.pretrained_folder import local_folder
 
 __all__ = ["PTDPCLI", "parsed_values"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jsonargparse import Namespace
 
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 
 __all__ = ["check_values"]
 

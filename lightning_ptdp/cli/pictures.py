@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 
 __all__ = ["check_picture"]
 
@@ -28,6 +28,6 @@ def check_picture(option: str, path: str | Path | None) -> None:
     folder = Path(path).absolute().parent
     if not folder.exists():
         raise UserError(f"{option} {path}: {folder} does not exist; make it, or give another folder")
-    from lightning_ptdp.loggers.store import check_writable_folder
+    from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
     check_writable_folder(folder, f"{option} {path}")

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_ptdp.base.columns import columns
 from lightning_ptdp.cli.command_line import listed
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.pictures import check_picture
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
 from lightning_ptdp.cli.recipe_files import find_config
-from lightning_ptdp.columns import columns
 from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def run(verb: str, arguments: list[str]) -> int:
     config = resolve_config(find_config(options.config)).values if options.config is not None else {}
     # Imported here, since they take the seconds that an import of torch takes.
     from lightning_ptdp.planner import search
-    from lightning_ptdp.planner.mends import why_nothing_fits
     from lightning_ptdp.planner.picture import draw
-    from lightning_ptdp.planner.report import as_data, explain_rejected, table
+    from lightning_ptdp.planner.plan_report import as_data, explain_rejected, table
+    from lightning_ptdp.planner.remedies import why_nothing_fits
 
     _refuse_ignored(options)
     check_picture("--picture", options.picture)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_ptdp.cli.errors import UserError, nearest
+from lightning_ptdp.cli.error_messages import UserError, nearest
 from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
-    from lightning_ptdp.models.config import GPTConfig
+    from lightning_ptdp.models.model_config import GPTConfig
     from lightning_ptdp.planner import Device, Job, ModelShape
 
 __all__ = ["SIZES", "planned_job"]
@@ -104,8 +104,8 @@ def _followed(
 
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
-    from lightning_ptdp.models.config import BertConfig, GPTConfig
-    from lightning_ptdp.models.folder import config_of_sizes
+    from lightning_ptdp.models.model_config import BertConfig, GPTConfig
+    from lightning_ptdp.models.pretrained_folder import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
 
     given = {field: getattr(options, field) for field, _ in SIZES.values() if getattr(options, field) is not None}
@@ -137,7 +137,7 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
 
 def _of_path(path: str) -> GPTConfig:
     """The sizes of a Hugging Face model, of which only ``config.json`` is read."""
-    from lightning_ptdp.models.folder import config_values
+    from lightning_ptdp.models.pretrained_folder import config_values
     from lightning_ptdp.planner import gpt_sizes
 
     try:

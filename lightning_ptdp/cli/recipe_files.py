@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_ptdp.cli.errors import UserError, nearest
+from lightning_ptdp.cli.error_messages import UserError, nearest
 
 __all__ = ["find_config", "is_shared", "recipe_folder", "recipe_names"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.base.columns import columns
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
-from lightning_ptdp.columns import columns
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["run"]

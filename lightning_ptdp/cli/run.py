@@ -15,20 +15,20 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_ptdp._lightning import load_only_named_checkpoints
+from lightning_ptdp.base.output import survive_closed_output
 from lightning_ptdp.callbacks import ExportHuggingFace, PredictionWriter, RunRecord, RunReport, WriteSamples
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.cli.checks import check_data, check_run, check_validation_interval, check_weights
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.child_processes import ending_workers
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.experiment import experiment_of
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
-from lightning_ptdp.cli.processes import ending_workers
 from lightning_ptdp.cli.resume import Found, find_newest, was_requeued
+from lightning_ptdp.cli.run_checks import check_data, check_run, check_validation_interval, check_weights
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.store import check_writable_folder
-from lightning_ptdp.output import survive_closed_output
+from lightning_ptdp.loggers.tracking_store import check_writable_folder
+from lightning_ptdp.shims.lightning import load_only_named_checkpoints
 
 __all__ = ["run"]
 

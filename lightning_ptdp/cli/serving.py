@@ -23,19 +23,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ptdp.base.signals import handled
 from lightning_ptdp.callbacks.write_samples import on_rank_zero
 from lightning_ptdp.checkpoint import CheckpointError, read_state
-from lightning_ptdp.cli.checks import check_checkpoint
-from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.cli.processes import ending_workers
+from lightning_ptdp.cli.child_processes import ending_workers
+from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.run_checks import check_checkpoint
 from lightning_ptdp.cli.serving_options import ServingOptions
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
 from lightning_ptdp.exchange.adapter_folder import is_adapter_folder, read_adapter_folder
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import longest_sequence
-from lightning_ptdp.generation.text import Message, TextTokenizer
+from lightning_ptdp.generation.tokenizer_text import Message, TextTokenizer
 from lightning_ptdp.models import LitCausalLM, LitGPT
-from lightning_ptdp.signals import handled
 from lightning_ptdp.strategy import PTDPStrategy
 
 __all__ = ["Chat", "Continuation", "module_of", "serve"]

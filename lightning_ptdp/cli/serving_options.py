@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.base.option_types import Size, check_types
 
 __all__ = ["ServingOptions"]
 

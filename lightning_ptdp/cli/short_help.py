@@ -44,7 +44,7 @@ _Shown = tuple[str, str, str, Sequence[str]]
 _STRATEGY: Sequence[_Shown] = (("", "config.py", "PTDPConfig", ()),)
 _OPTIMIZER: _Shown = (
     "optimizer.",
-    "models/optimization.py",
+    "models/optimizer_setup.py",
     "AdamWConfig",
     ("learning_rate", "warmup_steps", "decay_steps", "weight_decay"),
 )
@@ -55,7 +55,7 @@ _HUGGING_FACE: Sequence[_Shown] = (
 )
 _SIZES = ("vocabulary_size", "sequence_length", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout")
 _MODELS: Mapping[str, Sequence[_Shown]] = {
-    "LitGPT": (("config.", "models/config.py", "GPTConfig", _SIZES), _OPTIMIZER),
+    "LitGPT": (("config.", "models/model_config.py", "GPTConfig", _SIZES), _OPTIMIZER),
     "LitCausalLM": _HUGGING_FACE,
     "LitMaskedLM": _HUGGING_FACE,
 }

@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_ptdp.base.columns import columns
 from lightning_ptdp.cli.command_line import listed
-from lightning_ptdp.cli.errors import UserError
-from lightning_ptdp.columns import columns
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
+from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Timeline
-from lightning_ptdp.schedule.timeline import chrome_trace, draw_timelines
 
 __all__ = ["run"]
 

@@ -12,19 +12,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.context_parallel.batch import (
+from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
+from lightning_ptdp.context_parallel.global_positions import Supplier, Taker, find_takers
+from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
+from lightning_ptdp.context_parallel.sequence_batch import (
     SequenceDims,
     count_targets,
     is_padded,
     sequence_length,
     shard_batch,
 )
-from lightning_ptdp.context_parallel.errors import ContextParallelError
-from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
-from lightning_ptdp.context_parallel.sharding import check_sequence, positions
-from lightning_ptdp.context_parallel.supply import Supplier, Taker, find_takers
-from lightning_ptdp.nested import iterate_tensors
-from lightning_ptdp.surroundings import Contexts, Forward, Surrounding
+from lightning_ptdp.context_parallel.sequence_chunks import check_sequence, positions
+from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ContextForward", "ContextParallel"]
@@ -74,7 +74,7 @@ class ContextParallel(Surrounding):
     Args:
         group: The context group; best one that carries nothing else.
         attention: "ring" or "all_to_all".
-        sequence_dims: See ``batch.py``.
+        sequence_dims: See ``sequence_batch.py``.
         padding_keys: Tensors (b, s) of the batch that tell of padding.
         needs_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence. False for one that needs none.
         sequence_parallel_size: t under sequence parallelism, else 1.

@@ -1,6 +1,6 @@
 """Puts ring or all-to-all attention in the place of every call of ``scaled_dot_product_attention`` in somebody's model, and the whole
 sequence's first token in the place of the slice's: models that pool pick ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. Both
-tokens are on the group's first rank (``sharding.py``), which hands them to the others.
+tokens are on the group's first rank (``sequence_chunks.py``), which hands them to the others.
 
 ``torch.nn.MultiheadAttention`` is one call to a torch function mode, and inside of the mode's handler the mode is off: the attention
 inside would not be seen. So the handler computes what ``F.multi_head_attention_forward`` does, for the case that occurs in training:
@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention
-from lightning_ptdp.context_parallel.draws import SliceDraws
-from lightning_ptdp.context_parallel.errors import ContextParallelError
+from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
+from lightning_ptdp.context_parallel.dropout_draws import SliceDraws
 from lightning_ptdp.context_parallel.masks import read_mask
 from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.shifts import check_index, shifting_functions
-from lightning_ptdp.matrix_product import autocast_dtype
-from lightning_ptdp.replacing import Replacing
+from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["AttentionKind", "Interceptor", "pick_token"]

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.context_parallel.kernels import Block, attend, attend_backward
-from lightning_ptdp.random import derive_seed
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ring_attention"]

@@ -12,10 +12,10 @@ from lightning_ptdp.data.bert_datamodule import BertDataModule
 from lightning_ptdp.data.bert_stream import BertStream
 from lightning_ptdp.data.chat_datamodule import ChatDataModule
 from lightning_ptdp.data.chat_stream import ChatStream
-from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
+from lightning_ptdp.data.data_config import PrepareConfig
+from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
 from lightning_ptdp.data.datamodule import TextDataModule
-from lightning_ptdp.data.errors import CorpusError, DataError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.indexed import IndexedFile
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule

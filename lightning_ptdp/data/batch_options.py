@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
-from lightning_ptdp.batch_size import BatchPlan, RampUp
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
 __all__ = ["BatchOptions", "RampUpOptions"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.data.bert_stream import BertStream, check_options
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.pairs import PairObjective
 from lightning_ptdp.data.stream import SampleStream
-from lightning_ptdp.data.words import SPECIAL_PIECES
-from lightning_ptdp.option_types import check_arguments
+from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES
 
 __all__ = ["BertDataModule"]
 

@@ -22,17 +22,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_ptdp.data.checks import check_fraction, check_integer
-from lightning_ptdp.data.draws import Draws
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.base.option_types import Count, Size, check_arguments
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.masking import choose_words, number_to_predict, replace_tokens
+from lightning_ptdp.data.number_checks import check_fraction, check_integer
 from lightning_ptdp.data.pairs import LEAST_TOKENS, PairObjective, draw_pair, find_windows
-from lightning_ptdp.data.store import ChunkMap
+from lightning_ptdp.data.sample_draws import Draws
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
+from lightning_ptdp.data.token_store import ChunkMap
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.words import Vocabulary
-from lightning_ptdp.option_types import Count, Size, check_arguments
+from lightning_ptdp.data.word_boundaries import Vocabulary
 
 __all__ = ["BertStream"]
 

@@ -17,18 +17,18 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.data.chat_format import ChatFormat, Learn, read_template
 from lightning_ptdp.data.chat_store import FORM, Sample, verify_chat
-from lightning_ptdp.data.checks import check_fraction
 from lightning_ptdp.data.conversations import Columns, FaultyRow, chat_files, read_rows
-from lightning_ptdp.data.errors import CorpusError, StoreError, TokenizerError
+from lightning_ptdp.data.data_error import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.manifest import CorpusRecord, Manifest, SplitRecord, record_files
+from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.prepare import check_place, check_settings, publish
-from lightning_ptdp.data.processes import ordered_map
-from lightning_ptdp.data.store import TokenType, token_dtype
+from lightning_ptdp.data.token_store import TokenType, token_dtype
 from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.option_types import Count, Size, check_types
+from lightning_ptdp.data.worker_processes import ordered_map
 
 __all__ = ["ChatConfig", "prepare_chat"]
 

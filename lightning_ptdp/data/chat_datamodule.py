@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities.parsing import AttributeDict
 
+from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.data.chat_build import ChatConfig, prepare_chat
 from lightning_ptdp.data.chat_format import Learn
 from lightning_ptdp.data.chat_store import verify_chat
 from lightning_ptdp.data.chat_stream import ChatStream, TooLong
 from lightning_ptdp.data.manifest import SPLITS, Manifest, SplitName
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["ChatDataModule"]
 

@@ -20,11 +20,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from lightning_ptdp.base.time_limit import time_limit
+from lightning_ptdp.base.untrusted import read_bytes
 from lightning_ptdp.data.conversations import Conversation, FaultyRow
-from lightning_ptdp.data.errors import TokenizerError, reading
+from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from lightning_ptdp.time_limit import time_limit
-from lightning_ptdp.untrusted import read_bytes
 
 __all__ = ["LIMIT_S", "ChatFormat", "Learn", "read_template"]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import SPLITS, Manifest, SplitName, check_files
-from lightning_ptdp.data.store import check_ids
+from lightning_ptdp.data.token_store import check_ids
 
 __all__ = ["FORM", "ChatStore", "Sample", "verify_chat"]
 

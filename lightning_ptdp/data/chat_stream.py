@@ -20,12 +20,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
+from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.data.chat_store import ChatStore
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.packing import pack
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
-from lightning_ptdp.option_types import Size, check_arguments
 
 __all__ = ["ChatStream", "TooLong"]
 

@@ -18,12 +18,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.base.requirements import RequirementError, import_optional
+from lightning_ptdp.base.untrusted import parse_json, reason, regular_size
 from lightning_ptdp.data.corpus import Corpus
-from lightning_ptdp.data.errors import CorpusError, reading
-from lightning_ptdp.errors import PTDPError
-from lightning_ptdp.option_types import nearest
-from lightning_ptdp.requirements import RequirementError, import_optional
-from lightning_ptdp.untrusted import parse_json, reason, regular_size
+from lightning_ptdp.data.data_error import CorpusError, reading
 
 __all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows"]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_ptdp.data.errors import CorpusError, reading
-from lightning_ptdp.data.pieces import CorpusFile, Piece, cut_lines, cut_text
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.data.data_error import CorpusError, reading
+from lightning_ptdp.data.file_pieces import CorpusFile, Piece, cut_lines, cut_text
 
 __all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable"]
 

@@ -6,16 +6,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_ptdp.data.config import PrepareConfig
+from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.data.data_config import PrepareConfig
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
 from lightning_ptdp.data.prepare import check_prepare, prepare
 from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.option_types import check_arguments
 
 __all__ = ["TextDataModule"]
 

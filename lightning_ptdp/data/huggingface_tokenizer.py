@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lightning_ptdp.data.errors import TokenizerError, reading
+from lightning_ptdp.base.requirements import RequirementError, import_optional
+from lightning_ptdp.base.untrusted import MOST_SETTINGS, check_values, parse_json, read_files, reason, small_files
+from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.requirements import RequirementError, import_optional
-from lightning_ptdp.untrusted import MOST_SETTINGS, check_values, parse_json, read_files, reason, small_files
 
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_ptdp.data.errors import StoreError, reading
+from lightning_ptdp.data.data_error import StoreError, reading
 
 __all__ = ["IndexedFile"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ptdp.data.checks import check_fraction
+from lightning_ptdp.base.option_types import Count, Size, check_arguments
 from lightning_ptdp.data.indexed import IndexedFile
 from lightning_ptdp.data.indexed_stream import IndexedStream
 from lightning_ptdp.data.manifest import SplitName
+from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["IndexedDataModule"]
 

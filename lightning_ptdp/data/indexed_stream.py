@@ -17,12 +17,12 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_ptdp.data.checks import check_fraction
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.base.option_types import Count, Size, check_arguments
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.indexed import IndexedFile
-from lightning_ptdp.data.order import sample_order
+from lightning_ptdp.data.number_checks import check_fraction
+from lightning_ptdp.data.sample_permutation import sample_order
 from lightning_ptdp.data.stream import BlockStream
-from lightning_ptdp.option_types import Count, Size, check_arguments
 
 __all__ = ["IndexedStream"]
 

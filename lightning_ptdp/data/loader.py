@@ -1,7 +1,7 @@
-"""Which samples a replica reads, in which order, and where it stands.
+"""Samples of a replica, in order, with a position that can be saved.
 
-The order is one endless sequence of sample numbers (``order.py``). A step of d replicas with batches of B samples takes the next
-d·B numbers, replica r the r-th B of them::
+The order is one endless sequence of sample numbers (``sample_permutation.py``). A step of d replicas with batches of B samples
+takes the next d·B numbers, replica r the r-th B of them::
 
     numbers   0 1 2 3 4 5 6 7 8 ...          d = 2, B = 2
     step 0    r0  r1
@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ptdp.batch_size import RampUp
-from lightning_ptdp.data.checks import check_integer
-from lightning_ptdp.data.errors import DataError
+from lightning_ptdp.base.option_types import Count, Size, check_types
+from lightning_ptdp.data.data_error import DataError
+from lightning_ptdp.data.number_checks import check_integer
 from lightning_ptdp.data.stream import PADDING, SampleStream
-from lightning_ptdp.option_types import Count, Size, check_types
+from lightning_ptdp.world.batch_size import RampUp
 
 __all__ = ["EvaluationLoader", "TokenLoader"]
 

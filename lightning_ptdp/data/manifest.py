@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_ptdp.data.errors import StoreError, reading
+from lightning_ptdp.base.option_types import Count, check_types
+from lightning_ptdp.base.untrusted import inside, read_json
+from lightning_ptdp.data.data_error import StoreError, reading
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, load_tokenizer
-from lightning_ptdp.data.store import INDEX_FILE, Chunk, ChunkMap, TokenType, read_chunks
+from lightning_ptdp.data.token_store import INDEX_FILE, Chunk, ChunkMap, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
-from lightning_ptdp.option_types import Count, check_types
-from lightning_ptdp.untrusted import inside, read_json
 
 __all__ = [
     "CorpusRecord",

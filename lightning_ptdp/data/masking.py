@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_ptdp.data.draws import Draws
-from lightning_ptdp.data.words import Vocabulary
+from lightning_ptdp.data.sample_draws import Draws
+from lightning_ptdp.data.word_boundaries import Vocabulary
 
 __all__ = ["choose_words", "number_to_predict", "replace_tokens"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, TypedDict
 
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.interleave import Turns
 from lightning_ptdp.data.manifest import SplitName, verify_store
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.option_types import Size, check_arguments
 
 __all__ = ["CorpusOptions", "MixtureDataModule"]
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data.interleave import Turns
-from lightning_ptdp.data.order import sample_order
+from lightning_ptdp.data.sample_permutation import sample_order
 from lightning_ptdp.data.stream import PADDING, SampleStream
-from lightning_ptdp.option_types import Size, check_arguments
-from lightning_ptdp.random import derive_seed
 
 __all__ = ["MixtureStream"]
 

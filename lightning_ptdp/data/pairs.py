@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_ptdp.data.draws import Draws
-from lightning_ptdp.data.words import Vocabulary
+from lightning_ptdp.data.sample_draws import Draws
+from lightning_ptdp.data.word_boundaries import Vocabulary
 
 __all__ = ["LEAST_TOKENS", "PairObjective", "Windows", "draw_pair", "find_windows"]
 

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.data.build import Builder
-from lightning_ptdp.data.config import PrepareConfig
 from lightning_ptdp.data.corpus import listing_digest
-from lightning_ptdp.data.errors import DataError, StoreError, TokenizerError
+from lightning_ptdp.data.corpus_build import Builder
+from lightning_ptdp.data.data_config import PrepareConfig
+from lightning_ptdp.data.data_error import DataError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import FORMAT, MANIFEST_FILE, CorpusRecord, Manifest, record_files, verify_store
-from lightning_ptdp.data.progress import Reporter
+from lightning_ptdp.data.preparation_progress import Reporter
 from lightning_ptdp.data.work_folder import work_folder
 
 __all__ = ["PreparedData", "check_place", "check_prepare", "check_settings", "prepare", "publish"]

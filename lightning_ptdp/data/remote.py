@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.base.untrusted import MOST_BYTES, inside, reason, regular_size
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, verify_store
 from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.untrusted import MOST_BYTES, inside, reason, regular_size
 
 if TYPE_CHECKING:  # imported when it is used
     from litdata.streaming.downloader import Downloader

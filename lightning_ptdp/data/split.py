@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ptdp.data.corpus import Document
-from lightning_ptdp.data.errors import CorpusError
+from lightning_ptdp.data.data_error import CorpusError
 
 __all__ = ["Scan", "Split", "Survey", "scan", "survey"]
 

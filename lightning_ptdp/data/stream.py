@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_ptdp.data.errors import StoreError
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
-from lightning_ptdp.data.order import sample_visits
-from lightning_ptdp.data.store import ChunkMap
-from lightning_ptdp.option_types import Size, check_arguments
+from lightning_ptdp.data.sample_permutation import sample_visits
+from lightning_ptdp.data.token_store import ChunkMap
 
 __all__ = ["IGNORE_INDEX", "PADDING", "BlockStream", "SampleStream", "TokenStream"]
 

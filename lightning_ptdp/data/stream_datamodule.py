@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from lightning_ptdp.batch_size import BatchPlan, RampUp
+from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.base.option_types import Count, Size, check_arguments
 from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
-from lightning_ptdp.data_record import DatasetRecord
-from lightning_ptdp.option_types import Count, Size, check_arguments
+from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
 __all__ = ["StreamDataModule", "replica_of"]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from lightning_ptdp.data.errors import TokenizerError, reading
-from lightning_ptdp.untrusted import inside, read_bytes, read_json
+from lightning_ptdp.base.untrusted import inside, read_bytes, read_json
+from lightning_ptdp.data.data_error import TokenizerError, reading
 
 __all__ = ["Tokenizer"]
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_ptdp.data.errors import CorpusError, TokenizerError
+from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 
 __all__ = ["read_record", "work_folder", "write_record"]
 

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_ptdp.data_parallel.flat_shards import Shard
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
-from lightning_ptdp.data_parallel.shards import Shard
 
 __all__ = ["ALIGNMENT", "HALF", "Bucket", "aligned"]
 

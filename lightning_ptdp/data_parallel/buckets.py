@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_ptdp._torch import set_gradient_dtype
-from lightning_ptdp.data_parallel.beside import Beside
 from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, aligned
+from lightning_ptdp.data_parallel.flat_shards import Shard
+from lightning_ptdp.data_parallel.gradient_sums import add_up, joined
+from lightning_ptdp.data_parallel.overlapped_reduction import Beside
 from lightning_ptdp.data_parallel.reduction import BucketEntry
-from lightning_ptdp.data_parallel.shards import Shard
-from lightning_ptdp.data_parallel.sums import add_up, joined
+from lightning_ptdp.shims.torch import set_gradient_dtype
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["GradientBuckets"]

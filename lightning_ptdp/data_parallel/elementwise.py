@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.base.errors import PTDPError
 
 __all__ = ["Cut", "GroupTrial", "MixingOptimizerError", "check_elementwise", "constructed_state"]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_ptdp._torch import replaced_total_norm
-from lightning_ptdp.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.shims.torch import replaced_total_norm
 
 __all__ = ["GradientView"]
 

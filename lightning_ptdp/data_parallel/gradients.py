@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ptdp.base.partial_values import PartialModelError
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel.arrivals import Arrivals
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
-from lightning_ptdp.data_parallel.entries import lay_out, make_stepped, needs_masters
+from lightning_ptdp.data_parallel.gradient_entries import lay_out, make_stepped, needs_masters
+from lightning_ptdp.data_parallel.gradient_sums import global_norm
 from lightning_ptdp.data_parallel.gradient_view import GradientView
-from lightning_ptdp.data_parallel.loose import LooseGradients
-from lightning_ptdp.data_parallel.stepped import Stepped, SteppedParameters
-from lightning_ptdp.data_parallel.sums import global_norm
-from lightning_ptdp.partial_values import PartialModelError
-from lightning_ptdp.records import Records
+from lightning_ptdp.data_parallel.optimizer_parameters import Stepped, SteppedParameters
+from lightning_ptdp.data_parallel.parameter_gather import Arrivals
+from lightning_ptdp.data_parallel.unbucketed_gradients import LooseGradients
+from lightning_ptdp.parameters.records import Records
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Gradients"]

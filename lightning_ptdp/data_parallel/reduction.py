@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
-from lightning_ptdp.records import Sum
+from lightning_ptdp.parameters.records import Sum
+from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["BucketEntry", "Pending", "Reduction"]

@@ -5,7 +5,7 @@ A check is a function that returns a ``Check`` (or some) and never raises for wh
 """
 
 from lightning_ptdp.doctor.check import Check, Status
+from lightning_ptdp.doctor.doctor_report import as_json, render
 from lightning_ptdp.doctor.inspection import Inspection, Question, inspect_all
-from lightning_ptdp.doctor.report import as_json, render
 
 __all__ = ["Check", "Inspection", "Question", "Status", "as_json", "inspect_all", "render"]

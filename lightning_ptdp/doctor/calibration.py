@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_ptdp._memory import return_large_blocks
-from lightning_ptdp.doctor.collectives import Place
+from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.doctor.collective_checks import Place
 from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.models import GPT, GPTConfig
-from lightning_ptdp.models.lean import RMSNorm, swiglu
+from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.planner import SOFTWARE, Cluster, Device, Link, Measured, find_device, known_device
-from lightning_ptdp.rank_processes import Tell
+from lightning_ptdp.shims.glibc import return_large_blocks
 from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Figures", "calibrated", "cores_of", "describe", "measure_device", "memory_of"]

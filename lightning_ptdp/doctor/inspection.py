@@ -12,14 +12,14 @@ from typing import TypeVar
 
 import psutil
 
-from lightning_ptdp.doctor import folders
+from lightning_ptdp.base.rank_processes import Tell, run_ranks
+from lightning_ptdp.doctor import folder_checks
 from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Check, Status, failed
-from lightning_ptdp.doctor.devices import check_devices, count_gpus
 from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
-from lightning_ptdp.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from lightning_ptdp.doctor.local_devices import check_devices, count_gpus
+from lightning_ptdp.doctor.machine_checks import check_cores, check_memory, check_open_files, check_shared_memory
 from lightning_ptdp.doctor.ranks import check_ranks
-from lightning_ptdp.rank_processes import Tell, run_ranks
 
 __all__ = ["Inspection", "Question", "Section", "inspect_all"]
 
@@ -123,13 +123,13 @@ def _machine(processes: int, *, accelerated: bool) -> Iterator[Check]:
 
 
 def _folders(question: Question) -> Iterator[Check]:
-    yield folders.check_root_dir(question.root_dir)
-    yield folders.check_database_locks(question.root_dir)
-    yield folders.check_clock(question.root_dir)
+    yield folder_checks.check_root_dir(question.root_dir)
+    yield folder_checks.check_database_locks(question.root_dir)
+    yield folder_checks.check_clock(question.root_dir)
     if question.tracking_uri is not None:
-        yield folders.check_tracking_store(question.tracking_uri, timeout_s=min(question.timeout_s, 5.0))
+        yield folder_checks.check_tracking_store(question.tracking_uri, timeout_s=min(question.timeout_s, 5.0))
     if question.data_dir is not None:
-        yield folders.check_data_folder(question.data_dir)
+        yield folder_checks.check_data_folder(question.data_dir)
 
 
 def _container_limit() -> int | None:

@@ -6,9 +6,9 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 
-from lightning_ptdp import requirements
+from lightning_ptdp.base import requirements
+from lightning_ptdp.base.requirements import DISTRIBUTION, Declared, RequirementError, read_declared
 from lightning_ptdp.doctor.check import Check, failed, ok, warning
-from lightning_ptdp.requirements import DISTRIBUTION, Declared, RequirementError, read_declared
 
 __all__ = ["check_entry_points", "check_packages", "check_python", "check_recipes"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp._torch import all_gather_single, reduce_scatter_single
-from lightning_ptdp.doctor.collectives import Place
-from lightning_ptdp.rank_processes import Tell
+from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.doctor.collective_checks import Place
+from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.layout import divisors
 
 __all__ = ["LINK_SIZES", "Links", "measure_links"]

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from lightning_ptdp.base.rank_processes import Outcome, Tell, run_ranks
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of
 from lightning_ptdp.doctor.check import Check, failed, ok
-from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
+from lightning_ptdp.doctor.collective_checks import COLLECTIVES, Place
 from lightning_ptdp.planner import Device
-from lightning_ptdp.rank_processes import Outcome, Tell, run_ranks
-from lightning_ptdp.world.meeting import LOOPBACK, listen_on_loopback, meeting_store
+from lightning_ptdp.world.rendezvous_address import LOOPBACK, listen_on_loopback, meeting_store
 
 __all__ = ["RankCheck", "calibrate_ranks", "check_ranks"]
 

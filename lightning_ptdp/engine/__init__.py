@@ -1,11 +1,14 @@
-"""One batch of one replica: cut into microbatches, run by the schedule, reported to Lightning.
+"""Training steps of one replica: microbatches, the user's step, and one result for Lightning.
 
-``engine.py`` is the entrance; ``job.py`` runs the user's step on a microbatch, ``report.py`` puts together what the microbatches say and
-``sharing.py`` carries it to the other ranks, with what the step left on the module (``step_state.py``); ``batch.py`` cuts and joins,
-``agreement.py`` and ``metric_groups.py`` see that all ranks mean the same.
+- ``engine.py`` is the entrance.
+- ``microbatches.py`` cuts a batch and joins the outputs.
+- ``replica_step.py`` runs the user's step on a microbatch.
+- ``step_report.py`` combines the results of the microbatches; ``sharing.py`` sends them to the other ranks, with the state
+  that the step left on the module (``step_state.py``).
+- ``rank_agreement.py`` and ``metric_groups.py`` check that all ranks agree.
 """
 
-from lightning_ptdp.engine.agreement import BatchMismatchError
 from lightning_ptdp.engine.engine import Engine
+from lightning_ptdp.engine.rank_agreement import BatchMismatchError
 
 __all__ = ["BatchMismatchError", "Engine"]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_ptdp.engine.agreement import batch_sums, check_same_batch
+from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.engine.label_counts import describe_uneven, expected_tokens, is_uneven, label_spread
-from lightning_ptdp.nested import Nested, batch_size
+from lightning_ptdp.engine.rank_agreement import batch_sums, check_same_batch
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["BatchAgreement"]

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_ptdp._torch import all_gather_single
+from lightning_ptdp.base.nested import Nested, map_tensors
 from lightning_ptdp.context_parallel import ContextParallelError, gather_sequence
-from lightning_ptdp.engine.report import StepReport, numbers_on, reduce_values
-from lightning_ptdp.nested import Nested, map_tensors
+from lightning_ptdp.engine.step_report import StepReport, numbers_on, reduce_values
+from lightning_ptdp.shims.torch import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["PartReports", "whole_outputs"]

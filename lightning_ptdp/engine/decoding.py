@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp.forward.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.schedule.actions import Schedule
-from lightning_ptdp.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 

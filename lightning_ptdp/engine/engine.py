@@ -9,31 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ptdp._lightning import LightningModule
+from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
-from lightning_ptdp.engine.agreement import check_kept_alike, is_same_length
-from lightning_ptdp.engine.batch import microbatch_sizes, split_batch
 from lightning_ptdp.engine.batch_agreement import BatchAgreement
 from lightning_ptdp.engine.decoding import Decoding
-from lightning_ptdp.engine.inspection import Inspection
-from lightning_ptdp.engine.job import LightningJob, counted_loss, loss_and_weight, num_tokens
+from lightning_ptdp.engine.first_batch import Inspection
 from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
+from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.engine.optimization import Optimization
-from lightning_ptdp.engine.report import LogRecorder, StepReport, replay, weigh_over_replicas
+from lightning_ptdp.engine.rank_agreement import check_kept_alike, is_same_length
+from lightning_ptdp.engine.replica_step import LightningJob, counted_loss, loss_and_weight, num_tokens
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_habits import warn_of_loss
+from lightning_ptdp.engine.step_report import LogRecorder, StepReport, replay, weigh_over_replicas
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
-from lightning_ptdp.nested import Nested, batch_size
+from lightning_ptdp.forward.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
-from lightning_ptdp.pipeline.progress import Observers
+from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.random import derive_seed
-from lightning_ptdp.surroundings import Context, Forward, Surroundings
+from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 

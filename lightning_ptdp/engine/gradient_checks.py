@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
-from lightning_ptdp.errors import PTDPError
-from lightning_ptdp.pipeline.progress import StepObserver
+from lightning_ptdp.pipeline.program_observers import StepObserver
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import ProcessMesh
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ptdp.nested import Nested, named_tensors
+from lightning_ptdp.base.nested import Nested, named_tensors
 
 __all__ = ["describe_uneven", "expected_tokens", "is_uneven", "label_spread", "power_above"]
 

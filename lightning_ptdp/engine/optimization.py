@@ -14,10 +14,10 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ManualGradients
 from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
 from lightning_ptdp.engine.gradient_checks import GradientChecks
-from lightning_ptdp.engine.job import counted_loss
+from lightning_ptdp.engine.replica_step import counted_loss
+from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.pipeline.progress import Observers
-from lightning_ptdp.surroundings import Context
+from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Optimization"]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.engine.report import LogCall, StepReport
+from lightning_ptdp.engine.step_report import LogCall, StepReport
 from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import Group

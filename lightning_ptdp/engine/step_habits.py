@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp._lightning import is_compiled as is_compiled_module
-from lightning_ptdp._torch import is_compiled
+from lightning_ptdp.base.nested import named_tensors
 from lightning_ptdp.engine.step_state import Owner, StepState
-from lightning_ptdp.nested import named_tensors
+from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
+from lightning_ptdp.shims.torch import is_compiled
 
 __all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss", "watch_samples"]
 

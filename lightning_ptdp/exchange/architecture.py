@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.checked_json import Json
+from lightning_ptdp.base.checked_json import Json
+from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
 from lightning_ptdp.exchange.conversions import views_in_files
-from lightning_ptdp.exchange.folder import read_config
-from lightning_ptdp.exchange.tables import Model
-from lightning_ptdp.requirements import import_optional
+from lightning_ptdp.exchange.model_folder import read_config
+from lightning_ptdp.exchange.name_tables import Model
 
 __all__ = ["check_architecture", "verify_huggingface"]
 

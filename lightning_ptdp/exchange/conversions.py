@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp._transformers import as_in_files
 from lightning_ptdp.checkpoint.rectangles import Rectangle
+from lightning_ptdp.shims.transformers import as_in_files
 
 __all__ = ["View", "views_in_files"]
 

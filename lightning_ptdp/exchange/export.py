@@ -19,12 +19,12 @@ from lightning_ptdp.checkpoint import (
     read_state,
     same_outcome,
 )
-from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_zero, own_rank
-from lightning_ptdp.checkpoint.owners import Held, check_held, share_out
+from lightning_ptdp.checkpoint.rectangle_owners import Held, check_held, share_out
+from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.exchange.architecture import verify_huggingface
-from lightning_ptdp.exchange.outgoing import MODEL, Described, described_by_folder, described_by_state
-from lightning_ptdp.exchange.plain import as_folder, common_prefix
-from lightning_ptdp.exchange.writer import FolderPlan
+from lightning_ptdp.exchange.export_content import MODEL, Described, described_by_folder, described_by_state
+from lightning_ptdp.exchange.export_writer import FolderPlan
+from lightning_ptdp.exchange.state_dict_files import as_folder, common_prefix
 
 __all__ = ["SHARD_BYTES", "FolderExport", "to_huggingface", "verify_export"]
 

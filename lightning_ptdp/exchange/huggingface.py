@@ -13,10 +13,10 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, reading, write_checkpoint
 from lightning_ptdp.checkpoint.rectangles import check_cover
-from lightning_ptdp.exchange.families import HF_TIED, family_of_config_json
-from lightning_ptdp.exchange.folder import CONFIG_FILE, open_huggingface, read_config
-from lightning_ptdp.exchange.plain import weights_only_state
-from lightning_ptdp.exchange.tables import Model
+from lightning_ptdp.exchange.known_models import HF_TIED, family_of_config_json
+from lightning_ptdp.exchange.model_folder import CONFIG_FILE, open_huggingface, read_config
+from lightning_ptdp.exchange.name_tables import Model
+from lightning_ptdp.exchange.state_dict_files import weights_only_state
 
 __all__ = ["Names", "from_huggingface", "our_rectangles"]
 

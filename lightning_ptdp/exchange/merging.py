@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._peft import adapters_of, copies_of, plain_name, replaced_by
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of
-from lightning_ptdp.sharding import Piece, Sharding
+from lightning_ptdp.parameters.sharding import Piece, Sharding
+from lightning_ptdp.shims.peft import adapters_of, copies_of, plain_name, replaced_by
 
 __all__ = ["merged_rectangles"]
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lightning_ptdp.base.untrusted import parse_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, reading
-from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.untrusted import parse_json, regular_size
+from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 
 __all__ = ["StoredTensor", "header_of", "list_safetensors", "open_safetensors", "read_stored", "write_safetensors"]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ptdp.checked_json import Json
+from lightning_ptdp.base.checked_json import Json
+from lightning_ptdp.base.untrusted import read_bytes, read_files
 from lightning_ptdp.checkpoint import reading
-from lightning_ptdp.untrusted import read_bytes, read_files
 
 if TYPE_CHECKING:  # imported when it is used
     from lightning_ptdp.data import Tokenizer
@@ -67,9 +67,9 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
     folder = tokenizer_folder(state)
     if folder is None or not Path(folder).is_dir():
         return {}
-    from lightning_ptdp.data.errors import TokenizerError
+    from lightning_ptdp.data.data_error import TokenizerError
     from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
-    from lightning_ptdp.data.words import CLS, MASK, SEP
+    from lightning_ptdp.data.word_boundaries import CLS, MASK, SEP
 
     try:
         tokenizer = load_tokenizer(folder)

@@ -5,6 +5,6 @@ chosen, and what they make of it comes back (arXiv 2006.16668, section 3.2; with
 """
 
 from lightning_ptdp.expert_parallel.dispatch import Dispatched, Faults, dispatch
-from lightning_ptdp.expert_parallel.products import inner_parts, inner_width, stores_as_usual, usual_output
+from lightning_ptdp.expert_parallel.grouped_products import inner_parts, inner_width, stores_as_usual, usual_output
 
 __all__ = ["Dispatched", "Faults", "dispatch", "inner_parts", "inner_width", "stores_as_usual", "usual_output"]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_ptdp.generation.options import Sampling
+from lightning_ptdp.generation.generation_options import Sampling
 
 if TYPE_CHECKING:
     from lightning_ptdp.generation.write import generate

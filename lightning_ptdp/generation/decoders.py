@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._transformers import advance_cache, is_causal_model, is_huggingface_model, new_cache
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.gpt import GPT
+from lightning_ptdp.shims.transformers import advance_cache, is_causal_model, is_huggingface_model, new_cache
 
 __all__ = ["Call", "Decoder", "decoder_of", "language_model", "longest_sequence"]
 

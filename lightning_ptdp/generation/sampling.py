@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_ptdp.generation.options import Sampling
-from lightning_ptdp.random import derive_seed
+from lightning_ptdp.base.random import derive_seed
+from lightning_ptdp.generation.generation_options import Sampling
 
 __all__ = ["choose", "draw_numbers"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
-from lightning_ptdp.generation.options import Sampling
+from lightning_ptdp.generation.generation_options import Sampling
 from lightning_ptdp.generation.sampling import choose, draw_numbers
 
 __all__ = ["generate"]

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.function_replacement import Replacing
+from lightning_ptdp.base.nested import batch_size, iterate_tensors
+from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.context_parallel import positions, sequence_length
-from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
-from lightning_ptdp.nested import batch_size, iterate_tensors
-from lightning_ptdp.random import derive_seed
-from lightning_ptdp.replacing import Replacing
-from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 
-from lightning_ptdp.loggers.absent import AbsentRun, is_unanswered
-from lightning_ptdp.loggers.store import sqlite_path
-from lightning_ptdp.loggers.writer import BackgroundWriter
-from lightning_ptdp.turns import one_at_a_time
+from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.loggers.absent_server import AbsentRun, is_unanswered
+from lightning_ptdp.loggers.background_writer import BackgroundWriter
+from lightning_ptdp.loggers.tracking_store import sqlite_path
 
 if TYPE_CHECKING:  # imported when it is used: here, because the parser reads such imports where a class of its own is
     from mlflow.entities import Metric

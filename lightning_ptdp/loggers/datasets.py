@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from lightning_ptdp.data_record import DatasetRecord
+from lightning_ptdp.base.data_record import DatasetRecord
 
 if TYPE_CHECKING:  # imported when it is used
     from mlflow.entities import DatasetInput

@@ -25,16 +25,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_ptdp.data_record import DatasetRecord
-from lightning_ptdp.loggers.absent import AbsentRun, is_unanswered
+from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.loggers.absent_server import AbsentRun, is_unanswered
+from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.loggers.connection import LIMIT_S, Client, OpenRun, RunOptions, connect
 from lightning_ptdp.loggers.datasets import as_input
-from lightning_ptdp.loggers.ending import was_told_to_end
+from lightning_ptdp.loggers.mlflow_names import allowed_name, new_parameters
 from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
-from lightning_ptdp.loggers.names import allowed_name, new_parameters
-from lightning_ptdp.loggers.store import SilentServerError, check_store, check_writable_folder, sqlite_uri
-from lightning_ptdp.loggers.unwritten import append_metrics, keep_metrics, unwritten_file
-from lightning_ptdp.loggers.writer import BackgroundWriter
+from lightning_ptdp.loggers.tracking_store import SilentServerError, check_store, check_writable_folder, sqlite_uri
+from lightning_ptdp.loggers.training_status import was_told_to_end
+from lightning_ptdp.loggers.unwritten_metrics import append_metrics, keep_metrics, unwritten_file
 
 __all__ = ["MLFlowLogger"]
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_ptdp.option_types import Size, check_types
-from lightning_ptdp.requirements import import_optional
+from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
 __all__ = ["LoraOptions", "as_lora"]

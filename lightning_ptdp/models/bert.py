@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.models.config import BertConfig
 from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
+from lightning_ptdp.models.model_config import BertConfig
 
 __all__ = [
     "Bert",

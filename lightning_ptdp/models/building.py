@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.models.folder import local_folder
-from lightning_ptdp.requirements import import_optional
+from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.models.pretrained_folder import local_folder
 
 __all__ = ["check_causal", "with_values", "without_values"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.checked_json import FILE_NAME, map_of, record, text
-from lightning_ptdp.untrusted import hub_blobs, parse_json, read_json, regular_size
+from lightning_ptdp.base.checked_json import FILE_NAME, map_of, record, text
+from lightning_ptdp.base.untrusted import hub_blobs, parse_json, read_json, regular_size
 
 __all__ = ["check_quantization", "check_sizes", "stored_tensors"]
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.models.cache import KeyValueCache
-from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.experts import AUXILIARY, Mixture
 from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
-from lightning_ptdp.models.lean import RMSNorm, swiglu
+from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
+from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.models.rotary import Rotary
 
 __all__ = ["GPT", "Attention", "Block", "GPTConfig", "MixtureBlock", "SwiGLU"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.models.config import TransformerConfig
+from lightning_ptdp.models.model_config import TransformerConfig
 
 __all__ = ["AttentionCore", "GeluMLP", "NormalEmbedding", "NormalLinear", "TiedLinear", "Transformer"]
 

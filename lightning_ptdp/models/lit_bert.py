@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
 from lightning_ptdp.models.bert import Bert, BertOutput
-from lightning_ptdp.models.config import BertConfig, check_tensor_parallel
-from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
+from lightning_ptdp.models.model_config import BertConfig, check_tensor_parallel
+from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import bert_plan
 from lightning_ptdp.models.size import bert_flops_per_sample, num_bert_parameters
 from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan, check_chunk, linear_cross_entropy

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp.models.config import GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
-from lightning_ptdp.models.optimization import AdamWConfig
+from lightning_ptdp.models.model_config import GPTConfig, check_tensor_parallel
+from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import gpt_plan
 from lightning_ptdp.models.size import flops_per_sample, num_parameters
 from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan, check_chunk, linear_cross_entropy

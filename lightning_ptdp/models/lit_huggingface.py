@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_ptdp._transformers import has_sdpa
+from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.building import check_causal, with_values, without_values
-from lightning_ptdp.models.folder import (
+from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
+from lightning_ptdp.models.operation_count import Operations, count_operations
+from lightning_ptdp.models.optimizer_setup import AdamWConfig
+from lightning_ptdp.models.pretrained_folder import (
     ADAPTER_NAMES,
     BASE_WEIGHTS,
     TOO_MANY_IDS,
@@ -26,10 +29,7 @@ from lightning_ptdp.models.folder import (
     local_folder,
     read_model_config,
 )
-from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
-from lightning_ptdp.models.operations import Operations, count_operations
-from lightning_ptdp.models.optimization import AdamWConfig
-from lightning_ptdp.requirements import import_optional
+from lightning_ptdp.shims.transformers import has_sdpa
 
 __all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.metrics import Perplexity
-from lightning_ptdp.models.optimization import AdamWConfig, configure_adamw
+from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 
 __all__ = ["IGNORED_LABEL", "Batch", "LitTokens"]
 

@@ -6,7 +6,7 @@ input rows, so that a half block needs one all-reduce in each direction; embeddi
 
 from __future__ import annotations
 
-from lightning_ptdp.models.config import BertConfig, GPTConfig
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.tensor_parallel import (
     Column,
     Experts,

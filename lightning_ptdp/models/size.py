@@ -7,7 +7,7 @@ do; a causal kernel that skips half of it looks faster by that much. "Model" ope
 
 from __future__ import annotations
 
-from lightning_ptdp.models.config import BertConfig, GPTConfig, TransformerConfig
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig, TransformerConfig
 
 __all__ = [
     "active_parameters",

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_ptdp.requirements import import_optional
+from lightning_ptdp.base.requirements import import_optional
 
 __all__ = ["TINY_SIZES", "make_tiny"]
 

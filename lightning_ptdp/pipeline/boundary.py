@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._transformers import captured_outputs
 from lightning_ptdp.pipeline.containers import Layer, Place
 from lightning_ptdp.pipeline.crossing import (
     At,
@@ -23,9 +22,10 @@ from lightning_ptdp.pipeline.crossing import (
     substitute,
     tensors_in,
 )
-from lightning_ptdp.pipeline.foreign import Foreign, Origin, plain, replacement
+from lightning_ptdp.pipeline.first_stage_values import Foreign, Origin, plain, replacement
 from lightning_ptdp.pipeline.refusals import computed_between
 from lightning_ptdp.pipeline.stage_run import StageRun
+from lightning_ptdp.shims.transformers import captured_outputs
 
 __all__ = ["Boundary"]
 

@@ -14,7 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.initial_values.shadow import without_tensors
+from lightning_ptdp.parameters.shadow import without_tensors
 
 __all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_uncalled"]
 

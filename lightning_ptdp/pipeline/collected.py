@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp._lightning import is_profiling
-from lightning_ptdp._torch import forward_hooks, forward_pre_hooks, is_compiled, untraced
-from lightning_ptdp._transformers import is_capture
+from lightning_ptdp.shims.lightning import is_profiling
+from lightning_ptdp.shims.torch import forward_hooks, forward_pre_hooks, is_compiled, untraced
+from lightning_ptdp.shims.transformers import is_capture
 
 __all__ = ["UserHooks", "eager", "user_hooks"]
 

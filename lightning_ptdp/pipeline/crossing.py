@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.base.errors import PTDPError
 
 __all__ = [
     "At",

@@ -14,7 +14,7 @@ from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.collected import UserHooks, user_hooks
 from lightning_ptdp.pipeline.containers import Layer
 from lightning_ptdp.pipeline.crossing import StageError, StageExit
-from lightning_ptdp.pipeline.left_behind import check_kept, plain_attributes
+from lightning_ptdp.pipeline.remote_attributes import check_kept, plain_attributes
 from lightning_ptdp.pipeline.stage_run import StageRun
 
 __all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "Stub", "stub_shape"]

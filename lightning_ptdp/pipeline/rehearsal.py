@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ptdp.initial_values.shadow import without_tensors
+from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.call_order import examples, guesses, on_meta, trace_calls
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lightning_ptdp.forward.surroundings import Deferred, Forward, Surroundings
 from lightning_ptdp.pipeline.crossing import Crossing, Roots, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
-from lightning_ptdp.pipeline.progress import Observers, StepObserver
+from lightning_ptdp.pipeline.program_observers import Observers, StepObserver
 from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
 from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedule
-from lightning_ptdp.surroundings import Deferred, Forward, Surroundings
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["PipelineRuntime", "StepJob"]

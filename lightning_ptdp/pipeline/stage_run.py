@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._transformers import captured_outputs
 from lightning_ptdp.pipeline.containers import Place
 from lightning_ptdp.pipeline.crossing import Crossing, Form, Path, rebuild, tensors_in
-from lightning_ptdp.pipeline.foreign import Foreign, Origin, plain, put_instead, replacement
+from lightning_ptdp.pipeline.first_stage_values import Foreign, Origin, plain, put_instead, replacement
 from lightning_ptdp.pipeline.refusals import LOST, NOT_PASSED, changed_argument, computed_between, lost_argument, unsent_argument
+from lightning_ptdp.shims.transformers import captured_outputs
 
 __all__ = ["StageRun"]
 

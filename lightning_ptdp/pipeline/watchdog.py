@@ -1,8 +1,8 @@
 """Nothing hangs silently: a rank that does not hear from another raises an error that says what every rank did last.
 
-Each rank notes what it is doing and publishes that twice a second (bulletin.py), since a frozen process cannot be asked any more. The
+Each rank notes what it is doing and publishes that twice a second (status_board.py), since a frozen process cannot be asked any more. The
 limit itself is that of the process groups: with gloo a wait that is too long raises. With NCCL a wait only queues work for the GPU; so
-there a thread decides by itself that the rank hangs (guard.py), says so on stderr, gives the groups up and ends the process, and the
+there a thread decides by itself that the rank hangs (hang_guard.py), says so on stderr, gives the groups up and ends the process, and the
 launcher the others. With gloo it does that only where the error does not come.
 """
 
@@ -20,15 +20,15 @@ from functools import partial
 
 import torch.distributed as dist
 
-from lightning_ptdp._torch import default_store, is_communication_error
-from lightning_ptdp.pipeline.account import LOST, Account, place_of, summary
-from lightning_ptdp.pipeline.bulletin import Board, Bulletin
-from lightning_ptdp.pipeline.flight import keep_flight_record
-from lightning_ptdp.pipeline.guard import Guard, Judge, Pulse, Sight, give_up
+from lightning_ptdp.pipeline.flight_recorder import keep_flight_record
+from lightning_ptdp.pipeline.hang_guard import Guard, Judge, Pulse, Sight, give_up
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.progress import StepObserver
+from lightning_ptdp.pipeline.program_observers import StepObserver
+from lightning_ptdp.pipeline.rank_report import LOST, Account, place_of, summary
 from lightning_ptdp.pipeline.status import LiveStatus, cause_first, duration
+from lightning_ptdp.pipeline.status_board import Board, Bulletin
 from lightning_ptdp.schedule.actions import Action
+from lightning_ptdp.shims.torch import default_store, is_communication_error
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Watchdog"]

@@ -9,7 +9,7 @@ schedules, steps) has a file each; all of them read the model as the record in `
 """
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
-from lightning_ptdp.planner.calibration import (
+from lightning_ptdp.planner.calibrated_device import (
     MACHINE_FILE,
     Calibration,
     device_here,
@@ -18,19 +18,19 @@ from lightning_ptdp.planner.calibration import (
     whose_figures,
 )
 from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
+from lightning_ptdp.planner.foreign_sizes import gpt_sizes
 from lightning_ptdp.planner.gpt_shape import gpt_shape
 from lightning_ptdp.planner.job import RESERVE, Choice, Job
 from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.measured import Measured
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
-from lightning_ptdp.planner.precision import PRECISIONS, Precision, find_precision
-from lightning_ptdp.planner.products import product_time
+from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision, find_precision
+from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
+from lightning_ptdp.planner.search_space import Misfit, Space
 from lightning_ptdp.planner.shapes import Attention, Bytes, Divided, EndShape, LayerShape, ModelShape, Parameters, Product
-from lightning_ptdp.planner.sizes import gpt_sizes
 from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
-from lightning_ptdp.planner.space import Misfit, Space
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_ptdp.planner.attention import core_bytes, input_bytes
-from lightning_ptdp.planner.experts import expert_kept
+from lightning_ptdp.planner.attention_cost import core_bytes, input_bytes
+from lightning_ptdp.planner.expert_cost import expert_kept
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Bytes, LayerShape
 

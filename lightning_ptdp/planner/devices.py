@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Literal
 
-from lightning_ptdp.option_types import Size, check_types
+from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.planner.measured import Measured
 
 __all__ = ["DEVICES", "Cluster", "Device", "Link", "find_device", "known_device", "known_peak_flops"]
@@ -103,7 +103,7 @@ class Device:
         cache_bandwidth: Bytes a second from the shared cache to all units; what makes small tiles slow.
         memory_latency_s: Of a read that misses the caches: what a tile waits for before its first multiplication, and behind its last.
         cluster: How several are joined.
-        measured: What was found by measuring it, in place of all that (calibration.py).
+        measured: What was found by measuring it, in place of all that (calibrated_device.py).
 
     Raises:
         ValueError: A number is not positive, or a share above 1.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_ptdp.planner.following import Run
+from lightning_ptdp.planner.traced_blocks import Run
 
 __all__ = ["Example", "call_with", "longest_sample"]
 

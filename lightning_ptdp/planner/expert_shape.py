@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_ptdp.models.config import GPTConfig
+from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["ExpertShape", "experts_of"]

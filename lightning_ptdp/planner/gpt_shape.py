@@ -14,7 +14,7 @@ What is not fused into one pass is read and written once more for each further p
 
 What a layer keeps for its backward is that of arXiv 2205.05198 (section 4 and table 2), ``s b h (34 + 5 a s / h)`` in 16 bits with dropout
 and without tensor parallelism, by what makes it up; n = b s / c tokens, q the width of the queries, in elements, and what the attention
-keeps (``attention.py``)::
+keeps (``attention_cost.py``)::
 
     everywhere alike, 1/t with sequence parallelism     split over t anyway
     2 n h   inputs of the two norms                     n q          output of the attention
@@ -29,10 +29,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from lightning_ptdp.models.config import GPTConfig, split_widths
+from lightning_ptdp.models.model_config import GPTConfig, split_widths
 from lightning_ptdp.models.size import layer_matrices, norm_parameters, position_parameters
 from lightning_ptdp.planner.expert_shape import experts_of
-from lightning_ptdp.planner.precision import Precision
+from lightning_ptdp.planner.foreign_sizes import Latent, PlannedGPT
+from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import (
     MASK,
     Attention,
@@ -45,7 +46,6 @@ from lightning_ptdp.planner.shapes import (
     Product,
     is_fused,
 )
-from lightning_ptdp.planner.sizes import Latent, PlannedGPT
 from lightning_ptdp.planner.software import Software
 
 __all__ = ["gpt_shape"]

@@ -6,12 +6,12 @@ import functools
 import math
 from dataclasses import dataclass, field
 
+from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.context_parallel import AttentionKind
-from lightning_ptdp.models.config import GPTConfig
-from lightning_ptdp.option_types import Count, Size, check_types
+from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.planner.devices import Cluster, Device
 from lightning_ptdp.planner.gpt_shape import gpt_shape
-from lightning_ptdp.planner.precision import PRECISIONS, Precision
+from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision
 from lightning_ptdp.planner.shapes import Attention, ModelShape, is_fused
 from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
@@ -28,7 +28,7 @@ class Job:
     """A model to be trained on some devices.
 
     Attributes:
-        model: A GPT of ours, or the shape of any model in this precision (``trace.py``).
+        model: A GPT of ours, or the shape of any model in this precision (``model_trace.py``).
         world_size: Number of processes, one a device.
         global_batch_size: B, sequences in an optimizer step, over all replicas.
         device: What each process has.

@@ -1,6 +1,6 @@
 """Seconds that one rank spends on one layer, and on the ends of the model, for one microbatch.
 
-The device computes products by their shapes (products.py) and reads and writes what lies between them (shapes.py); collectives of
+The device computes products by their shapes (product_duration.py) and reads and writes what lies between them (shapes.py); collectives of
 tensor parallelism add what no product beside them hides. If the host needs longer to launch all of it, its time counts.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.activations import kept_on
-from lightning_ptdp.planner.attention import attention_time
+from lightning_ptdp.planner.attention_cost import attention_time
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.context import exchange_operations
+from lightning_ptdp.planner.context_cost import exchange_operations
+from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.experts import expert_time, expert_traffic, local_experts
-from lightning_ptdp.planner.fresh import fresh_seconds, layer_tensors
+from lightning_ptdp.planner.first_touch import fresh_seconds, layer_tensors
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.products import product_time
+from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.shapes import LayerShape, Product
-from lightning_ptdp.planner.sharded import sharding_time
+from lightning_ptdp.planner.sharded_parameters import sharding_time
 
 __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
@@ -242,7 +242,7 @@ def _tensor_collectives(job: Job, choice: Choice, layer: LayerShape, products: S
     the input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
 
     A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts and gathers what comes back; or, where
-    each expert is split, all of them, and what comes back is summed (tensor_parallel/experts.py).
+    each expert is split, all of them, and what comes back is summed (tensor_parallel/sharded_experts.py).
     """
     group = group_link(choice.layout, job.cluster, "tensor")
     if group.size == 1:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from lightning_ptdp.option_types import Count, Size, check_types
+from lightning_ptdp.base.option_types import Count, Size, check_types
 
 __all__ = ["Measured"]
 
@@ -25,7 +25,7 @@ class Measured:
             LayerNorm and GELU. Bytes are those that the planner counts, here and below.
         loss: The same of the loss and its backward.
         optimizer: The same of a step of the optimizer.
-        fresh_s: Seconds to touch a byte of memory that a process has just been given (fresh.py).
+        fresh_s: Seconds to touch a byte of memory that a process has just been given (first_touch.py).
         operation_s: Seconds of the host for an operation.
         waiting: Of a core, what a rank uses while it waits for a collective: threads of its own receive, sum and send.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
-from lightning_ptdp.planner.space import Misfit, Space, layouts, pipelines
+from lightning_ptdp.planner.search_space import Misfit, Space, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.layout import AXES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from lightning_ptdp.option_types import check_types
+from lightning_ptdp.base.option_types import check_types
 
 __all__ = ["SOFTWARE", "Software", "find_software"]
 

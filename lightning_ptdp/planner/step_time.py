@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.communication import group_link, pipeline_link
-from lightning_ptdp.planner.experts import expert_link
+from lightning_ptdp.planner.expert_cost import expert_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
@@ -82,7 +82,7 @@ class StepTime:
 
 
 def step_time(job: Job, choice: Choice) -> StepTime:
-    """The step by closed forms of the schedule's bubble (schedule/generators/families.py): quick, for many candidates.
+    """The step by closed forms of the schedule's bubble (schedule/generators/schedule_families.py): quick, for many candidates.
 
     Raises:
         KeyError: The schedule has no closed form; use ``simulated_step_time``.

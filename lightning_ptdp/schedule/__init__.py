@@ -4,8 +4,8 @@
     print(schedule.text())
     print(simulate(schedule).bubble_fraction)        # 3/16
 
-``generators/`` says in which order each rank computes, ``lowering.py`` adds communication, ``verify.py`` proves the result,
-``timeline.py`` draws it. The room ``pipeline``, which needs torch, executes it.
+``generators/`` says in which order each rank computes, ``lowering.py`` adds communication, ``verifier.py`` proves the result,
+``schedule_timeline.py`` draws it. The room ``pipeline``, which needs torch, executes it.
 """
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
@@ -21,7 +21,7 @@ from lightning_ptdp.schedule.partition import check_num_layers, explicit_partiti
 from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.schedule_file import dump_schedule, load_schedule
 from lightning_ptdp.schedule.simulate import Costs, MemoryCurve, Span, Timeline, ideal_bubble, simulate
-from lightning_ptdp.schedule.verify import verify_schedule
+from lightning_ptdp.schedule.verifier import verify_schedule
 
 __all__ = [
     "SCHEDULES",

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from lightning_ptdp.world.placement import Placement, Stages
+from lightning_ptdp.world.stage_placement import Placement, Stages
 
 __all__ = [
     "COMPUTE",
@@ -126,7 +126,7 @@ class Schedule(Stages):
         virtual_pipeline_size: v, stages a rank.
         num_microbatches: m.
         programs: What each rank does, in order.
-        placement: Which rank holds which stage (placement.py).
+        placement: Which rank holds which stage (world/stage_placement.py).
     """
 
     name: str

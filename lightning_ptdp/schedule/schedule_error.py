@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 
 __all__ = ["ScheduleError", "schedule_error", "why_illegal"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_ptdp.option_types import check_types
+from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.spans import MemoryCurve, Number, Span, Timeline

@@ -1,7 +1,7 @@
 """The compute orders of all ranks run on paper: every computation takes one unit of time, and messages wait for as long as needed.
 
 That gives all computations one global order, from which lowering.py places communication. Actions are numbers here, and in the proof
-(verify.py): large schedules have millions.
+(verifier.py): large schedules have millions.
 """
 
 from __future__ import annotations

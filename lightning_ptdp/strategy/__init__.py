@@ -1,7 +1,7 @@
-"""The strategy: what Lightning's Trainer talks to.
+"""The strategy that Lightning's Trainer calls.
 
-``ptdp.py`` is the strategy, in the order of a run; ``steps.py``, ``run.py`` and ``saving.py`` are its parts that run batches,
-reduce values and write checkpoints; ``checks`` refuses before launch, ``launch.py`` starts processes.
+``ptdp.py`` is the strategy, in the order of a run. ``steps.py``, ``running_strategy.py`` and ``saving.py`` are the parts that run
+batches, reduce values and write checkpoints. ``checks`` refuses before launch, ``launch.py`` starts processes.
 """
 
 from lightning_ptdp.strategy.planning import plan

@@ -7,16 +7,16 @@ from functools import partial
 
 import torch
 
-from lightning_ptdp._lightning import Trainer
 from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import device_here
+from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
 from lightning_ptdp.strategy.checks.model import whole_model
-from lightning_ptdp.strategy.choosing import Forecast, LayoutChoice, Training, choose, refuse_given, replica_rows
 from lightning_ptdp.strategy.conversion import replacing
-from lightning_ptdp.strategy.forked import in_child
-from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.strategy.fork_safety import in_child
+from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice, Training, choose, refuse_given, replica_rows
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import divisors
 
 __all__ = ["ChosenLayout"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_ptdp._lightning import LightningNames, Precision, layer_sync
-from lightning_ptdp.initial_values.materialize import Materializer
+from lightning_ptdp.parameters.materialize import Materializer
+from lightning_ptdp.shims.lightning import LightningNames, Precision, layer_sync
 from lightning_ptdp.strategy.model_space import ModelSpace
 from lightning_ptdp.world.mesh import ProcessMesh
 

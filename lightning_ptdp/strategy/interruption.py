@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp._lightning import Trainer
 from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.shims.lightning import Trainer
 
 __all__ = ["Interruption"]
 

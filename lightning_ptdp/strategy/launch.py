@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from lightning_ptdp._lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
-from lightning_ptdp._torch import is_communication_error
-from lightning_ptdp.output import survive_closed_output
+from lightning_ptdp.base.output import survive_closed_output
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.shims.lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
+from lightning_ptdp.shims.torch import is_communication_error
 from lightning_ptdp.strategy.shared_file import shared_file
 from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sigterm, handing_on_ctrl_c, not_handing_on
 

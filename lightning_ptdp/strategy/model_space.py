@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp._lightning import LightningModule
 from lightning_ptdp.checkpoint import Placed
-from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.data_parallel import Stepped
-from lightning_ptdp.initial_values.materialize import Materializer, make_room
-from lightning_ptdp.sharding import Sharding
-from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.parameters.materialize import Materializer, make_room
+from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
 
 __all__ = ["MASTER", "MODEL", "Checkpoint", "ModelSpace", "PathLike", "checked_tensor"]
 

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint.agreement import gather
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Cut, GroupTrial, constructed_state
-from lightning_ptdp.errors import PTDPError
-from lightning_ptdp.records import Records
-from lightning_ptdp.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.records import Records
+from lightning_ptdp.parameters.sharding import Sharding, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["OptimizerGroupsError", "check_held", "compare_groups", "describe_groups", "drop_foreign", "make_trials"]

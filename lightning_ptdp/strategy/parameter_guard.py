@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.partial_values import PartialModelError
+from lightning_ptdp.base.partial_values import PartialModelError
+from lightning_ptdp.parameters.records import Records
 from lightning_ptdp.pipeline.placeholders import Placeholder
-from lightning_ptdp.records import Records
 
 __all__ = ["ParameterGuard"]
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.models.config import GPTConfig
-from lightning_ptdp.option_types import Size
+from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.planner import (
     Device,
     Job,
@@ -23,7 +23,7 @@ from lightning_ptdp.planner import (
     search,
 )
 from lightning_ptdp.planner.examples import Example, call_with, longest_sample
-from lightning_ptdp.planner.trace import trace_shape
+from lightning_ptdp.planner.model_trace import trace_shape
 from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
 
 __all__ = ["described", "plan", "trained_share"]

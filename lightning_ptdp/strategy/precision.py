@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp._lightning import LightningModule, Precision
-from lightning_ptdp._torch import found_inf, unscale_before_step
+from lightning_ptdp.shims.lightning import LightningModule, Precision
+from lightning_ptdp.shims.torch import found_inf, unscale_before_step
 
 __all__ = ["loss_scale", "prepare_loss_scaling"]
 

@@ -19,7 +19,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from lightning_ptdp._lightning import (
+from lightning_ptdp.base.requirements import check_url
+from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
+from lightning_ptdp.checkpoint import Keeper, same_outcome
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.forward.surroundings import Context, Surroundings
+from lightning_ptdp.parallelize import KnownParts, parallelize
+from lightning_ptdp.parameters.materialize import awaits_values
+from lightning_ptdp.parameters.uncut_view import WholeView
+from lightning_ptdp.shims.lightning import (
     LightningModule,
     StrategyBase,
     Trainer,
@@ -28,16 +38,9 @@ from lightning_ptdp._lightning import (
     keep_model_summary,
     lightning_names,
 )
-from lightning_ptdp._peft import set_magnitudes
-from lightning_ptdp.checkpoint import Keeper, same_outcome
-from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
-from lightning_ptdp.engine import Engine
-from lightning_ptdp.initial_values.materialize import awaits_values
-from lightning_ptdp.parallelize import KnownParts, parallelize
-from lightning_ptdp.requirements import check_url
+from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.auto import ChosenLayout
-from lightning_ptdp.strategy.blocks import prepare_blocks
+from lightning_ptdp.strategy.block_passes import prepare_blocks
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
@@ -54,25 +57,22 @@ from lightning_ptdp.strategy.checks import (
     warn_of_batch_norm,
     warn_of_objects,
 )
-from lightning_ptdp.strategy.choosing import LayoutChoice
 from lightning_ptdp.strategy.conversion import convert, replacing
+from lightning_ptdp.strategy.distributed_sampling import draw_like_replicas
 from lightning_ptdp.strategy.exporting import ModelSpaceExporting
+from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.launch import make_launcher
-from lightning_ptdp.strategy.memory import explain_memory
+from lightning_ptdp.strategy.layout_choice import LayoutChoice
 from lightning_ptdp.strategy.optimizers import check_held, compare_groups, describe_groups, drop_foreign, make_trials
-from lightning_ptdp.strategy.options import constructor
+from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
-from lightning_ptdp.strategy.sampling import draw_like_replicas
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps
-from lightning_ptdp.strategy.surroundings import make_surroundings
+from lightning_ptdp.strategy.strategy_arguments import constructor
 from lightning_ptdp.strategy.verifying import verify_first_step
 from lightning_ptdp.strategy.world import World
-from lightning_ptdp.summary import StrategySummary, summarize
-from lightning_ptdp.surroundings import Context, Surroundings
-from lightning_ptdp.whole_view import WholeView
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 

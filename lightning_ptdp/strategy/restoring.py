@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp._lightning import fits
-from lightning_ptdp._peft import set_magnitudes
 from lightning_ptdp.checkpoint import (
     PARAMETER_NAMES,
     CheckpointError,
@@ -34,13 +32,15 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     verify_checkpoint,
 )
-from lightning_ptdp.checkpoint.agreement import gather
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
-from lightning_ptdp.checkpoint.saved import why_unread
+from lightning_ptdp.checkpoint.save_agreement import gather
+from lightning_ptdp.checkpoint.torch_file import why_unread
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, reads_as_huggingface, weights_opener
-from lightning_ptdp.initial_values.materialize import awaits_values
-from lightning_ptdp.models.folder import ADAPTER_NAMES
-from lightning_ptdp.sharding import slice_full
+from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
+from lightning_ptdp.parameters.materialize import awaits_values
+from lightning_ptdp.parameters.sharding import slice_full
+from lightning_ptdp.shims.lightning import fits
+from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
 
 __all__ = ["ModelSpaceRestoring"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp._torch import is_communication_error
+from lightning_ptdp.base.signals import StoppedNow, breakable
 from lightning_ptdp.checkpoint import (
     PARAMETER_NAMES,
     BackgroundSaver,
@@ -33,11 +33,11 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
     write_file,
 )
-from lightning_ptdp.checkpoint.agreement import from_rank_zero, gather, is_rank_zero
 from lightning_ptdp.checkpoint.latest import latest_leaves
+from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.sharding import Sharding
-from lightning_ptdp.signals import StoppedNow, breakable
+from lightning_ptdp.shims.torch import is_communication_error
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike, checked_tensor
 
 __all__ = ["ModelSpaceSaving"]

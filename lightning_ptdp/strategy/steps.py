@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp._lightning import Precision, fits, replace_after_closure
+from lightning_ptdp.base.nested import Nested
 from lightning_ptdp.engine.evaluations import Closure
-from lightning_ptdp.nested import Nested
-from lightning_ptdp.pipeline.progress import Observers
+from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.pipeline.program_observers import Observers
+from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
-from lightning_ptdp.strategy.run import RunningStrategy
-from lightning_ptdp.surroundings import Context
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
 
 __all__ = ["ScheduledSteps"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._lightning import Launcher, Trainer, announce_sigterm, register_signal_handlers, replace_signal_handlers
-from lightning_ptdp.signals import SignalNotes, StoppedNow, handled, in_main_thread
+from lightning_ptdp.base.signals import SignalNotes, StoppedNow, handled, in_main_thread
+from lightning_ptdp.shims.lightning import Launcher, Trainer, announce_sigterm, register_signal_handlers, replace_signal_handlers
 
 __all__ = ["INTERRUPTED", "StopRequest", "ending_children_on_sigterm", "handing_on_ctrl_c", "not_handing_on"]
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 
-from lightning_ptdp._lightning import Trainer, set_last_validation, validation_times
+from lightning_ptdp.shims.lightning import Trainer, set_last_validation, validation_times
 
 __all__ = ["ValidationClock"]
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_ptdp._lightning import Trainer, trainer_options
-from lightning_ptdp.strategy.run import RunningStrategy
+from lightning_ptdp.shims.lightning import Trainer, trainer_options
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.verification import VerificationError, verify
 
 __all__ = ["verify_first_step"]

@@ -11,22 +11,28 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp._lightning import Launcher
-from lightning_ptdp._memory import return_large_blocks
+from lightning_ptdp.base.random import derive_seed, seed_process
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.random import derive_seed, seed_process
+from lightning_ptdp.shims.glibc import return_large_blocks
+from lightning_ptdp.shims.lightning import Launcher
 from lightning_ptdp.strategy.checks.device import check_device
-from lightning_ptdp.strategy.checks.machine import check_machine
-from lightning_ptdp.strategy.checks.processes import check_processes
-from lightning_ptdp.strategy.crowd import Crowd
+from lightning_ptdp.strategy.checks.machine_limits import check_machine
+from lightning_ptdp.strategy.checks.started_processes import check_processes
+from lightning_ptdp.strategy.expected_ranks import Crowd
 from lightning_ptdp.strategy.interruption import Interruption
-from lightning_ptdp.strategy.joining import join
-from lightning_ptdp.strategy.run import Run, RunningStrategy
+from lightning_ptdp.strategy.rendezvous import join
+from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.meeting import LOOPBACK, listen_anywhere, listen_on_loopback, meeting_store, torchrun_keeps_store
 from lightning_ptdp.world.mesh import ProcessMesh
+from lightning_ptdp.world.rendezvous_address import (
+    LOOPBACK,
+    listen_anywhere,
+    listen_on_loopback,
+    meeting_store,
+    torchrun_keeps_store,
+)
 
 __all__ = ["World"]
 

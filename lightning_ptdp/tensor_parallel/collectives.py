@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp._torch import all_gather_single, reduce_scatter_single, start_traced, wait_traced
+from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single, start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
 __all__ = [

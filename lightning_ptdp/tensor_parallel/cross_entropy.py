@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
 __all__ = [

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
+from lightning_ptdp.forward.deferred_weight_gradients import Operand, Products, WeightGradients, multiply
+from lightning_ptdp.forward.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
 from lightning_ptdp.tensor_parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from lightning_ptdp.tensor_parallel.overlap import Pieces, add_bias, multiply_gathered, sum_product
 from lightning_ptdp.tensor_parallel.randomness import Randomness
-from lightning_ptdp.weight_gradients import Operand, Products, WeightGradients, multiply
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ColumnParallelLinear", "ParallelLayer", "RowParallelLinear"]

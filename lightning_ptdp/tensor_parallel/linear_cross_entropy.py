@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp._torch import adds_to_gradient, has_module_hooks
-from lightning_ptdp.matrix_product import MatrixProduct, add_product, bias_gradient
+from lightning_ptdp.forward.matrix_product import MatrixProduct, add_product, bias_gradient
+from lightning_ptdp.shims.torch import adds_to_gradient, has_module_hooks
 from lightning_ptdp.tensor_parallel.cross_entropy import (
     Reduction,
     TokenLoss,
@@ -29,7 +29,7 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
 )
 from lightning_ptdp.tensor_parallel.logits import local_logits
 from lightning_ptdp.tensor_parallel.region import enter
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 

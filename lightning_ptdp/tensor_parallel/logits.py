@@ -25,7 +25,7 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
     vocabulary_parallel_cross_entropy,
     vocabulary_parallel_logsumexp,
 )
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["VocabularyParallelLogits", "gather_full", "local_logits", "keeps_vocabulary"]

@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ptdp._torch import all_gather_product, reduce_scatter_product
-from lightning_ptdp.option_types import Size
+from lightning_ptdp.base.option_types import Size
+from lightning_ptdp.shims.torch import all_gather_product, reduce_scatter_product
 from lightning_ptdp.tensor_parallel.collectives import check_divisible, start_all_gather, start_reduce_scatter
 from lightning_ptdp.world.mesh import Group
 

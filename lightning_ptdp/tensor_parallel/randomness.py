@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp._torch import untraced
-from lightning_ptdp.random import States, derive_seed, reseed, set_states
-from lightning_ptdp.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.base.random import States, derive_seed, reseed, set_states
+from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.region import is_whole
 
 __all__ = ["PlacedDropout", "Randomness", "SplitRandomness", "give_randomness"]

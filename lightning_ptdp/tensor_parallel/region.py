@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.matrix_product import autocast_dtype
+from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, join_sequence, split_sequence
 from lightning_ptdp.world.mesh import Group
 

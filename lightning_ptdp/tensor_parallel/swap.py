@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds import Kind, Place
+from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.patterns import matches
-from lightning_ptdp.tensor_parallel.plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
 from lightning_ptdp.world.mesh import Group
 

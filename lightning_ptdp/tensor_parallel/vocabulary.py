@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence, split_sequence
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, ParallelLayer
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["SequenceShardedEmbedding", "VocabularyParallelEmbedding", "VocabularyParallelHead"]

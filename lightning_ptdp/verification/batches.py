@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ptdp.engine.batch import merge_outputs
-from lightning_ptdp.nested import Nested, batch_size
+from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.engine.microbatches import merge_outputs
 
 __all__ = ["Captured", "Replay", "combine"]
 

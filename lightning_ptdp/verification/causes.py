@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.engine.label_counts import describe_uneven, is_uneven, label_spread
-from lightning_ptdp.nested import Nested, batch_size
 from lightning_ptdp.verification.compare import Difference
 from lightning_ptdp.verification.record import Record
 from lightning_ptdp.verification.report import Cause

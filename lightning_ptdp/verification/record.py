@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ptdp._lightning import replace_once
-from lightning_ptdp.nested import Nested, iterate_tensors, map_tensors
+from lightning_ptdp.base.nested import Nested, iterate_tensors, map_tensors
+from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.batches import Captured
 from lightning_ptdp.verification.case import Case
 

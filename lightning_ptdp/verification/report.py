@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.columns import columns
+from lightning_ptdp.base.columns import columns
 from lightning_ptdp.verification.compare import KINDS, Difference
 
 __all__ = ["Cause", "Report"]

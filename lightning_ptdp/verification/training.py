@@ -17,10 +17,10 @@ import psutil
 import torch
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
-from lightning_ptdp.errors import PTDPError
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.rank_processes import Tell, run_ranks
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.rank_processes import Tell, run_ranks
 from lightning_ptdp.verification.batches import Replay
 from lightning_ptdp.verification.case import Case
 from lightning_ptdp.verification.record import Record, Recorder

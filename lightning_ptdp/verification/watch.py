@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp._lightning import replace_once
+from lightning_ptdp.base.nested import Nested
 from lightning_ptdp.engine.step_state import StepState, find_owners
-from lightning_ptdp.nested import Nested
+from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.record import Record, digest
 
 __all__ = ["StepWatch"]

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from lightning_ptdp.option_types import Size, check_types
-from lightning_ptdp.world.placement import Placement, Stages, check_interleaving
+from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.world.stage_placement import Placement, Stages, check_interleaving
 
 __all__ = ["AXES", "SETS", "Axis", "ParallelLayout", "divisors", "nearest_divisors"]
 
@@ -97,7 +97,7 @@ class ParallelLayout(Stages):
         expert_tensor_parallel_size: Tensor-parallel ranks over which each expert is split: 1 or t.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
-        placement: Which rank holds which stage (placement.py); decided by the schedule.
+        placement: Which rank holds which stage (stage_placement.py); decided by the schedule.
 
     The data-parallel size d is what remains of the world: ``world_size / (t * p * c)``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.bench.memory import CountedMemory
+from lightning_ptdp.bench.memory_probe import CountedMemory
 
 MEBI = 2**20
 

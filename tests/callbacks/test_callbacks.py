@@ -23,7 +23,7 @@ from lightning_ptdp.callbacks import (
     TrainPerplexity,
     ValidateAtEnd,
 )
-from lightning_ptdp.summary import StrategySummary
+from lightning_ptdp.callbacks.run_summary import StrategySummary
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.callbacks.toys import BATCH, FLOPS, LENGTH, Tokens
 

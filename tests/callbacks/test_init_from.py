@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, save_checkpoint
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool

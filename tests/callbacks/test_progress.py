@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from lightning_ptdp.callbacks import StepProgress, Throughput
-from lightning_ptdp.callbacks.progress import describe
+from lightning_ptdp.callbacks.step_progress import describe
 from tests.callbacks.toys import Tokens
 from tests.conformance.toys import LitNet, loader
 

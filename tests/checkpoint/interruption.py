@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, mark_latest, read_metadata, save_checkpoint, verify_checkpoint
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 
 OPERATIONS = ("rename", "replace", "symlink", "unlink", "rmdir")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ptdp.sharding import Sharding
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange, shard_columns, shard_vocabulary
+from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange, shard_columns, shard_vocabulary
 
 PADDING = -7
 FUSED_PARTS = (8, 4, 4)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks

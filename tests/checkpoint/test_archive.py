@@ -13,9 +13,9 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
 from lightning_ptdp.checkpoint.archive import rows_at_once, write_archive
-from lightning_ptdp.checkpoint.stored import read_rectangle
-from lightning_ptdp.checkpoint.sums import BLOCK, BlockSums, open_summed, parse_sums, summing
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.checkpoint.checksums import BLOCK, BlockSums, open_summed, parse_sums, summing
+from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
+from lightning_ptdp.parameters.sharding import Sharding
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "contiguous, many pieces": lambda: torch.randn(700, 1024),

@@ -24,7 +24,7 @@ from lightning_ptdp.checkpoint import (
     read_full,
     verify_checkpoint,
 )
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import CheckpointError, save_checkpoint, to_lightning_file
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import shard
 from tests.pool import Pool
 

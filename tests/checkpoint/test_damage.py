@@ -20,7 +20,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint import metadata as metadata_module
-from lightning_ptdp.sharding import Piece, Sharding
+from lightning_ptdp.parameters.sharding import Piece, Sharding
 from tests.checkpoint.layouts import Layout, blank, held
 from tests.pool import Pool
 

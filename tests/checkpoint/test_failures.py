@@ -25,7 +25,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint import files as files_module
-from lightning_ptdp.sharding import Piece, Sharding
+from lightning_ptdp.parameters.sharding import Piece, Sharding
 from tests.pool import Pool
 
 ROWS = 200_000

@@ -28,7 +28,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.format_1 import STORED
 from tests.hostile.forging import forge, sign
 

@@ -18,7 +18,7 @@ from lightning_ptdp.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 
 
 def _save(path: Path, value: float) -> Path:

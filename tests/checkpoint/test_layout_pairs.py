@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import CheckpointMetadata, LocalRectangle, Placed, load_tensors, read_full, read_metadata
-from lightning_ptdp.checkpoint.local import rectangles_of
+from lightning_ptdp.checkpoint.local_rectangles import rectangles_of
 from lightning_ptdp.checkpoint.save import write_checkpoint
-from lightning_ptdp.data_parallel.shards import FlatSharding, Shard
+from lightning_ptdp.data_parallel.flat_shards import FlatSharding, Shard
 from lightning_ptdp.schedule.partition import partition_layers
 from tests.checkpoint.layouts import PADDING, shard
 

@@ -22,8 +22,8 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_ptdp.checkpoint import CheckpointError, Keeper, complete_checkpoints, files, newest_checkpoint, read_metadata
-from lightning_ptdp.checkpoint.claims import Claim
 from lightning_ptdp.checkpoint.files import discard, part_name
+from lightning_ptdp.checkpoint.write_locks import Claim
 from tests.checkpoint.every_step import fit_saving
 from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
 

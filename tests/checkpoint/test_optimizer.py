@@ -20,7 +20,7 @@ from lightning_ptdp.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import Layout, held
 from tests.pool import Pool
 

@@ -23,7 +23,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.cli.resume import find_newest
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.every_step import fit_saving
 
 HOUR, DAY = 3600.0, 86400.0

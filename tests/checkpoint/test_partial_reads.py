@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
-from lightning_ptdp.checkpoint.local import cut_strips, rectangles_of
-from lightning_ptdp.checkpoint.stored import runs
-from lightning_ptdp.sharding import Sharding, slice_full
-from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.checkpoint.local_rectangles import cut_strips, rectangles_of
+from lightning_ptdp.checkpoint.stored_tensor import runs
+from lightning_ptdp.parameters.sharding import Sharding, slice_full
+from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from tests.checkpoint.layouts import PADDING, shard
 
 SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024), "fused": (3072, 1024), "replicated": (777,)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, read_metadata, read_state, save_checkpoint
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import LAYOUTS, Layout, blank, full_model, held
 from tests.pool import Pool
 

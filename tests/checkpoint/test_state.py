@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ptdp.checked_json import Misfit
+from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint import CheckpointError, portable, read_state, save_checkpoint
-from lightning_ptdp.checkpoint.types import restore_types
+from lightning_ptdp.checkpoint.plain_types import restore_types
 
 
 class Colour(enum.StrEnum):

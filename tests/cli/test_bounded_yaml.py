@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.cli.bounded_yaml import load_yaml
-from lightning_ptdp.cli.errors import UserError
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_configs
 
 

@@ -22,7 +22,7 @@ import lightning_ptdp
 from lightning_ptdp import PTDPError
 from lightning_ptdp.cli import recipe_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
-from lightning_ptdp.cli.errors import UserError, explain, nearest, worker_failure
+from lightning_ptdp.cli.error_messages import UserError, explain, nearest, worker_failure
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
@@ -209,10 +209,10 @@ TRACE = "\n\n-- Process 2 terminated with the following error:\nTraceback (most 
 @pytest.mark.parametrize(
     ("error", "mendable"),
     [
-        *((f"lightning_ptdp.{name}", True) for name in ("data.errors.DataError", "schedule.schedule_error.ScheduleError")),
+        *((f"lightning_ptdp.{name}", True) for name in ("data.data_error.DataError", "schedule.schedule_error.ScheduleError")),
         *(
             (f"lightning_ptdp.{name}", True)
-            for name in ("tensor_parallel.experts.ExpertError", "keyed_dropout.keyed.KeyedDropoutError")
+            for name in ("tensor_parallel.sharded_experts.ExpertError", "keyed_dropout.keyed.KeyedDropoutError")
         ),
         ("FileNotFoundError", True),
         ("lightning.fabric.utilities.exceptions.MisconfigurationException", True),
@@ -241,7 +241,7 @@ def test_every_error_has_one_base_class() -> None:
 
 def test_errors_of_workers() -> None:
     trace = TRACE
-    ours = ProcessRaisedException(trace + "lightning_ptdp.checkpoint.errors.CheckpointError: no 'a'\nin here\n")
+    ours = ProcessRaisedException(trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n")
     failure = worker_failure(ours)
     assert failure is not None
     assert (failure.message, failure.mendable) == ("no 'a'\nin here", True)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_config
-from lightning_ptdp.models import GPTConfig, folder
+from lightning_ptdp.models import GPTConfig, pretrained_folder
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 from lightning_ptdp.planner import Candidate, Job, find_device, search
@@ -361,7 +361,7 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
         raise OSError("ended")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hangs)
-    monkeypatch.setattr(folder, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(pretrained_folder, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for arguments in (["--model", "org/model"], ["--recipe", "hf/llama-3-8b"]):
         began = time.perf_counter()
@@ -369,7 +369,7 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
         assert time.perf_counter() - began < 20
         assert code == 2 and started.is_set() and len(err.splitlines()) == 1
         assert (
-            "is no folder, and the config.json of such a model is neither in the hub's cache nor to be had there (TimeoutError)"
+            "is no pretrained_folder, and the config.json of such a model is neither in the hub's cache nor to be had there (TimeoutError)"
             in err
         )
         assert "run hf download " in err and "--layers 24" in err

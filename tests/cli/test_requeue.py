@@ -15,10 +15,10 @@ import pytest
 import torch
 import yaml
 
-from lightning_ptdp.callbacks.superseded import superseded
+from lightning_ptdp.callbacks.superseded_checkpoints import superseded
 from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata, save_checkpoint
 from lightning_ptdp.cli import entry, main
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.pool import Pool
 

@@ -17,7 +17,7 @@ from lightning_ptdp.cli.experiment import Experiment, differences, experiment_of
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.resume import find_newest, was_requeued
 from lightning_ptdp.data import TextDataModule
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.cli.conftest import tiny
 

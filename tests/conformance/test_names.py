@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from lightning_ptdp.checkpoint.agreement import own_rank
+from lightning_ptdp.checkpoint.save_agreement import own_rank
 from lightning_ptdp.strategy import PTDPStrategy, strategy_class
 from tests.conformance.toys import FEATURES, P2, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
 from tests.pool import Pool, WorkerFailure

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_ptdp.checkpoint.agreement import own_rank
+from lightning_ptdp.checkpoint.save_agreement import own_rank
 from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 

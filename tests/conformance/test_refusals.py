@@ -25,7 +25,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ptdp import ParallelPlan
-from lightning_ptdp.requirements import RequirementError
+from lightning_ptdp.base.requirements import RequirementError
 from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
 from tests.pool import Pool
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.engine import BatchMismatchError
-from lightning_ptdp.engine.agreement import batch_sums
+from lightning_ptdp.engine.rank_agreement import batch_sums
 from tests.conformance.toys import P2, LitNet, Place, make_trainer, samples
 from tests.pool import Pool
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 
-from lightning_ptdp._lightning import set_last_validation
+from lightning_ptdp.shims.lightning import set_last_validation
 from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import count_targets, sequence_length, shard_batch
-from lightning_ptdp.context_parallel.batch import is_padded
+from lightning_ptdp.context_parallel.sequence_batch import is_padded
 
 LENGTH = 8
 MINE = [0, 1, 6, 7]

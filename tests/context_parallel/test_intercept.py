@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_ptdp.context_parallel import AttentionKind, ContextForward, ContextParallel, ContextParallelError
-from lightning_ptdp.surroundings import Forward, Surroundings
+from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
 from tests.context_parallel.toy import assert_close, context_group, own
 from tests.pool import Pool

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, build, prepare
+from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, corpus_build, prepare
 from lightning_ptdp.data.work_folder import work_folder
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents
@@ -121,7 +121,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "write_chunks", full)
+        patch.setattr(corpus_build, "write_chunks", full)
         with pytest.raises(StoreError, match=r"store cannot be written: .*No space left"):
             prepare(mixed_config(mixed, tmp_path / "store"))
     assert os.listdir(tmp_path) == [WORK]

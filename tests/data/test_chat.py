@@ -20,7 +20,7 @@ from lightning_ptdp.data import ChatDataModule, chat_format
 from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_store import ChatStore, verify_chat
 from lightning_ptdp.data.conversations import FaultyRow
-from lightning_ptdp.data.errors import CorpusError, StoreError, TokenizerError
+from lightning_ptdp.data.data_error import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
 from lightning_ptdp.data.packing import pack

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.data import PrepareConfig, TextDataModule, TokenStream, prepare
-from lightning_ptdp.data.errors import TokenizerError
+from lightning_ptdp.data.data_error import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.models import make_tiny
 

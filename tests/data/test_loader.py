@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.data import DataError, EvaluationLoader, PreparedData, StoreError, TokenLoader, TokenStream
 from lightning_ptdp.data.stream import IGNORE_INDEX
+from lightning_ptdp.world.batch_size import RampUp
 
 LENGTH = 128
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.data import Corpus, ReadReport
-from lightning_ptdp.data.pieces import CorpusFile, Piece, cut_lines, cut_text, grouped
+from lightning_ptdp.data.file_pieces import CorpusFile, Piece, cut_lines, cut_text, grouped
 
 TEXTS = st.lists(st.sampled_from(["a", "é", "\U0001f600", "\n", "bc\n", "long " * 9]), max_size=60).map("".join)
 

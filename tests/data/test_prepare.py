@@ -24,10 +24,10 @@ from lightning_ptdp.data import (
     prepare,
     verify_store,
 )
-from lightning_ptdp.data.build import Builder
+from lightning_ptdp.data.corpus_build import Builder
 from lightning_ptdp.data.manifest import record_files
-from lightning_ptdp.data.progress import Reporter
-from lightning_ptdp.data.store import ChunkMap, read_chunks
+from lightning_ptdp.data.preparation_progress import Reporter
+from lightning_ptdp.data.token_store import ChunkMap, read_chunks
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents, flip, with_old_manifest
 

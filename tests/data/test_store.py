@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.data import PrepareConfig, StoreError, prepare, verify_store
 from lightning_ptdp.data.manifest import record_files
-from lightning_ptdp.data.store import ChunkMap, TokenType, read_chunks, token_dtype, write_chunks
+from lightning_ptdp.data.token_store import ChunkMap, TokenType, read_chunks, token_dtype, write_chunks
 from tests.data.conftest import write_corpus
 from tests.pool import Pool
 

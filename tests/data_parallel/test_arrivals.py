@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, LearningRateMonitor
 
-from lightning_ptdp._lightning import lightning_names
 from lightning_ptdp.data_parallel import overlaps_gather
+from lightning_ptdp.shims.lightning import lightning_names
 from tests.conformance.toys import LitNet, Place, make_trainer
 
 

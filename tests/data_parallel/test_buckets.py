@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
-from lightning_ptdp.data_parallel.beside import Beside
+from lightning_ptdp.data_parallel.overlapped_reduction import Beside
 from lightning_ptdp.data_parallel.reduction import Pending
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, Reduction, SteppedParameters
-from lightning_ptdp.data_parallel.shards import Shard
+from lightning_ptdp.data_parallel.flat_shards import Shard
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool

@@ -13,8 +13,7 @@ import torch
 
 from lightning_ptdp.doctor import Check, Status
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links
-from lightning_ptdp.doctor.devices import check_arithmetic, check_devices
-from lightning_ptdp.doctor.folders import (
+from lightning_ptdp.doctor.folder_checks import (
     check_clock,
     check_data_folder,
     check_database_locks,
@@ -22,7 +21,8 @@ from lightning_ptdp.doctor.folders import (
     check_tracking_store,
 )
 from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
-from lightning_ptdp.doctor.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from lightning_ptdp.doctor.local_devices import check_arithmetic, check_devices
+from lightning_ptdp.doctor.machine_checks import check_cores, check_memory, check_open_files, check_shared_memory
 
 GIB = 2**30
 

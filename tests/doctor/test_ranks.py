@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_ptdp.base.rank_processes import Tell, run_ranks
 from lightning_ptdp.doctor import Status
 from lightning_ptdp.doctor.bandwidth import measure
-from lightning_ptdp.doctor.collectives import COLLECTIVES, Place
+from lightning_ptdp.doctor.collective_checks import COLLECTIVES, Place
 from lightning_ptdp.doctor.ranks import check_ranks
-from lightning_ptdp.rank_processes import Tell, run_ranks
 from tests.pool import Pool
 
 
@@ -45,7 +45,7 @@ def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
     ],
 )
 def test_the_rank_that_is_to_blame_is_named(how: str, explained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ptdp.rank_processes._ENDING_S", 0.5)
+    monkeypatch.setattr("lightning_ptdp.base.rank_processes._ENDING_S", 0.5)
     before = set(psutil.Process().children())
     outcome = run_ranks(meet_without, count=3, args=(1, how), timeout_s=1.5)
     assert outcome.explain() == explained

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ptdp.engine.batch import merge_outputs, microbatch_sizes, signature, split_batch
-from lightning_ptdp.nested import batch_size
+from lightning_ptdp.base.nested import batch_size
+from lightning_ptdp.engine.microbatches import merge_outputs, microbatch_sizes, signature, split_batch
 
 Pair = namedtuple("Pair", ["x", "y"])
 

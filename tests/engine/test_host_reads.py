@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 ALLOWED = {
-    ("engine/report.py read_numbers", "tolist"),  # of the ranks with the last stage
+    ("engine/step_report.py read_numbers", "tolist"),  # of the ranks with the last stage
     ("engine/sharing.py share_report", "tolist"),  # of the others
     ("strategy/stopping.py _agree", "synchronize"),  # where nothing is read: with the batch before
 }
@@ -178,7 +178,7 @@ def test_who_decides_about_the_step_by_its_gradients_waits_for_them_too(
     ranks = pool.run(fit, world_size=2, args=(2, {**P2, **options}, settings))
     for waits in (waits for batches in ranks for waits in batches["train"][1:]):
         report, decision = waits
-        assert report.place in ("engine/report.py read_numbers", "engine/sharing.py share_report")
+        assert report.place in ("engine/step_report.py read_numbers", "engine/sharing.py share_report")
         assert (
             decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step")) and not decision.in_schedule
         )

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.engine.report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
+from lightning_ptdp.engine.step_report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 

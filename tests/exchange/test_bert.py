@@ -14,7 +14,7 @@ from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata,
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggingface
 from lightning_ptdp.models import BertConfig, LitBert
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import shard
 from tests.models.theirs import randomized
 from tests.pool import Pool

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of, save_checkpoint
-from lightning_ptdp.checkpoint.owners import Held, share_out
-from lightning_ptdp.exchange import FolderExport, convert, described_by_state, open_huggingface, to_huggingface, writer
-from lightning_ptdp.exchange.writer import FolderPlan
+from lightning_ptdp.checkpoint.rectangle_owners import Held, share_out
+from lightning_ptdp.exchange import FolderExport, convert, described_by_state, export_writer, open_huggingface, to_huggingface
+from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool, WorkerFailure
@@ -61,12 +61,12 @@ def _export(target: Path, config: Config) -> FolderExport:
 
 
 def _write(rank: int, folder: Path) -> None:
-    block, writer._BLOCK = writer._BLOCK, 100  # bytes
+    block, export_writer._BLOCK = export_writer._BLOCK, 100  # bytes
     for name, config in CONFIGS.items():
         export = _export(folder / name, config)
         export.check(_part(config, rank))
         export.write(_part(config, rank))
-    writer._BLOCK = block
+    export_writer._BLOCK = block
 
 
 def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_ranks_write_about_the_same() -> None:
 
 
 def test_no_more_than_a_block_is_in_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_BLOCK", 1_000)
+    monkeypatch.setattr(export_writer, "_BLOCK", 1_000)
     for one in _part(GPT2, 1):
-        blocks = [*writer._blocks(one, one.place)]
+        blocks = [*export_writer._blocks(one, one.place)]
         row = one.values[:1].nbytes
         assert all(block.values.nbytes <= max(1_000, row) for block in blocks)
         assert len(blocks) <= 2 + 2 * one.values.nbytes // max(1_000, row)

@@ -13,10 +13,10 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
 from lightning_ptdp.exchange import OurWeights, from_huggingface, open_huggingface, to_huggingface, verify_export
-from lightning_ptdp.exchange.families import model_of_hyper_parameters
+from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
-from lightning_ptdp.models.config import GPTConfig
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.models.model_config import GPTConfig
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.models.theirs import hf_gpt2, hf_llama, randomized

@@ -12,7 +12,7 @@ import torch
 from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint, verify_checkpoint
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert, kind_of, open_state_dict
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 
 Run = Callable[..., tuple[int, str, str]]
 

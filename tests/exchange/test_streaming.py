@@ -18,7 +18,7 @@ import transformers
 from lightning_ptdp.checkpoint import LocalRectangle, read_metadata, reshard_checkpoint, verify_checkpoint
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
-from lightning_ptdp.exchange.tables import Model
+from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.models import GPTConfig
 
 CONFIG = GPTConfig.gpt2(vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8)

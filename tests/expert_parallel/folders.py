@@ -9,7 +9,7 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.exchange import weights
+from lightning_ptdp.exchange import folder_weights
 from lightning_ptdp.models import AdamWConfig, LitCausalLM
 from tests.huggingface.runs import VOCABULARY, Samples
 
@@ -42,7 +42,7 @@ class Start(L.Callback):
 def fit(rank: int, run: Run) -> dict[str, Any]:
     """Train; the initial and the final weights of the whole model, and the bytes that were read of experts' files and of others."""
     L.seed_everything(3, verbose=False)
-    read, fill = {"experts": 0, "others": 0}, weights.read_stored
+    read, fill = {"experts": 0, "others": 0}, folder_weights.read_stored
 
     def counted(wanted: Any) -> None:
         parts = list(wanted)
@@ -50,7 +50,7 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
             read["experts" if ".experts." in one.name else "others"] += one.values.numel() * stored.entry.dtype.itemsize
         fill(parts)
 
-    weights.read_stored = counted
+    folder_weights.read_stored = counted
     try:
         start = Start()
         trainer = L.Trainer(
@@ -71,5 +71,5 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
             trainer.strategy.export_huggingface(run.export)
         final = trainer.strategy.gather_state_dict()
     finally:
-        weights.read_stored = fill
+        folder_weights.read_stored = fill
     return {"initial": getattr(start, "initial", {}), "final": final, "read": read}

@@ -31,9 +31,9 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, convert, open_safetensors
-from lightning_ptdp.models.config import GPTConfig
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.models.model_config import GPTConfig
+from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.format_1 import STORED
 from tests.hostile import Case
 from tests.hostile.forging import forge, sign

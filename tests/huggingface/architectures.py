@@ -348,8 +348,9 @@ class Samples(Dataset):
         self.generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(3, VOCABULARY, (count, LENGTH), generator=self.generator)
         self.others = torch.randint(3, VOCABULARY, (count, LENGTH), generator=self.generator)
-        self.masked = torch.rand(count, LENGTH, generator=self.generator).argsort(1) < 4
-        self.masked[:, 0] = True  # one that is not cut away
+        # Four of each sample, of which padding leaves at least the first.
+        others = torch.rand(count, LENGTH - 1, generator=self.generator).argsort(1) < 3
+        self.masked = torch.cat([torch.ones(count, 1, dtype=torch.bool), others], dim=1)
         self.lengths = torch.randint(3, LENGTH, (count,), generator=self.generator)
         self.classes = torch.randint(0, 3, (count,), generator=self.generator)
         shape = {"image": (3, 16, 16), "audio": (340,), "ctc": (660,), "spectrogram": (16, 16), "speech to text": (8, 16)}.get(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp._transformers import captured_outputs, has_sdpa, ignored_names, install_capture, is_capture
+from lightning_ptdp.shims.transformers import captured_outputs, has_sdpa, ignored_names, install_capture, is_capture
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
 from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure

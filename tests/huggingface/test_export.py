@@ -23,12 +23,12 @@ from lightning_ptdp.exchange import (
     FolderExport,
     HuggingFaceWeights,
     described_by_module,
+    export_writer,
     names_in,
     open_huggingface,
     to_huggingface,
-    writer,
 )
-from lightning_ptdp.sharding import Piece, Sharding
+from lightning_ptdp.parameters.sharding import Piece, Sharding
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
@@ -185,7 +185,7 @@ def test_adapters_are_merged(model: str, layout: dict[str, Any], world_size: int
 def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_BLOCK", 100)
+    monkeypatch.setattr(export_writer, "_BLOCK", 100)
     torch.manual_seed(0)
     model, first = build(name), dict[int, str]()
     state = {key: value for key, value in model.state_dict(keep_vars=True).items() if first.setdefault(id(value), key) == key}

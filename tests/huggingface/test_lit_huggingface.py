@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.initial_values.initializers import Initializers
-from lightning_ptdp.initial_values.materialize import Materializer, make_room
 from lightning_ptdp.models import LitCausalLM, LitMaskedLM, make_tiny
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.initializers import Initializers
+from lightning_ptdp.parameters.materialize import Materializer, make_room
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.strategy.checks import open_initial_weights
 from tests.huggingface.circle import OPTIMIZER, causal
 from tests.huggingface.runs import LAYOUTS, Run, Samples, check, fit, make_model

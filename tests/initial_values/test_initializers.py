@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.initial_values.initializers import Initializers
-from lightning_ptdp.initial_values.materialize import Materializer
+from lightning_ptdp.parameters.initializers import Initializers
+from lightning_ptdp.parameters.materialize import Materializer
 from tests.huggingface.runs import make_model
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.initial_values.materialize import Materializer, agree_on_values
+from lightning_ptdp.parameters.materialize import Materializer, agree_on_values
 from tests.pool import Pool
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ptdp.forward.surroundings import Forward
 from lightning_ptdp.keyed_dropout import KeyedDropout, KeyedDropoutError
 from lightning_ptdp.keyed_dropout.keys import mix, sample_keys, uniform
-from lightning_ptdp.surroundings import Forward
 from lightning_ptdp.world.mesh import Group
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp import PTDPStrategy, Sampling
 from lightning_ptdp.callbacks import LayoutSummary, LogDatasets, RunReport, SaveResolvedConfig, Throughput, WriteSamples
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.store import sqlite_uri
+from lightning_ptdp.loggers.tracking_store import sqlite_uri
 from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.models.tiny import make_tiny
 

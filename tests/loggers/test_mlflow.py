@@ -24,9 +24,9 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_ptdp.data_record import DatasetRecord
+from lightning_ptdp.base.data_record import DatasetRecord
 from lightning_ptdp.loggers import MLFlowLogger, mlflow
-from lightning_ptdp.loggers.writer import BackgroundWriter
+from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.models import GPTConfig
 from tests.pool import Pool
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.loggers import MLFlowLogger, connection
 from lightning_ptdp.loggers import mlflow as ours
-from lightning_ptdp.loggers.store import SilentServerError, check_store
+from lightning_ptdp.loggers.tracking_store import SilentServerError, check_store
 
 
 @pytest.fixture(autouse=True)

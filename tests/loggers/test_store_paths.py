@@ -8,7 +8,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.store import sqlite_path, sqlite_uri
+from lightning_ptdp.loggers.tracking_store import sqlite_path, sqlite_uri
 
 
 @pytest.mark.parametrize("name", ["plain", "it's [a] {b} %41 #1", "what?mode=ro", "ü & ;"])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_ptdp.loggers.writer import BackgroundWriter
+from lightning_ptdp.loggers.background_writer import BackgroundWriter
 
 LIMIT_S = 30.0
 

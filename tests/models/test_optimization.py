@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.batch_size import RampUp
 from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig
-from lightning_ptdp.models.optimization import (
+from lightning_ptdp.models.optimizer_setup import (
     build_adamw,
     build_schedule,
     decay_groups,
@@ -19,6 +18,7 @@ from lightning_ptdp.models.optimization import (
     resolve_decay_steps,
     samples_as_steps,
 )
+from lightning_ptdp.world.batch_size import RampUp
 from tests.models.configs import GPT2, LLAMA
 
 

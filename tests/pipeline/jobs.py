@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ptdp.surroundings import Forward
+from lightning_ptdp.forward.surroundings import Forward
 
 
 class SumJob:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.checkpoint.agreement import own_rank
+from lightning_ptdp.checkpoint.save_agreement import own_rank
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.queued import HOST, habits
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from lightning_ptdp.pipeline.account import LOST
-from lightning_ptdp.pipeline.bulletin import Heard
-from lightning_ptdp.pipeline.guard import Guard, Judge, Sight
+from lightning_ptdp.pipeline.hang_guard import Guard, Judge, Sight
+from lightning_ptdp.pipeline.rank_report import LOST
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
+from lightning_ptdp.pipeline.status_board import Heard
 from tests.pipeline.losing import train, work
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptdp.callbacks import ExpertLoad
 from lightning_ptdp.checkpoint import single_file
-from lightning_ptdp.checkpoint.agreement import own_rank
-from lightning_ptdp.checkpoint.sums import SummingFile
+from lightning_ptdp.checkpoint.checksums import SummingFile
+from lightning_ptdp.checkpoint.save_agreement import own_rank
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.schedule import Action

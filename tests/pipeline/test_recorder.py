@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.data_parallel.reduction import Reduction
-from lightning_ptdp.pipeline import recorder as recorder_module
-from lightning_ptdp.pipeline.progress import Observers
-from lightning_ptdp.pipeline.recorder import Recorder, ideal_timeline
+from lightning_ptdp.pipeline import action_recorder as recorder_module
+from lightning_ptdp.pipeline.action_recorder import Recorder, ideal_timeline
+from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.schedule import Action, Costs, Schedule, Timeline, build_schedule, simulate
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ptdp.pipeline.account import LOST, Account
-from lightning_ptdp.pipeline.bulletin import Board, Heard
-from lightning_ptdp.pipeline.guard import Judge
+from lightning_ptdp.pipeline.hang_guard import Judge
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.pipeline.rank_report import LOST, Account
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
+from lightning_ptdp.pipeline.status_board import Board, Heard
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.schedule import Action
 from lightning_ptdp.world.layout import ParallelLayout

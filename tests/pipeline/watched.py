@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore
 
+from lightning_ptdp.blocks.recompute import apply_recomputation
+from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
+from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, WholeModel
-from lightning_ptdp.recompute import apply_recomputation
 from lightning_ptdp.schedule import Schedule
-from lightning_ptdp.surroundings import Forward, Surroundings
-from lightning_ptdp.weight_gradients import WeightGradients
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pipeline.grid import TIED, Block, Gradients, Microbatch, make_net, uneven_ranges

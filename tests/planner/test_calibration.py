@@ -13,7 +13,7 @@ import torch
 
 from lightning_ptdp.doctor import calibration as measuring
 from lightning_ptdp.doctor import links
-from lightning_ptdp.doctor.collectives import Place
+from lightning_ptdp.doctor.collective_checks import Place
 from lightning_ptdp.doctor.links import Links
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
@@ -30,9 +30,9 @@ from lightning_ptdp.planner import (
     step_time,
     whose_figures,
 )
-from lightning_ptdp.planner.calibration import MACHINE_FILE
+from lightning_ptdp.planner.calibrated_device import MACHINE_FILE
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.fresh import fresh_seconds
+from lightning_ptdp.planner.first_touch import fresh_seconds
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
 from tests.pool import Pool
@@ -220,7 +220,7 @@ def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
 
 
 def test_large_tensors_are_fresh_memory() -> None:
-    """1 MiB and more where there are several processes, more than 32 MiB where there is one (``_memory.py``)."""
+    """1 MiB and more where there are several processes, more than 32 MiB where there is one (``shims/glibc.py``)."""
     fresh = device(fresh_s=1e-9)
     model = GPTConfig.gpt2(hidden_size=64, num_heads=2)
     one, two = (

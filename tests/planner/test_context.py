@@ -10,7 +10,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Choice, Job, Space, find_device, layer_activations, search, step_time
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.context import exchange_time
+from lightning_ptdp.planner.context_cost import exchange_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import small_job
 

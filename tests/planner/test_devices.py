@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import DEVICES, Cluster, Link, find_device, find_software, known_device, known_peak_flops
-from lightning_ptdp.planner.attention import attention_time
+from lightning_ptdp.planner.attention_cost import attention_time
 from tests.planner.jobs import choice, small_job
 
 

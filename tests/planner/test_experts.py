@@ -27,11 +27,11 @@ from lightning_ptdp.planner import (
     step_time,
 )
 from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.expert_cost import expert_kept, expert_time
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.experts import expert_kept, expert_time
 from lightning_ptdp.planner.memory import rank_memory
-from lightning_ptdp.planner.mends import why_nothing_fits
 from lightning_ptdp.planner.parameters import expert_parameters
+from lightning_ptdp.planner.remedies import why_nothing_fits
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes
 from tests.planner.jobs import choice, small_job

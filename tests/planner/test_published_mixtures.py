@@ -15,7 +15,7 @@ import pytest
 
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Choice, Job, find_device, find_software, fullest_rank, step_time
-from lightning_ptdp.planner.sizes import PlannedGPT
+from lightning_ptdp.planner.foreign_sizes import PlannedGPT
 from lightning_ptdp.world.layout import ParallelLayout
 
 PEAK = 989.5

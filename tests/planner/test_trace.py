@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_ptdp
-from lightning_ptdp._torch import without_data
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.planner import (
@@ -26,7 +25,8 @@ from lightning_ptdp.planner import (
     stage_parameters,
 )
 from lightning_ptdp.planner.examples import call_with
-from lightning_ptdp.planner.trace import trace_shape
+from lightning_ptdp.planner.model_trace import trace_shape
+from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout

@@ -242,7 +242,7 @@ def test_the_front_door_needs_neither_torch_nor_matplotlib() -> None:
     code = (
         "import sys, types; package = types.ModuleType('lightning_ptdp'); "
         f"package.__path__ = [{package}]; sys.modules['lightning_ptdp'] = package; "
-        "import lightning_ptdp.schedule, lightning_ptdp.schedule.timeline; "
+        "import lightning_ptdp.schedule, lightning_ptdp.schedule.schedule_timeline; "
         "print({'torch', 'lightning', 'matplotlib', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_ptdp.schedule import Costs, Schedule, Timeline, build_schedule, simulate
-from lightning_ptdp.schedule.timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
 
 BLUE, GREEN, AMBER, PURPLE = range(4)
 IDLE = (237, 237, 237)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.tensor_parallel import ParallelPlan, is_in_region, replace_aliases, set_numbers, shard_module, split_sequence
 from lightning_ptdp.world.mesh import Group
 

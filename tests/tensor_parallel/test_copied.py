@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
-from lightning_ptdp.sharding import slice_full
+from lightning_ptdp.parameters.sharding import slice_full
 from lightning_ptdp.tensor_parallel import Column
-from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
 from lightning_ptdp.tensor_parallel.kinds import Place, check_divides
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
-from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan

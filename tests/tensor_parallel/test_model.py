@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.sharding import slice_full
+from lightning_ptdp.parameters.sharding import slice_full
 from lightning_ptdp.tensor_parallel import ParallelPlan, VocabularyParallelEmbedding, VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.sharding import Piece, Sharding, slice_full
+from lightning_ptdp.parameters.sharding import Piece, Sharding, slice_full
 from lightning_ptdp.tensor_parallel import VocabularyRange
-from lightning_ptdp.tensor_parallel.sharding import shard_columns, shard_vocabulary
+from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_vocabulary
 from tests.tensor_parallel.toy import assemble_full
 
 SIZES = (1, 2, 4)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh

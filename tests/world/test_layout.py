@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.placement import Placement
+from lightning_ptdp.world.stage_placement import Placement
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3)) if sizes[0] * sizes[1] * sizes[2] <= 24]
 

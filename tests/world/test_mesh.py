@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.world.layout import SETS, ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from lightning_ptdp.world.placement import Placement
+from lightning_ptdp.world.stage_placement import Placement
 from tests.pool import Pool
 
 

@@ -7,7 +7,7 @@ are defined.
 from lightning_ptdp.models.plans.declared import declared_plan
 from lightning_ptdp.models.plans.encoder_decoder import encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, Family, family_plan
-from lightning_ptdp.models.plans.registry import find_plan, plan_for
+from lightning_ptdp.models.plans.plan_registry import find_plan, plan_for
 from lightning_ptdp.models.plans.suggested import suggested_tensor
 from lightning_ptdp.models.plans.transformer import transformer_encoder_plan, transformer_plan
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans.blocks import Block, Config, WhyNot, attention, feed_forward, kinds_of, per_rank, present
-from lightning_ptdp.models.plans.names import joined
+from lightning_ptdp.models.plans.block_parts import Block, Config, WhyNot, attention, feed_forward, kinds_of, per_rank, present
+from lightning_ptdp.models.plans.module_names import joined
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
-from lightning_ptdp.tensor_parallel.numbers import Number, Numbers
+from lightning_ptdp.tensor_parallel.local_sizes import Number, Numbers
 
 __all__ = ["ENCODER_DECODERS", "EncoderDecoder", "encoder_decoder_plan"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans import blocks as of
-from lightning_ptdp.models.plans.blocks import Block, Config, WhyNot, attention, feed_forward, per_rank
-from lightning_ptdp.models.plans.names import joined, vocabulary_of
+from lightning_ptdp.models.plans import block_parts as of
+from lightning_ptdp.models.plans.block_parts import Block, Config, WhyNot, attention, feed_forward, per_rank
+from lightning_ptdp.models.plans.module_names import joined, vocabulary_of
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
-from lightning_ptdp.tensor_parallel.numbers import Numbers
+from lightning_ptdp.tensor_parallel.local_sizes import Numbers
 
 __all__ = ["FAMILIES", "Family", "family_plan"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_ptdp.models.plans.names import joined
+from lightning_ptdp.models.plans.module_names import joined
 from lightning_ptdp.tensor_parallel import Attention, Column, Kind, ParallelPlan, Row
 
 __all__ = ["transformer_encoder_plan", "transformer_plan"]

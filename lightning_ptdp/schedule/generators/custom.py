@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.option_types import check_types
+from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.schedule.actions import Action
-from lightning_ptdp.world.placement import Placement
+from lightning_ptdp.world.stage_placement import Placement
 
 __all__ = ["CustomSchedule"]
 

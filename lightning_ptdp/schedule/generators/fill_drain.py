@@ -6,7 +6,7 @@ In the timelines of this folder every action takes one column; they are drawn by
 from __future__ import annotations
 
 from lightning_ptdp.schedule.generators.orders import Orders, groups, in_groups, in_turns
-from lightning_ptdp.world.placement import Placement, stages_of_rank
+from lightning_ptdp.world.stage_placement import Placement, stages_of_rank
 
 __all__ = ["forward_only", "gpipe"]
 

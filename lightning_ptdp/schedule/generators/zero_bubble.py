@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
-from lightning_ptdp.world.placement import stages_of_rank
+from lightning_ptdp.world.stage_placement import stages_of_rank
 
 __all__ = ["zb_h1", "zb_v"]
 

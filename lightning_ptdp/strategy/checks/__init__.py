@@ -1,6 +1,7 @@
 """Checks before any process is started. Each error names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_data
+from lightning_ptdp.strategy.checks.initial_weights import check_initial_weights, open_initial_weights
 from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
     check_model,
@@ -10,10 +11,9 @@ from lightning_ptdp.strategy.checks.model import (
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.checks.packing import check_packing
-from lightning_ptdp.strategy.checks.saved import check_optimizer_state, warn_of_objects
+from lightning_ptdp.strategy.checks.packed_samples import check_packing
+from lightning_ptdp.strategy.checks.saved_content import check_optimizer_state, warn_of_objects
 from lightning_ptdp.strategy.checks.trainer import check_trainer
-from lightning_ptdp.strategy.checks.weights import check_initial_weights, open_initial_weights
 
 __all__ = [
     "CUT_MARK",

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_ptdp._lightning import NAMESPACES, LightningModule
-from lightning_ptdp._torch import forward_hooks, has_gradient_hooks
-from lightning_ptdp._transformers import is_capture
+from lightning_ptdp.base.requirements import check_installed
+from lightning_ptdp.blocks.fp8 import check_fp8
+from lightning_ptdp.blocks.recompute import check_recomputation
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.fp8 import check_fp8
-from lightning_ptdp.initial_values.initializers import Initializers, why_without_values
 from lightning_ptdp.models.plans import find_plan, suggested_tensor
 from lightning_ptdp.parallelize import KnownParts
+from lightning_ptdp.parameters.initializers import Initializers, why_without_values
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.rehearsal import rehearse
-from lightning_ptdp.recompute import check_recomputation
-from lightning_ptdp.requirements import check_installed
-from lightning_ptdp.strategy.surroundings import check_surroundings
+from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
+from lightning_ptdp.shims.torch import forward_hooks, has_gradient_hooks
+from lightning_ptdp.shims.transformers import is_capture
+from lightning_ptdp.strategy.forward_contexts import check_surroundings
 from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, Whole, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 

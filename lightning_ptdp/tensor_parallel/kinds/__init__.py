@@ -3,11 +3,11 @@
 from torch import nn
 
 from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
-from lightning_ptdp.tensor_parallel.kinds.experts import Experts
-from lightning_ptdp.tensor_parallel.kinds.kept import Alias, Partial, Region, Whole
+from lightning_ptdp.tensor_parallel.kinds.expert_kinds import Experts
 from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, Place, check_divides
-from lightning_ptdp.tensor_parallel.kinds.linear import Attention, Column, Row
-from lightning_ptdp.tensor_parallel.kinds.mean import Mean
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import Attention, Column, Row
+from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Partial, Region, Whole
+from lightning_ptdp.tensor_parallel.kinds.sequence_mean import Mean
 
 __all__ = [
     "KINDS",

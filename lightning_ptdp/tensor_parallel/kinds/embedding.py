@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_ptdp.sharding import Sharding
+from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_embedding, shape_text
-from lightning_ptdp.tensor_parallel.sharding import VocabularyRange, shard_vocabulary
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange, shard_vocabulary
 from lightning_ptdp.tensor_parallel.vocabulary import (
     SequenceShardedEmbedding,
     VocabularyParallelEmbedding,

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel.linear_like import has_own_forward
-from lightning_ptdp.tensor_parallel.sharding import shard_columns
+from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.layout import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 

@@ -1,0 +1,3 @@
+"""Utilities that know nothing of training."""
+
+__all__: list[str] = []

@@ -1,0 +1,161 @@
+"""Checks of JSON content, composed as the content is.
+
+Nothing here believes what a file says of itself. What does not fit is a ``Misfit`` that names the place and what is wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from lightning_ptdp.base.errors import PTDPError
+
+__all__ = [
+    "FILE_NAME",
+    "Check",
+    "Json",
+    "Misfit",
+    "flag",
+    "integer",
+    "list_of",
+    "map_of",
+    "number",
+    "one_of",
+    "optional",
+    "record",
+    "text",
+]
+
+Json = Any  # what json.dumps takes: a recursive type that type checkers follow poorly
+T = TypeVar("T")
+Check = Callable[[Json], T]
+"""From a value to what it stands for; raises a Misfit."""
+
+FILE_NAME = r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,200}"
+_SHOWN = 60
+
+
+class Misfit(PTDPError, ValueError):
+    """A value is not what belongs there.
+
+    Args:
+        what: Said of the value: ``"is 'x', not a whole number"``.
+        place: The way to it: ``"tensors.w.shape[3]"``.
+    """
+
+    def __init__(self, what: str, place: str = "") -> None:
+        super().__init__(f"{place.removeprefix('.') or 'it'} {what}")
+        self.what, self.place = what, place
+
+
+def integer(least: int = 0, most: int = 2**62) -> Check[int]:
+    """A whole number."""
+
+    def check(value: Json) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise Misfit(f"is {_shown(value)}, not a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def number(least: float, most: float) -> Check[float]:
+    """A number with or without a fraction."""
+
+    def check(value: Json) -> float:
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise Misfit(f"is {_shown(value)}, not a number from {least:g} to {most:g}")
+        return float(value)
+
+    return check
+
+
+def flag(value: Json) -> bool:
+    """True or false."""
+    if type(value) is not bool:
+        raise Misfit(f"is {_shown(value)}, neither true nor false")
+    return value
+
+
+def text(pattern: str = r".{0,4096}", called: str = "text") -> Check[str]:
+    """Text that matches a regular expression from end to end."""
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def check(value: Json) -> str:
+        if type(value) is not str or compiled.fullmatch(value) is None or value in (".", ".."):
+            raise Misfit(f"is {_shown(value)}, not {called}")
+        return value
+
+    return check
+
+
+def one_of(known: Mapping[str, T], called: str) -> Check[T]:
+    """One of several names, and what it stands for."""
+
+    def check(value: Json) -> T:
+        if type(value) is not str or value not in known:
+            raise Misfit(f"is {_shown(value)}, not {called}")
+        return known[value]
+
+    return check
+
+
+def optional(check: Check[T]) -> Check[T | None]:
+    """Null, or what ``check`` takes."""
+    return lambda value: None if value is None else check(value)
+
+
+def list_of(check: Check[T], *, most: int = 2**62) -> Check[tuple[T, ...]]:
+    """A list of equal things."""
+
+    def check_list(value: Json) -> tuple[T, ...]:
+        if not isinstance(value, list | tuple) or len(value) > most:
+            raise Misfit(f"is {_shown(value)}, not a list" + (f" of at most {most}" if most < 2**62 else ""))
+        return tuple(_inside(check, item, index) for index, item in enumerate(value))
+
+    return check_list
+
+
+def map_of(check: Check[T], *, key: Check[str] = lambda key: key) -> Check[dict[str, T]]:
+    """An object whose keys are names and whose values are equal things."""
+
+    def check_map(value: Json) -> dict[str, T]:
+        if not isinstance(value, dict):
+            raise Misfit(f"is {_shown(value)}, not an object")
+        return {_inside(key, name, name): _inside(check, item, name) for name, item in value.items()}
+
+    return check_map
+
+
+def record(others: bool = False, **fields: Check[Json]) -> Check[dict[str, Json]]:
+    """An object of these fields; one that ``optional`` made may be missing.
+
+    Args:
+        others: Whether there may be further fields, which are left out.
+        fields: Their checks, by name.
+    """
+
+    def check(value: Json) -> dict[str, Json]:
+        if not isinstance(value, dict):
+            raise Misfit(f"is {_shown(value)}, not an object")
+        if not others and (unknown := value.keys() - fields.keys()):
+            raise Misfit(f"has the field {_shown(min(unknown))}, which is not known")
+        return {name: _inside(field, value.get(name), name, missing=name not in value) for name, field in fields.items()}
+
+    return check
+
+
+def _inside(check: Check[T], value: Json, key: str | int, *, missing: bool = False) -> T:
+    """``check(value)``, which stands under ``key`` of a list or object."""
+    try:
+        return check(value)
+    except Misfit as error:
+        place = f"[{key}]" if isinstance(key, int) else f".{key!s:.{_SHOWN}}"
+        raise Misfit("is missing" if missing and not error.place else error.what, f"{place}{error.place}") from None
+
+
+def _shown(value: Json) -> str:
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    return "missing or null" if value is None else f"{value!r:.{_SHOWN}}"

@@ -1,0 +1,60 @@
+"""Tensors of which a rank holds a part, followed through the functions of torch that users call on them.
+
+What a function returns in the shape of a part is a part itself: of elementwise functions it is. A number is refused, because it would be
+that of the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_ptdp.base.errors import PTDPError
+
+__all__ = ["PartialModelError", "PartialValues"]
+
+
+class PartialModelError(PTDPError, ValueError):
+    """Something needs values of the whole model, of which a rank holds a part."""
+
+
+class PartialValues(TorchFunctionMode):
+    """Refuses numbers that are computed from parts; ``refusal`` makes the error from the name of the parameter and of the function."""
+
+    def __init__(self, refusal: Callable[[str, str], PartialModelError]) -> None:
+        super().__init__()
+        self._refusal = refusal
+        self._names: dict[Tensor, str] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func`` and look at what it returns.
+
+        Raises:
+            PartialModelError: A number that only the whole values have.
+        """
+        kwargs = kwargs or {}
+        parts = [one for one in _tensors((args, kwargs)) if one in self._names]
+        result = func(*args, **kwargs)
+        for one in _tensors(result) if parts else ():
+            if one not in self._names:
+                self._follow(func, parts, one)
+        return result
+
+    def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
+        """Note that ``result`` is a part too; returns the argument that it is like."""
+        alike = next((part for part in parts if part.shape == result.shape), None)
+        if alike is None and (result.numel() == 1 or not all(part.numel() for part in parts)):
+            raise self._refusal(self._names[parts[0]], getattr(func, "__name__", str(func)))
+        self._names[result] = self._names[parts[0]]
+        return parts[0] if alike is None else alike
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    leaves: Iterable[object] = tree_leaves(values)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))

@@ -1,0 +1,213 @@
+"""Installed versions, compared with the ranges that this package's own metadata declare."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from lightning_ptdp.base.errors import PTDPError
+
+__all__ = [
+    "DISTRIBUTION",
+    "Declared",
+    "RequirementError",
+    "check_at_import",
+    "check_core",
+    "check_installed",
+    "check_python",
+    "check_url",
+    "find_problem",
+    "import_optional",
+    "read_declared",
+]
+
+DISTRIBUTION = "lightning-ptdp"
+_FOR_DEVELOPERS = ("test", "docs")
+
+
+class RequirementError(PTDPError, ImportError):
+    """A library is missing or outside the declared range. The message ends with the command that installs the right one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """One library that the package depends on.
+
+    Attributes:
+        name: Name of the distribution, such as "torch".
+        versions: Range of versions that works.
+        extra: Extra that brings it; "" if every installation does.
+    """
+
+    name: str
+    versions: SpecifierSet
+    extra: str
+
+    @property
+    def range(self) -> str:
+        """Return the range as text, the lower bound first."""
+        return ",".join(sorted(map(str, self.versions), reverse=True))
+
+    @property
+    def command(self) -> str:
+        """Return the command that installs a version in the range."""
+        return f"pip install '{self.name}{self.range}'"
+
+    @property
+    def missing(self) -> str:
+        """Return the message for a library that is not installed."""
+        return f"{self.name} is not installed; {DISTRIBUTION} needs {self.range}: {self.command}"
+
+    def allows(self, version: str) -> bool:
+        """Return True if ``version`` is in the range. Nightly builds count as releases."""
+        return self.versions.contains(version, prereleases=True)
+
+
+def read_declared(lines: Sequence[str] | None = None) -> tuple[Declared, ...]:
+    """Return the libraries that users need, from ``Requires-Dist`` lines (None: those of the installed package).
+
+    A checkout that is not installed has no metadata, and declares nothing.
+    """
+    if lines is None:
+        try:
+            lines = metadata.requires(DISTRIBUTION) or []
+        except metadata.PackageNotFoundError:
+            return ()
+    found = []
+    for requirement in map(Requirement, lines):
+        extra = _extra(requirement)
+        if extra not in _FOR_DEVELOPERS:
+            found.append(Declared(name=requirement.name, versions=requirement.specifier, extra=extra))
+    return tuple(found)
+
+
+def find_problem(declared: Declared, installed: Callable[[str], str] | None = None) -> str | None:
+    """Return what is wrong with the installed version of a library, and the command that mends it; None if nothing is.
+
+    Args:
+        declared: The library.
+        installed: Returns the version of a distribution, or raises ``PackageNotFoundError``; default: ``metadata.version``.
+    """
+    try:
+        version = (installed or metadata.version)(declared.name)
+    except metadata.PackageNotFoundError:
+        return declared.missing
+    if declared.allows(version):
+        return None
+    return f"{declared.name} {version} is installed, but {DISTRIBUTION} needs {declared.range}: {declared.command}"
+
+
+def check_installed(*names: str) -> None:
+    """Check the installed versions of the libraries ``names``; a name that is not declared is not checked.
+
+    Raises:
+        RequirementError: One is missing or outside the declared range.
+    """
+    for declared in _declared():
+        if declared.name in names:
+            problem = find_problem(declared)
+            if problem is not None:
+                raise RequirementError(problem, name=declared.name)
+
+
+def check_python(version: str | None = None) -> None:
+    """Check the interpreter's version (default: of this one) against ``Requires-Python``.
+
+    Raises:
+        RequirementError: It is outside the range.
+    """
+    version = version or platform.python_version()
+    try:
+        needed = metadata.metadata(DISTRIBUTION)["Requires-Python"] or ""
+    except metadata.PackageNotFoundError:
+        return
+    if not SpecifierSet(needed).contains(version, prereleases=True):
+        raise RequirementError(
+            f"Python {version} runs this, but {DISTRIBUTION} needs {needed}: python{needed.lstrip('>=')} -m venv .venv"
+        )
+
+
+def check_core() -> None:
+    """Check the interpreter, torch and Lightning.
+
+    Raises:
+        RequirementError: One is outside the declared range.
+    """
+    check_python()
+    check_installed("torch", "lightning")
+
+
+def check_at_import() -> None:
+    """Check the core when the package is imported, except where an error would do harm.
+
+    During ``import torch``, which loads this package's entry point, an error would break torch for every program. The command line
+    reports the error itself, so that ``ptdp doctor`` still runs.
+
+    Raises:
+        RequirementError: As in ``check_core``.
+    """
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    is_importing_torch = getattr(spec, "_initializing", False)
+    # While `python -m package` looks for the package, sys.argv[0] is "-m".
+    is_command_line = Path(sys.argv[0]).name in ("ptdp", "-m") if sys.argv else False
+    if not is_importing_torch and not is_command_line:
+        check_core()
+
+
+def check_url(path: object) -> None:
+    """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``; any other ``path`` needs none.
+
+    Raises:
+        RequirementError: The library is missing, or there is none for such URLs.
+    """
+    protocol, found, _ = os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
+    if not found or protocol in _WITHOUT_FSSPEC:
+        return
+    try:
+        import_module("fsspec").get_filesystem_class(protocol.rpartition("::")[2])
+    except ImportError as error:
+        name = getattr(error.__cause__, "name", None) or getattr(error, "name", None) or protocol
+        raise RequirementError(
+            f"{path} is read by {name}, which is not installed: pip install {name.partition('.')[0]}", name=name
+        ) from error
+    except ValueError as error:
+        raise RequirementError(
+            f"{path}: fsspec knows no URLs that begin with {protocol}://. Copy the file, and give its path"
+        ) from error
+
+
+_WITHOUT_FSSPEC = ("file", "http", "https")
+"""Lightning reads these by itself."""
+
+
+def import_optional(name: str) -> Any:
+    """Return the module of an optional library, after a check of its version.
+
+    Raises:
+        RequirementError: It is missing or outside the declared range.
+    """
+    check_installed(name)
+    return import_module(name)
+
+
+def _extra(requirement: Requirement) -> str:
+    """Return the first extra for which the requirement's marker holds; "" if it holds without one."""
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        return ""
+    extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    return next((extra for extra in extras if requirement.marker.evaluate({"extra": extra})), _FOR_DEVELOPERS[0])
+
+
+@lru_cache(maxsize=1)
+def _declared() -> tuple[Declared, ...]:
+    return read_declared()

@@ -1,0 +1,110 @@
+"""``torch.compile`` of the repeated blocks, each in place, when they are what this rank runs: cut, filled and sharded.
+
+Only a block's forward is compiled. Its own hooks, through which a pipeline and others watch it, and its recomputation, stay around that
+(so what is recomputed is compiled too), and all blocks of a kind share one graph.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
+from lightning_ptdp.pipeline.containers import Blocks, layers_of
+from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.shims.torch import is_compiled, with_late_waits
+
+__all__ = ["CompilePolicy", "CompiledForward", "check_compiler", "compile_blocks"]
+
+CompilePolicy = Literal["none", "blocks", "auto"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CompiledForward(OwnForward):
+    """A compiled forward; a copy of the module compiles anew.
+
+    Attributes:
+        options: Of ``torch.compile``.
+    """
+
+    options: Mapping[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        return self._compiled(self.module, *args, **kwargs) if self.replaced is None else self._compiled(*args, **kwargs)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        # The function and not the bound method: the blocks of a class share what is compiled for one.
+        return torch.compile(type(self.module).forward if self.replaced is None else self.replaced, **self.options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_compiled"}
+
+
+def compile_blocks(
+    module: nn.Module, *, policy: CompilePolicy, blocks: Blocks | None, device: torch.device, options: Mapping[str, Any]
+) -> None:
+    """Compile this rank's blocks, in place; what an earlier call did is undone first.
+
+    Args:
+        module: The module after ``parallelize``.
+        policy: "blocks", or "auto" for those on CUDA.
+        blocks: Dotted names of the repeated containers; found if None.
+        device: Where the module is.
+        options: Of ``torch.compile``.
+
+    Raises:
+        ValueError: There is no container, or with "blocks" no compiler.
+    """
+    give_back_forwards(module, CompiledForward)
+    if policy == "none" or (policy == "auto" and device.type != "cuda"):
+        return
+    try:
+        check_compiler(device, options)
+        layers = layers_of(module, find_blocks(module) if blocks is None else blocks)
+    except ValueError as error:
+        if policy == "blocks":
+            raise
+        warnings.warn(f"compile='auto' compiles nothing: {error}", stacklevel=2)
+        return
+    for layer in layers:
+        block = module.get_submodule(layer.name)
+        if not isinstance(block, Placeholder) and not is_compiled(block):
+            replace_forward(block, CompiledForward, options=with_late_waits(options))
+
+
+def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:
+    """Check that the machine has what torch's own compiler needs.
+
+    Args:
+        device: Where the model runs.
+        options: Of ``torch.compile``.
+
+    Raises:
+        ValueError: Something is missing.
+    """
+    if options.get("backend", "inductor") != "inductor":
+        return
+    on_gpu = device.type == "cuda"
+    chosen, usual = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++",))
+    names = (os.environ[chosen],) if chosen in os.environ else usual
+    missing = []
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        missing.append("the package triton, which is not installed")
+    if not any(map(shutil.which, names)):
+        missing.append(f"a C{'' if on_gpu else '++'} compiler, and there is no {' or '.join(names)}")
+    if missing:
+        raise ValueError(
+            f"compiled blocks need {' and '.join(missing)}: install it, or use compile_options={{'backend': 'aot_eager'}} or compile='none'"
+        )

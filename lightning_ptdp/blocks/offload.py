@@ -1,0 +1,266 @@
+"""Activation offload: what a block keeps for its backward lies in host memory in between.
+
+A block is sent while the next one runs forward, and fetched while the one behind it runs backward, so that the device holds two blocks
+of a microbatch instead of all, and copies run beside the computation::
+
+    forward     block 0 | block 1  | block 2  |                    backward   block 2 | block 1 | block 0
+    copies              | 0 to host| 1 to host|  (2 stays)         copies     1 back  | 0 back  |
+
+What is copied is a storage: queries, keys and values that are views of one product travel once. Of a block there stay parameters and
+buffers, what the block is called with beside its first tensor (masks and rotary tables, which all blocks share), autocast's copies of
+weights (they are views of a matrix on its side), and whatever is smaller than an eighth of the first tensor.
+
+Why no tensor is overwritten while it is copied, on CUDA, where a copy is only queued:
+
+- All copies are queued on one stream of their own, so that they never overtake one another.
+- To the host: the copying stream waits for the computing one first. The block's storages are held until the next block has run, and
+  let go only after the computing stream was told to wait for the copies: whoever gets the memory then writes behind them. (With
+  ``record_stream`` instead, memory would come back only when the host next looks, which runs ahead by a whole forward.)
+- From the host: the memory is allocated by the computing stream, the copying one waits for that, and ``record_stream`` keeps the
+  memory from being handed on before the copy is over, should nobody ever ask for it. Whoever asks waits for the copy.
+- Pinned memory comes from torch's pool of it, which hands on what it gets back when the copies queued before are over. It rounds sizes
+  up to powers of two, and keeps the memory until the process ends.
+
+A tensor that was saved is not written to before its backward (autograd refuses that), so a copy is as good. On a CPU the copies are made
+at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.forward.own_forward import OwnForward
+from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.pipeline.crossing import tensors_in
+from lightning_ptdp.shims.torch import untraced
+
+__all__ = ["Offload", "Offloaded"]
+
+_SMALL, _VIEW = 1 / 8, 1 / 4
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Offloaded(OwnForward):
+    """A block whose activations leave the device.
+
+    Attributes:
+        offload: Where they go.
+        layer: The block's number.
+        sends: Its own do; else it only lets go of those of the block before.
+    """
+
+    offload: Offload
+    layer: int
+    sends: bool
+
+    @untraced  # what is compiled is inside
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward."""
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        staying = self._staying((*args, *kwargs.values())) if self.sends else None
+        # Nothing runs twice, but who may put off a gradient under somebody's hooks knows these by the first of the two contexts.
+        known = self.surroundings.recomputation()[0] if self.surroundings is not None else contextlib.nullcontext()
+        with self.offload.around(self.layer, staying), known:
+            return self.original(*args, **kwargs)
+
+    def _staying(self, inputs: tuple[Any, ...]) -> _Staying | None:
+        tensors = [tensor for _, tensor in tensors_in(inputs)]
+        if not tensors:
+            return None
+        first, own = tensors[0], [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in (*own, *tensors[1:])}
+        return _Staying(
+            device=first.device,
+            storages=storages - {first.untyped_storage().data_ptr()},
+            matrices={tuple(tensor.shape) for tensor in own if tensor.dim() == 2},
+            first=first.nbytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Staying:
+    """Tensors of a block that are not sent.
+
+    Attributes:
+        device: Whatever lies elsewhere.
+        storages: Addresses of storages that others hold.
+        matrices: Shapes of the block's matrices: autocast's copies of them.
+        first: Bytes of the block's first tensor.
+    """
+
+    device: torch.device
+    storages: Collection[int]
+    matrices: Collection[tuple[int, ...]]
+    first: int
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if the tensor stays."""
+        if type(tensor) is not Tensor or tensor.device != self.device or tensor.is_meta or tensor.layout is not torch.strided:
+            return True
+        if tensor.is_complex() or tensor.is_neg() or tensor.nbytes < _SMALL * self.first:
+            return True
+        turned = tensor.dim() == 2 and not tensor.is_contiguous() and tuple(reversed(tensor.shape)) in self.matrices
+        return turned or tensor.untyped_storage().data_ptr() in self.storages
+
+
+class Offload:
+    """Tensors that the blocks of one rank keep."""
+
+    def __init__(self) -> None:
+        self._last: _Block | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __reduce__(self) -> tuple[type[Offload], tuple[()]]:
+        """A copy has nothing under way."""
+        return Offload, ()
+
+    @contextlib.contextmanager
+    def around(self, layer: int, staying: _Staying | None) -> Iterator[None]:
+        """Around the forward of a block.
+
+        Args:
+            layer: Its number; the block before it, if that ran last, is fetched when its backward begins.
+            staying: What is not sent; None: everything stays.
+        """
+        leaving = self._last
+        if leaving is not None:
+            leaving.send()
+        self._last, hooks = None, cast(Context, contextlib.nullcontext())
+        if staying is not None:
+            before = leaving if leaving is not None and leaving.layer == layer - 1 else None
+            self._last = block = _Block(layer, staying, before, self._copying_stream(staying.device))
+            hooks = torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack)
+        try:
+            with hooks:
+                yield
+        finally:
+            if leaving is not None:
+                leaving.release()
+
+    def _copying_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if self._stream is None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+
+class _Block:
+    """Tensors that one call of a block keeps: on the device, sent, or fetched."""
+
+    def __init__(self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None) -> None:
+        self.layer, self._staying, self._before, self._stream = layer, staying, before, stream
+        self._storages: dict[tuple[int, int], weakref.ref[_Storage]] = {}
+        self._leaving: list[_Storage] = []
+        self._wanted = False
+        self._done: torch.cuda.Event | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        """Called by autograd with what it would keep."""
+        if self._staying.holds(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr(), tensor._version
+        found = self._storages.get(key)
+        kept = found() if found is not None else None
+        if kept is None:
+            if tensor.nbytes < _VIEW * storage.nbytes():
+                return tensor
+            kept = _Storage(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
+            self._storages[key] = weakref.ref(kept)
+        return _Saved(kept, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        """Called by autograd when it needs it."""
+        if isinstance(saved, Tensor):
+            return saved
+        self.fetch()
+        if self._done is not None:
+            torch.cuda.current_stream(self._staying.device).wait_event(self._done)
+        if self._before is not None:
+            self._before.fetch()
+        return saved.tensor()
+
+    def send(self) -> None:
+        """Start to copy to the host."""
+        if self._wanted:
+            return
+        self._leaving = self._alive()
+        with self._copying():
+            for storage in self._leaving:
+                storage.host = torch.empty(storage.nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+                storage.host.copy_(storage.on_device, non_blocking=True)
+
+    def release(self) -> None:
+        """Let go of what is copied."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._staying.device).wait_event(self._done)
+        for storage in self._leaving:
+            storage.device = None
+        self._leaving = []
+
+    def fetch(self) -> None:
+        """Start to copy back what is on the host, once."""
+        if self._wanted:
+            return
+        self._wanted = True
+        missing = [storage for storage in self._alive() if storage.device is None]
+        for storage in missing:
+            storage.device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._staying.device)
+        with self._copying():
+            for storage in missing:
+                assert storage.host is not None
+                storage.on_device.copy_(storage.host, non_blocking=True)
+                if self._stream is not None:
+                    storage.on_device.record_stream(self._stream)
+
+    def _alive(self) -> list[_Storage]:
+        return [storage for found in self._storages.values() if (storage := found()) is not None]
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Behind what is computed so far, and beside what comes."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._staying.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._done = self._stream.record_event()
+
+
+class _Storage:
+    """Bytes on the device, on the host, or both."""
+
+    def __init__(self, device: Tensor) -> None:
+        self.nbytes = device.numel()
+        self.device: Tensor | None = device
+        self.host: Tensor | None = None
+
+    @property
+    def on_device(self) -> Tensor:
+        """Return the tensor, which must be on the device by now."""
+        assert self.device is not None
+        return self.device
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor in a storage that may be away."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        """As it was saved."""
+        source = self.storage.on_device.untyped_storage()
+        return torch.empty(0, dtype=self.dtype, device=source.device).set_(source, self.offset, self.shape, self.stride)

@@ -1,0 +1,283 @@
+"""Activation recomputation: drop what a part of the model would keep for its backward, and run its forward again there.
+
+``full`` recomputes whole blocks, so that of a block only its input is kept; ``selective`` only the modules that the plan names, for a
+GPT the attention core, which keeps much and costs little (arXiv 2205.05198, section 5). The recomputation belongs to the backward of
+its microbatch, so that it fits any schedule: at the price of a longer backward a stage holds fewer bytes a microbatch in flight::
+
+    kept for the backward of a block       none           selective                  full
+                                           everything     all but the core's inside  the input (1/t of it: ``shard_input``)
+
+``offload`` recomputes nothing: what a block keeps lies in host memory until then (``offload.py``).
+
+A module is made to do so by another forward (``own_forward.py``): its own hooks run once; those of modules inside of it run in the
+recomputation too. Random numbers are replayed, so dropout drops the same. Two things do not survive running twice: state
+that a forward changes (running statistics; a Hugging Face model's cache, so build it with ``use_cache=False``) and control flow that
+depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ptdp.blocks.offload import Offload, Offloaded
+from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
+from lightning_ptdp.forward.surroundings import Surroundings
+from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
+from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.shims.torch import untraced
+from lightning_ptdp.tensor_parallel.collectives import start_all_gather
+from lightning_ptdp.tensor_parallel.parallel_plan import matches, nearest_names
+from lightning_ptdp.world.mesh import Group
+
+__all__ = [
+    "RecomputePolicy",
+    "apply_recomputation",
+    "check_recomputation",
+    "check_recompute_options",
+    "remove_recomputation",
+]
+
+RecomputePolicy = Literal["none", "full", "selective", "offload"]
+
+Layers = int | Sequence[int] | None
+Ranges = Sequence[tuple[int, int]]
+
+
+def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: int) -> None:
+    """Check what can be known without a model.
+
+    Args:
+        policy: The option ``recompute``.
+        layers: The option ``recompute_layers``.
+        num_stages: p * v.
+
+    Raises:
+        ValueError: ``layers`` is neither a number of layers nor one for each stage.
+    """
+    if layers is None:
+        return
+    if policy == "none":
+        raise ValueError(
+            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use recompute='full', 'selective' or 'offload', or "
+            "leave recompute_layers out"
+        )
+    counts = list(layers) if isinstance(layers, Sequence) else [layers]
+    if not isinstance(layers, int) and len(counts) != num_stages:
+        raise ValueError(
+            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size * virtual_pipeline_size = {num_stages}; "
+            "give one a stage, or one number for all"
+        )
+
+
+def check_recomputation(
+    module: nn.Module,
+    *,
+    policy: str,
+    blocks: Blocks | None,
+    ranges: Ranges = (),
+    layers: Layers = None,
+    selective: Sequence[str] = (),
+) -> None:
+    """Check the options of ``apply_recomputation`` against the whole, uncut module, which may be on the meta device.
+
+    Raises:
+        ValueError: A stage has fewer layers than shall be recomputed; there is no container; or
+            nothing says what "selective" means, or what it says matches nothing inside the blocks.
+    """
+    if policy == "none":
+        return
+    blocks = find_blocks(module) if blocks is None else blocks
+    names = as_names(blocks)
+    _layers_a_stage(layers, ranges or ((0, len(layers_of(module, names))),))
+    if policy != "selective":
+        return
+    if not selective:
+        raise ValueError(
+            "recompute='selective', but the plan does not say which modules to recompute: give "
+            f"ParallelPlan(selective=(\"{names[0]}.*.attention.core\",)) with patterns of your own names, or use recompute='full'"
+        )
+    inside = {
+        name: child
+        for layer in layers_of(module, names)
+        for name, child in module.get_submodule(layer.name).named_modules(prefix=layer.name, remove_duplicate=False)
+    }
+    for pattern in selective:
+        if not any(matches(name, pattern) for name in inside):
+            shown = " and ".join(f"'{name}'" for name in names)
+            raise ValueError(
+                f"the plan's selective pattern {pattern!r} matches no module inside {shown}; {nearest_names(pattern, inside)}"
+            )
+
+
+def apply_recomputation(
+    module: nn.Module,
+    *,
+    policy: str,
+    blocks: Blocks | None,
+    ranges: Ranges = (),
+    layers: Layers = None,
+    selective: Sequence[str] = (),
+    shard_input: Group | None = None,
+    surroundings: Surroundings | None = None,
+) -> tuple[str, ...]:
+    """Make this rank's part of a module recompute, in place; what an earlier call did is undone first.
+
+    Args:
+        module: The module after ``parallelize``. Blocks of other stages are skipped.
+        policy: "none", "full", "selective" or "offload".
+        blocks: Dotted names of the repeated containers; found if None.
+        ranges: Half-open layer ranges, one a stage; empty: one stage of all layers.
+        layers: How many layers of each stage, the first ones, are recomputed or offloaded: one number for all stages (for a stage with
+            fewer layers all of them) or one a stage. None: all layers.
+        selective: Glob patterns of the modules inside the blocks that "selective" recomputes (``ParallelPlan.selective``).
+        shard_input: The tensor group, if its members hold the same input of a block (no sequence parallelism): "full" then keeps 1/t
+            of the input and gathers it for the recomputation (arXiv 2205.05198, section 4). An input that t does not divide is kept
+            whole.
+        surroundings: What surrounds a forward.
+
+    Returns:
+        Names of the modules that are recomputed or offloaded.
+
+    Raises:
+        ValueError: A stage has fewer layers than shall be recomputed.
+    """
+    remove_recomputation(module)
+    if policy == "none":
+        return ()
+    blocks = find_blocks(module) if blocks is None else blocks
+    held = list(_held_layers(module, blocks, ranges, layers))
+    surroundings = surroundings if surroundings is not None and surroundings.recompute else None
+    if policy == "offload":
+        offload = Offload()
+        for layer in held:
+            options = {"offload": offload, "layer": layer.number, "sends": layer.chosen}
+            replace_forward(layer.block, Offloaded, surroundings=surroundings, **options)
+        return tuple(layer.name for layer in held if layer.chosen)
+    chosen = [(layer.name, layer.block) for layer in held if layer.chosen]
+    if policy == "selective":
+        chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
+    group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
+    for _, target in chosen:
+        replace_forward(target, _Recomputed, surroundings=surroundings, shard_input=group)
+    return tuple(name for name, _ in chosen)
+
+
+def remove_recomputation(module: nn.Module) -> None:
+    """Undo ``apply_recomputation``."""
+    give_back_forwards(module, _Recomputed, Offloaded)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Recomputed(OwnForward):
+    """The forward of a module that is recomputed.
+
+    Attributes:
+        shard_input: Group to keep the first input in parts over.
+    """
+
+    shard_input: Group | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        # All by position: torch looks among these for the tensors to save and the devices whose random state to replay.
+        inputs = (*args, *kwargs.values())
+        run = partial(self._run, tuple(kwargs))
+        group = self.shard_input
+        if group is not None and inputs and _is_divisible(inputs[0], group):
+            part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
+            run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
+        if self.surroundings is None:
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
+        return _checkpoint_in(self.surroundings, run, inputs)
+
+    def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
+        count = len(inputs) - len(keys)
+        return self.original(*inputs[:count], **dict(zip(keys, inputs[count:], strict=True)))
+
+
+@untraced
+def _checkpoint_in(surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    """A compiler knows recomputation, but no contexts of it."""
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=surroundings.recomputation)
+
+
+class _InParts:
+    """Runs on the whole input the first time, and on what it gathers from its parts whenever it is run again."""
+
+    def __init__(self, whole: Tensor, group: Group) -> None:
+        self._whole: Tensor | None = whole
+        self._group, self._shape, self._requires_grad = group, whole.shape, whole.requires_grad
+
+    def __call__(self, run: Callable[..., Any], part: Tensor, *others: Any) -> Any:
+        whole, self._whole = self._whole, None
+        if whole is None:
+            whole = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
+            whole.requires_grad_(self._requires_grad)
+        return run(whole, *others)
+
+
+def _is_divisible(value: Any, group: Group) -> bool:
+    """Return True if the parts of ``value``, put together, are the very same tensor, strides included."""
+    return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
+
+
+class _Layer(NamedTuple):
+    """A block that is here."""
+
+    number: int
+    name: str
+    block: nn.Module
+    chosen: bool
+
+
+def _held_layers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers) -> Iterator[_Layer]:
+    """The layers that are here; chosen are the first ones of each stage."""
+    members = layers_of(module, blocks)
+    ranges = ranges or ((0, len(members)),)
+    for (start, stop), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
+        for number in range(start, stop):
+            block = module.get_submodule(members[number].name)
+            if not isinstance(block, Placeholder):
+                yield _Layer(number, members[number].name, block, number < start + count)
+
+
+def _outermost(name: str, block: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside ``block`` that a pattern names; not the ones inside of those, which would be recomputed twice."""
+    outer = ""
+    for inner, module in block.named_modules(prefix=name, remove_duplicate=False):
+        if not (outer and inner.startswith(f"{outer}.")) and any(matches(inner, pattern) for pattern in patterns):
+            outer = inner
+            yield inner, module
+
+
+def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:
+    sizes = [stop - start for start, stop in ranges]
+    if layers is None:
+        return sizes
+    if isinstance(layers, int):
+        if layers > max(sizes):
+            held = ", ".join(map(str, sizes))
+            raise ValueError(
+                f"recompute_layers={layers}, but the stages have {held} layers; use {max(sizes)} or less, or None for all layers"
+            )
+        return [min(layers, size) for size in sizes]
+    for stage, (count, size) in enumerate(zip(layers, sizes, strict=True)):
+        if count > size:
+            fits = [min(count, size) for count, size in zip(layers, sizes, strict=True)]
+            raise ValueError(
+                f"recompute_layers={_shown(layers)} asks for {count} layers of stage {stage}, which has {size}; use at most {fits}"
+            )
+    return list(layers)
+
+
+def _shown(layers: Layers) -> str:
+    return repr(list(layers) if isinstance(layers, tuple) else layers)

@@ -1,0 +1,125 @@
+"""Callback that measures the timeline of a training step on every pipeline rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_ptdp.base.option_types import Count, Size, check_arguments
+from lightning_ptdp.callbacks.artifacts import store_files
+from lightning_ptdp.callbacks.run_location import run_folder
+from lightning_ptdp.pipeline.action_recorder import Recorder, ideal_timeline
+from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.spans import Timeline
+
+__all__ = ["PipelineTimeline", "has_pipeline"]
+
+
+class PipelineTimeline(Callback):
+    """Record training steps and draw them beside their ideal: the same schedule with the mean measured costs and free messages.
+
+    Every pipeline rank of the first replica records. Written are ``step-000100.png`` and ``step-000100.json`` (for
+    https://ui.perfetto.dev), which an MLflow logger also keeps as artifacts, and the loggers get ``timeline/step_seconds``,
+    ``timeline/bubble_measured``, ``timeline/bubble_ideal`` (idle over computing time) and ``timeline/overhead`` (measured over ideal
+    step time, less 1). A step is the forwards, backwards and reductions of a batch, without the optimizer; while gradients are
+    accumulated, of the last batch. Steps that are not recorded cost nothing.
+
+    Args:
+        every_n_steps: Record the steps n, 2n, … as ``trainer.global_step`` counts them, from 0. The first step is never among them: it
+            pays for what is done once.
+        steps: Record these steps.
+        dirpath: Where the files go; default: the folder "timeline" in the logger's folder, or in ``default_root_dir``.
+
+    Raises:
+        ValueError: Not exactly one of ``every_n_steps`` and ``steps`` is given, or one is out of range.
+    """
+
+    def __init__(
+        self, every_n_steps: Size | None = None, steps: Sequence[Count] | None = None, dirpath: str | None = None
+    ) -> None:
+        check_arguments(PipelineTimeline.__init__, locals())
+        if (every_n_steps is None) == (steps is None):
+            raise ValueError(f"every_n_steps={every_n_steps!r} and steps={steps!r}: give one of them, such as every_n_steps=1000")
+        if steps is not None and not steps:
+            raise ValueError(f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]")
+        self.every_n_steps, self.steps, self.dirpath = every_n_steps, steps, dirpath
+        self._recorder: Recorder | None = None
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so if there is nothing to record."""
+        if not has_pipeline(trainer):
+            rank_zero_info("PipelineTimeline: there is no pipeline, so there is nothing to record")
+
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        """Begin to record."""
+        if self._recorder is None and self._wants(trainer.global_step) and has_pipeline(trainer) and _in_first_replica(trainer):
+            self._recorder, self._step = Recorder(trainer.strategy.root_device), trainer.global_step
+            trainer.strategy.observers.add(self._recorder)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Gather, write and log, if the step is complete."""
+        if self._recorder is None or trainer.global_step == self._step:
+            return
+        recorder = self._recorder
+        self._stop(trainer)
+        measured = recorder.gather(trainer.strategy.mesh.group("pipeline"))
+        if measured is not None:
+            self._tell(trainer, measured, ideal_timeline(measured))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget a step that was not completed."""
+        self._stop(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forget the step that failed."""
+        self._stop(trainer)
+
+    def _wants(self, step: int) -> bool:
+        if self.steps is not None:
+            return step in self.steps
+        assert self.every_n_steps is not None
+        return step > 0 and step % self.every_n_steps == 0
+
+    def _stop(self, trainer: Trainer) -> None:
+        observers = getattr(trainer.strategy, "observers", None)
+        if self._recorder is not None and observers is not None:
+            observers.remove(self._recorder)
+        self._recorder = None
+
+    def _tell(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
+        """On the first rank of the pipeline, which is global rank 0."""
+        folder = Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "timeline"
+        picture, trace = (folder / f"step-{self._step:06d}{suffix}" for suffix in (".png", ".json"))
+        titles = [f"{measured.schedule.name}, step {self._step}, measured", "ideal: mean costs, free messages"]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            draw_timelines([measured, ideal], picture, titles=titles, measured=True)
+            trace.write_text(json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8")
+        except OSError as error:  # a full disk: training does not end for it
+            rank_zero_warn(f"the timeline of step {self._step} could not be written: {error}")
+            return
+        metrics = {
+            "timeline/step_seconds": float(measured.step_time),
+            "timeline/bubble_measured": float(measured.bubble_fraction),
+            "timeline/bubble_ideal": float(ideal.bubble_fraction),
+            "timeline/overhead": float(measured.step_time / ideal.step_time) - 1,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._step)
+            store_files(logger, [picture, trace], folder="timeline")
+
+
+def has_pipeline(trainer: Trainer) -> bool:
+    """Return True if the strategy has pipeline stages."""
+    layout = getattr(trainer.strategy, "layout", None)
+    return getattr(layout, "pipeline_parallel_size", 1) > 1
+
+
+def _in_first_replica(trainer: Trainer) -> bool:
+    """One pipeline is enough, and the one with global rank 0 can log."""
+    return trainer.strategy.mesh.group("pipeline").ranks[0] == 0

@@ -1,0 +1,119 @@
+"""Report of a run's results and their paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ptdp.base.output import say
+from lightning_ptdp.callbacks.artifacts import store_tags
+from lightning_ptdp.callbacks.run_location import run_folder
+
+__all__ = ["RunRecord", "RunReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Results of a run and their paths.
+
+    Attributes:
+        folder: Folder of the run.
+        checkpoint_folder: Where checkpoints are written; "" without ModelCheckpoint.
+        checkpoint: The newest checkpoint, "" if there is none.
+        best_checkpoint: The best one by the monitored metric, "" if nothing is monitored.
+        monitor: Name of the monitored metric.
+        best_score: Value of the monitored metric for the best checkpoint.
+        validation: Results of the last validation, by name.
+        tracking_uri: MLflow store, "" if the run is not logged to MLflow.
+        run_id: MLflow run.
+        url: Where a browser shows it.
+        finished: Whether training ended well.
+    """
+
+    folder: str
+    checkpoint_folder: str = ""
+    checkpoint: str = ""
+    best_checkpoint: str = ""
+    monitor: str = ""
+    best_score: float | None = None
+    validation: Mapping[str, float] = field(default_factory=dict)
+    tracking_uri: str = ""
+    run_id: str = ""
+    url: str = ""
+    finished: bool = False
+
+    def lines(self) -> list[str]:
+        """Return the record as lines of text."""
+        found = [f"{name + ':':12} {value:.4g}" for name, value in self.validation.items()]
+        found.append(f"run folder:  {self.folder}")
+        if self.checkpoint:
+            found.append(f"checkpoint:  {self.checkpoint}")
+        if self.best_checkpoint:
+            score = "" if self.best_score is None else f" ({self.monitor} {self.best_score:.4g})"
+            found.append(f"best:        {self.best_checkpoint}{score}")
+        if self.run_id:
+            found.append(f"MLflow run:  {self.url or self.run_id}")
+            if not self.tracking_uri.startswith("http"):
+                found.append(f"             after mlflow ui --backend-store-uri {self.tracking_uri}")
+        return found
+
+
+class RunReport(Callback):
+    """Print where the checkpoint and the MLflow run are when training has ended, on global rank 0.
+
+    Args:
+        file: Also write the record there as JSON, first when training starts and again at its end. A process that launched
+            the ranks as children of its own reads it with ``RunReport.read``, since it sees nothing of what they did.
+    """
+
+    def __init__(self, file: str | None = None) -> None:
+        self.file = file
+
+    @staticmethod
+    def read(file: str) -> RunRecord | None:
+        """The record in ``file``; None if training never started."""
+        text = Path(file).read_text(encoding="utf-8") if Path(file).exists() else ""
+        return RunRecord(**json.loads(text)) if text else None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the record of a run that has begun."""
+        if trainer.is_global_zero:
+            self._write(_record(trainer, finished=False))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the final record and print it."""
+        if trainer.is_global_zero:
+            record = _record(trainer, finished=True)
+            self._write(record)
+            for logger in trainer.loggers:
+                if record.checkpoint:
+                    store_tags(logger, {"checkpoint": record.checkpoint, "best_checkpoint": record.best_checkpoint})
+            say("\n" + "\n".join(record.lines()))
+
+    def _write(self, record: RunRecord) -> None:
+        if self.file is not None:
+            Path(self.file).write_text(json.dumps(asdict(record)), encoding="utf-8")
+
+
+def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
+    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    best = next((c for c in callbacks if c.monitor), None)
+    tracked = [logger for logger in trainer.loggers if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id")]
+    return RunRecord(
+        folder=str(run_folder(trainer)),
+        checkpoint_folder=str(next((c.dirpath for c in callbacks if c.dirpath), "")),
+        checkpoint=next((path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""),
+        best_checkpoint=best.best_model_path if best is not None else "",
+        monitor=str(best.monitor) if best is not None else "",
+        best_score=float(best.best_model_score) if best is not None and best.best_model_score is not None else None,
+        validation={name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")},
+        tracking_uri=str(tracked[0].tracking_uri) if tracked else "",
+        run_id=str(tracked[0].run_id) if tracked else "",
+        url=str(getattr(tracked[0], "url", "")) if tracked else "",
+        finished=finished,
+    )

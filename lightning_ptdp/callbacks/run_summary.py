@@ -1,0 +1,220 @@
+"""Summary of a run before it starts: degrees, stages and their layers, parameters a rank, bubble."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ptdp.base.columns import columns
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.schedule import ideal_bubble
+from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.tensor_parallel import Experts
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
+
+__all__ = ["StageSummary", "StrategySummary", "render", "summarize"]
+
+_CHOSEN = ("top_k", "experts_per_token", "num_experts_per_tok", "num_experts_per_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSummary:
+    """One pipeline stage.
+
+    Attributes:
+        stage: Index of the stage, 0 is where the batch enters.
+        rank: Pipeline rank that holds it.
+        first_layer: Index of its first layer.
+        last_layer_exclusive: One past the index of its last layer.
+        extra: What it holds beside the layers, such as ``"embedding"`` or ``"norm, head"``.
+    """
+
+    stage: int
+    rank: int
+    first_layer: int
+    last_layer_exclusive: int
+    extra: str = ""
+
+    @property
+    def layers(self) -> str:
+        """``"0-2"``, ``"3"`` or ``"none"``."""
+        last = self.last_layer_exclusive - 1
+        if last < self.first_layer:
+            return "none"
+        return str(last) if last == self.first_layer else f"{self.first_layer}-{last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySummary:
+    """Layout of one run.
+
+    Attributes:
+        layout: Degrees of parallelism.
+        schedule: Name of the pipeline schedule.
+        num_microbatches: m, microbatches in a step of one replica; None if it follows from each batch.
+        micro_batch_size: b, samples of a microbatch, where m follows from it.
+        stages: All pipeline stages in order; empty without a pipeline.
+        parameters_per_rank: Parameters (elements) that each global rank holds.
+        parameters: Of the whole model, tied ones once.
+        active_parameters: Those that one token visits, of a mixture whose number of experts a token is known; else None.
+        bubble: The schedule's, over the time of its computations, with equal stages; None if m is not known.
+        notes: Remarks for the user, such as a padded vocabulary.
+    """
+
+    layout: ParallelLayout
+    schedule: str
+    num_microbatches: int | None
+    micro_batch_size: int | None = None
+    stages: tuple[StageSummary, ...] = ()
+    parameters_per_rank: tuple[int, ...] = ()
+    parameters: int | None = None
+    active_parameters: int | None = None
+    bubble: float | None = 0.0
+    notes: tuple[str, ...] = ()
+
+
+def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig) -> StrategySummary:
+    """Degrees, stages, parameters a rank and the schedule's ideal bubble; collective over the world."""
+    layout = mesh.layout
+    microbatches = config.usual_microbatches
+    schedule = None if microbatches is None else config.build_schedule(microbatches)
+    held = _held(parallel)
+    all_held = [held]
+    if layout.world_size > 1:
+        all_held = [held] * layout.world_size
+        dist.all_gather_object(all_held, held)
+    once = [all_held[rank] for rank in layout.group_of("shards", 0)] if layout.world_size > 1 else all_held
+    total, resting = sum(each.counted for each in once), [each.resting for each in once]
+    return StrategySummary(
+        layout=layout,
+        schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
+        num_microbatches=microbatches,
+        micro_batch_size=config.micro_batch_size,
+        stages=_stages(parallel, layout),
+        parameters_per_rank=tuple(each.local for each in all_held),
+        parameters=total,
+        active_parameters=round(total - sum(resting)) if any(resting) and not math.isnan(sum(resting)) else None,
+        bubble=None if schedule is None else ideal_bubble(schedule),
+        notes=parallel.notes,
+    )
+
+
+class _Held(NamedTuple):
+    """Parameters that a rank has, that it counts for all ranks that have them, and of those the ones that a token passes by: NaN where it
+    is not known how many experts it visits."""
+
+    local: int
+    counted: int
+    resting: float
+
+
+def _held(parallel: ParallelModel) -> _Held:
+    counted = {p: record.sharding.num_counted for p, record in parallel.records.items() if record.counted and record.leads}
+    kind, resting = Experts(), 0.0
+    for name, module in parallel.module.named_modules():
+        if kind.fits(module):
+            of_experts = list(module.parameters())
+            number, chosen = parallel.records[of_experts[0]].sharding.full_shape[0], _chosen(parallel.module, name)
+            resting += sum(counted.get(p, 0) for p in of_experts) * (1 - (chosen or math.nan) / number)
+    return _Held(sum(p.numel() for p in parallel.records), sum(counted.values()), resting)
+
+
+def _chosen(module: nn.Module, experts: str) -> int | None:
+    """Return the number of experts that a token visits, by the modules around them, or their configurations."""
+    parent = module.get_submodule(experts.rpartition(".")[0])
+    around = [module.get_submodule(experts), parent, *parent.children()]
+    said = (getattr(place, key, None) for one in around for place in (one, getattr(one, "config", None)) for key in _CHOSEN)
+    return next((number for number in said if isinstance(number, int)), None)
+
+
+def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:
+    if parallel.cut is None:
+        return ()
+    last, parts = len(parallel.ranges) - 1, parallel.cut.parts
+    held = [(0, parts.before), *((stage, parts.between) for stage in parallel.cut.starts), (last, parts.after)]
+    extras = {stage: ", ".join(name for at, names in held if at == stage for name in names) for stage, _ in held}
+    return tuple(
+        StageSummary(
+            stage=stage,
+            rank=layout.rank_of_stage(stage),
+            first_layer=start,
+            last_layer_exclusive=stop,
+            extra=extras.get(stage, ""),
+        )
+        for stage, (start, stop) in enumerate(parallel.ranges)
+    )
+
+
+def render(summary: StrategySummary) -> str:
+    """The summary as a text table, at most 100 columns wide for ordinary sizes::
+
+    layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence parallel
+    schedule    interleaved, 8 microbatches, bubble 6.2 %
+    parameters  912.5 K to 1.2 M a rank
+
+    stage  ranks  layers  also
+        0  0-1    0       embedding
+        1  2-3    1
+    """
+    facts = [["layout", _degrees(summary.layout)], ["schedule", _schedule(summary)], *_parameters(summary)]
+    parts = [columns(facts, words=(0, 1))]
+    if summary.stages:
+        header = ["stage", "ranks", "layers", "also"]
+        rows = [[str(s.stage), _ranks_of(summary.layout, s.rank), s.layers, s.extra] for s in summary.stages]
+        parts.append(columns([header, *rows], words=(1, 2, 3)))
+    if summary.notes:
+        parts.append("\n".join(f"note: {note}" for note in summary.notes))
+    return "\n\n".join(parts)
+
+
+def _degrees(layout: ParallelLayout) -> str:
+    axes = " x ".join(f"{axis.name} {layout.size(axis.name)}" for axis in layout.told())
+    text = f"{_count(layout.world_size, 'process', 'processes')}: {axes}"
+    if layout.virtual_pipeline_size > 1:
+        text += f", {layout.virtual_pipeline_size} chunks a pipeline rank"
+    return text + (", sequence parallel" if layout.sequence_parallel else "")
+
+
+def _schedule(summary: StrategySummary) -> str:
+    if summary.num_microbatches is None:
+        assert summary.micro_batch_size is not None
+        return f"{summary.schedule}, microbatches of {_count(summary.micro_batch_size, 'sample', 'samples')}"
+    text = f"{summary.schedule}, {_count(summary.num_microbatches, 'microbatch', 'microbatches')}"
+    if summary.stages and summary.bubble is not None:
+        text += f", bubble {100 * summary.bubble:.1f} %"
+    return text
+
+
+def _parameters(summary: StrategySummary) -> list[list[str]]:
+    if not summary.parameters_per_rank:
+        return []
+    least, most = _short(min(summary.parameters_per_rank)), _short(max(summary.parameters_per_rank))
+    text = f"{least if least == most else f'{least} to {most}'} a rank"
+    if summary.parameters is not None and summary.active_parameters is not None:
+        text += f"; {_short(summary.parameters)} in all, of which a token visits {_short(summary.active_parameters)}"
+    return [["parameters", text]]
+
+
+def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:
+    """Global ranks of all replicas that hold a stage of this pipeline rank; pipeline is the outermost axis."""
+    width = layout.world_size // layout.size("pipeline")
+    first = pipeline_rank * width
+    return str(first) if width == 1 else f"{first}-{first + width - 1}"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _short(number: int) -> str:
+    """``1234567`` -> ``"1.2 M"``."""
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f} {letter}"
+    return str(number)

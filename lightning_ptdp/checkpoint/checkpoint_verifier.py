@@ -1,0 +1,49 @@
+"""Verification that every byte of a checkpoint is as it was written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.checksums import open_summed
+from lightning_ptdp.checkpoint.index import check_index
+from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_sums, read_verified
+from lightning_ptdp.checkpoint.saved_state import read_state_file
+
+__all__ = ["verify_checkpoint"]
+
+
+def verify_checkpoint(path: str | os.PathLike[str], *, part: int = 0, parts: int = 1) -> CheckpointMetadata:
+    """Read a whole checkpoint and compare it with its checksums; not collective.
+
+    Args:
+        path: The checkpoint folder.
+        part: Which share of the files of tensors is read here; every rank may take one.
+        parts: Number of shares. The small files are always read.
+
+    Returns:
+        The checkpoint's metadata.
+
+    Raises:
+        CheckpointError: Something is missing or damaged; names every file of which that is true.
+    """
+    folder = Path(path)
+    metadata = read_metadata(folder)
+    wrong = []
+    data = [name for name, entry in sorted(metadata.files.items()) if entry.sha256 is None]
+    for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
+        try:
+            if name in data:
+                with open_summed(folder / name, read_sums(folder, metadata, name)) as file:
+                    file.check()
+            elif name == STATE_FILE:
+                read_state_file(folder, metadata)
+            else:
+                read_verified(folder, metadata, name)
+        except (CheckpointError, OSError) as error:
+            wrong.append(str(error))
+    if wrong:
+        raise CheckpointError("; ".join(dict.fromkeys(wrong)))
+    check_index(folder, metadata)
+    return metadata

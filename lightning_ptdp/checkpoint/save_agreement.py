@@ -1,0 +1,93 @@
+"""Ranks that succeed together or fail together.
+
+A save is entered by every rank. If one of them raised and left, the others would wait in the next collective until its time
+limit; so every step that can fail ends with an exchange of outcomes. Everything here works without a process group too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, explain
+from lightning_ptdp.shims.torch import is_communication_error
+
+__all__ = ["from_rank_zero", "gather", "is_rank_zero", "own_rank", "same_outcome"]
+
+T = TypeVar("T")
+_SHOWN = 3
+
+
+def own_rank() -> int:
+    """Return the rank of this process among all."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_rank_zero() -> bool:
+    """Return True if this process writes the files that are written once."""
+    return own_rank() == 0
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of every rank, by rank; collective over ``group``, which spans all ranks (None: the default group)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's result of ``make`` on every rank; ``make`` must not raise."""
+    values: list[Any] = [make() if is_rank_zero() else None]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
+@contextmanager
+def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run a block on every rank so that all of them raise if one does. It ends with a collective, so it is also a barrier.
+
+    Args:
+        doing: What the block does, for the message: ``"saving the checkpoint last.ckpt"``.
+        group: Who agrees: a group of all ranks (None: the default group).
+
+    Raises:
+        CheckpointError: The block raised on some rank; the message is the same everywhere and names the ranks.
+        RuntimeError: A rank was lost in the block or afterwards (the error of torch's communication).
+    """
+    cause: BaseException | None = None
+    reasons: dict[int, str] = {}
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if is_communication_error(error):
+            raise  # whoever is lost will not come to an agreement
+        cause, reasons = error, _reasons(error)
+    everyone = gather(reasons, group)
+    failures = {rank: reason for part in everyone for rank, reason in part.items()}
+    if failures:
+        raise CheckpointError(f"{doing} failed: {_describe(failures, world_size=len(everyone))}") from cause
+
+
+def _reasons(error: BaseException) -> dict[int, str]:
+    """Rank -> reason. DCP agrees on errors by itself and hands every rank the errors of all."""
+    if isinstance(error, CheckpointException):
+        return {rank: explain(inner) for rank, (inner, _) in error.failures.items()}
+    return {own_rank(): explain(error)}
+
+
+def _describe(failures: dict[int, str], *, world_size: int) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, reason in sorted(failures.items()):
+        ranks.setdefault(reason, []).append(rank)
+    if len(ranks) == 1 and len(failures) == world_size:
+        return next(iter(ranks))
+    parts = [f"rank {', '.join(map(str, found))}: {reason}" for reason, found in list(ranks.items())[:_SHOWN]]
+    more = len(ranks) - _SHOWN
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,114 @@
+"""A rectangle out of one stored tensor, reading little more than its bytes.
+
+DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record holds the values row by row. Where that begins is in the
+index; only the runs of it that the rectangle touches are read, and nothing else of the archive is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lightning_ptdp.checkpoint.archive import as_bytes, rows_at_once
+from lightning_ptdp.checkpoint.checksums import BLOCK
+
+__all__ = ["ReadFile", "read_rectangle", "runs"]
+
+
+class ReadFile(Protocol):
+    """A file of which any bytes can be read."""
+
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """Bytes [start, stop), in ``into`` if that is returned; otherwise what is returned may be used again by the next call."""
+
+
+def read_rectangle(
+    file: ReadFile,
+    target: torch.Tensor,
+    *,
+    begin: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offset: Sequence[int],
+) -> None:
+    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` whose values are at byte ``begin`` of ``file``.
+
+    Args:
+        target: Has the rectangle's shape; any dtype, device and strides.
+
+    Raises:
+        CheckpointError: A byte that was read is damaged; the target may then be filled in part.
+    """
+    if not target.numel():
+        return
+    if not target.dim():
+        target, shape, offset = target.unsqueeze(0), (1,), (0,)
+    if target.shape[1:] == tuple(shape[1:]):
+        _read_rows(file, target, begin, dtype, first=offset[0])
+    else:
+        _read_runs(file, target, begin, dtype, shape, offset)
+
+
+def _read_rows(file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int) -> None:
+    """Whole rows, a piece after the other, each checked and copied while it is in the processor's cache."""
+    row = math.prod(target.shape[1:]) * dtype.itemsize
+    count = rows_at_once(row)
+    begin, last = first, first + len(target)
+    while begin < last:
+        end = min((begin // count + 1) * count, last)  # where a block of the file ends
+        rows = target[begin - first : end - first]
+        own = as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
+        content = file.read(data + begin * row, data + end * row, into=own)
+        if content is not own:
+            values = np.frombuffer(content, dtype=np.uint8)
+            values = values.copy() if values.ctypes.data % dtype.itemsize else values  # small ones lie anywhere in a block
+            rows.copy_(torch.from_numpy(values).view(dtype).view(rows.shape))
+        begin = end
+
+
+def _read_runs(
+    file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, shape: Sequence[int], offset: Sequence[int]
+) -> None:
+    """Parts of rows, of a few rows at a time. They are put where they lie in whole rows, from which they are copied."""
+    row = math.prod(shape[1:]) * dtype.itemsize
+    count = min(rows_at_once(row), len(target))
+    whole = np.empty(count * row, dtype=np.uint8)
+    columns = tuple(slice(begin, begin + extent) for begin, extent in zip(offset[1:], target.shape[1:], strict=True))
+    for first in range(0, len(target), count):
+        rows = target[first : first + count]
+        start = data + (offset[0] + first) * row
+        for begin, end in runs((len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
+            own = whole[begin:end].data
+            content = file.read(start + begin, start + end, into=own)
+            if content is not own:
+                own[:] = content
+        values = torch.from_numpy(whole).view(dtype).view(count, *shape[1:])
+        rows.copy_(values[(slice(len(rows)), *columns)])
+
+
+def runs(
+    shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, itemsize: int, gap: int = BLOCK
+) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than ``gap`` bytes (a block, which would be read
+    anyway) are in them."""
+    inner = len(shape)
+    while inner > 0 and size[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    outer = max(inner - 1, 0)
+    stride = math.prod(shape[outer + 1 :]) * itemsize
+    length = (size[outer] if size else 1) * stride
+    first = (offset[outer] if offset else 0) * stride
+    steps = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(outer)]
+    begin = end = -1
+    for place in np.ndindex(*size[:outer]):
+        at = first + sum((offset[dim] + place[dim]) * step for dim, step in enumerate(steps))
+        if begin >= 0 and at - end >= gap:
+            yield begin, end
+            begin = at
+        begin, end = (at if begin < 0 else begin), at + length
+    if begin >= 0:
+        yield begin, end

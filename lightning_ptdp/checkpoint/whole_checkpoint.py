@@ -1,0 +1,143 @@
+"""A checkpoint as one process sees Lightning's single file: the whole model under ``"state_dict"``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
+from lightning_ptdp.checkpoint.opaque_objects import LEFT_OUT, with_objects
+from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.saved_state import read_state
+from lightning_ptdp.checkpoint.whole_tensors import MODEL, read_full
+
+__all__ = ["StoredOptimizers", "StoredWeights", "is_checkpoint", "read_whole"]
+
+MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None
+
+
+class StoredWeights(MutableMapping[str, Tensor]):
+    """The ``state_dict`` of the whole model, tied parameters under all their names, read tensor by tensor when one is asked for.
+
+    Args:
+        path: The checkpoint folder.
+
+    Attributes:
+        path: Likewise.
+        touched: Somebody has read or changed an entry, so that what is stored may no longer be what is meant.
+
+    Raises:
+        CheckpointError: It is not a checkpoint, or its index is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.touched = Path(path), False
+        reader = TensorReader(path)
+        names = [name.removeprefix(MODEL) for name in sorted(reader.metadata.names(MODEL))]
+        stored = {name: name for name in names}
+        self._stored = stored | {alias: name for alias, name in reader.metadata.aliases.items() if name in stored}
+        self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
+        self._read = functools.cache(lambda name: reader.read(MODEL + name))  # tied parameters stay one tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._values[name]
+        self.touched = True
+        if value is None:
+            value = self._values[name] = self._read(self._stored[name])
+        return value
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.touched, self._values[name] = True, value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+        self.touched = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __repr__(self) -> str:
+        return f"StoredWeights({len(self)} tensors of {self.path})"
+
+    def copy(self) -> dict[str, Tensor]:
+        """An ordinary dictionary."""
+        return dict(self)
+
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        return dict, (self.copy(),)
+
+
+class StoredOptimizers(list[dict[str, Any]]):
+    """The parameter groups of a checkpoint's optimizers; their tensors are in the folder ``path``, under the names of the parameters."""
+
+    def __init__(self, states: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+        super().__init__(states)
+        self.path = Path(path)
+
+
+class _RefusedOptimizers(StoredOptimizers):
+    """Stored optimizer states that refuse to be read by position, as Lightning's own strategies would."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        raise CheckpointError(
+            f"{self.path} stores optimizer states under the names of their parameters, which this strategy does not read: go on from it "
+            'with Trainer(strategy="ptdp"), which needs no more than one device'
+        )
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return True if a folder is, or was meant to be, a checkpoint of this package; a torn one counts."""
+    return any((Path(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
+
+
+def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False) -> dict[str, Any]:
+    """Return what ``torch.load`` of Lightning's single file would return; needs no process group.
+
+    Optimizer states are keyed by name in the folder; to iterate over the entry ``"optimizer_states"`` is an error that says so.
+
+    Args:
+        path: The checkpoint folder.
+        map_location: Where tensors go, as ``torch.load`` takes it; they are stored as the CPU's.
+        trusted: Whether hyperparameters that are objects may be unpickled, which runs what they say.
+
+    Raises:
+        CheckpointError: It is not a whole checkpoint, or damaged.
+    """
+    state = read_state(path, map_location=map_location)
+    if trusted:
+        state = with_objects(state)
+    for key, names in state.get(LEFT_OUT, {}).items():
+        said = ", ".join(f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items())
+        warnings.warn(
+            f"{path} is read without these {key}, which are objects: {said}. Give them by name (load_from_checkpoint(path, name=...)), or "
+            "use weights_only=False if you trust the checkpoint",
+            stacklevel=2,
+        )
+    if "optimizer_states" in state:
+        state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
+    moved: dict[int, Tensor] = {}  # tied parameters stay one tensor
+    weights = read_full(path)
+    return {**state, "state_dict": {n: moved.setdefault(id(value), _mapped(value, map_location)) for n, value in weights.items()}}
+
+
+def _mapped(value: Tensor, map_location: MapLocation) -> Tensor:
+    if callable(map_location):
+        storage = map_location(value.untyped_storage(), "cpu")
+        return value if storage is None else value.to(storage.device)
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu", "cpu")
+    return value if map_location is None else value.to(map_location)

@@ -1,0 +1,134 @@
+"""Lightning reads and uploads checkpoint files: these changes have it do the same with the folders of this package.
+
+Imports nothing heavy: see autoload.py, which applies them when a module of Lightning is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from lightning_ptdp.shims.lightning import CLIS, LOADERS, UPLOADERS, LightningCLI, replace_once
+
+__all__ = ["parse_folders", "read_folders", "upload_folders"]
+
+_TYPES = "lightning_ptdp_types"  # checkpoint.types.TYPES, which imports torch
+
+Found = tuple[float, str, object, str]
+"""When a checkpoint was written, its path, its score, and what it is."""
+
+
+def read_folders(reader: ModuleType) -> None:
+    """Have a module that reads checkpoints read folders too."""
+    replace_once(reader, LOADERS[reader.__name__], _load_file_or_folder)
+
+
+def _load_file_or_folder(
+    load: Callable[..., object], path_or_url: object, map_location: Any = None, weights_only: bool | None = None
+) -> object:
+    path = os.fspath(path_or_url).removeprefix("file://") if isinstance(path_or_url, str | os.PathLike) else ""
+    if not _is_checkpoint(path):
+        if "://" in path:
+            from lightning_ptdp.base.requirements import check_url
+
+            check_url(path)
+        found = load(path_or_url, map_location=map_location, weights_only=weights_only)
+        return found if not isinstance(found, dict) or _TYPES not in found else _with_types(found, path)
+    from lightning_ptdp.checkpoint import read_whole
+
+    return read_whole(path, map_location, trusted=weights_only is False)
+
+
+def _with_types(found: dict[str, Any], path: str) -> dict[str, Any]:
+    from lightning_ptdp.checkpoint import with_types
+
+    return with_types(found, path)
+
+
+def upload_folders(logger: ModuleType) -> None:
+    """Have a module with a logger that copies checkpoints (``log_model``) copy folders too."""
+    class_name, method = UPLOADERS[logger.__name__]
+    replace_once(logger, "_scan_checkpoints", _scan_files_and_folders)
+    if class_name == "WandbLogger":
+        replace_once(getattr(logger, class_name, None), method, _upload_files_and_folders)
+
+
+def _scan_files_and_folders(
+    scan: Callable[..., list[Found]], checkpoint_callback: object, logged_model_time: dict[str, float]
+) -> list[Found]:
+    folders = _new_folders(checkpoint_callback, logged_model_time)
+    return sorted([*scan(checkpoint_callback, logged_model_time), *folders], key=lambda entry: entry[0])
+
+
+def _upload_files_and_folders(upload: Callable[..., None], *args: object) -> None:
+    with _artifacts_of_folders():
+        upload(*args)
+
+
+def parse_folders(cli: ModuleType) -> None:
+    """Have a module with a command line take hyperparameters from a folder, which is given to it as a file for that time."""
+    class_name, method = CLIS[cli.__name__]
+    replace_once(getattr(cli, class_name, None), method, _parse_file_or_folder)
+
+
+def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningCLI) -> None:
+    subcommand = cli.config.get("subcommand")
+    path = cli.config[subcommand].get("ckpt_path") if subcommand else None
+    if not isinstance(path, str | os.PathLike) or not _is_checkpoint(os.fspath(path)):
+        parse(cli)
+        return
+    import torch
+
+    from lightning_ptdp.checkpoint import portable, read_state
+
+    with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
+        torch.save({"hyper_parameters": portable(read_state(path).get("hyper_parameters", {}))}, file)
+        file.flush()
+        cli.config[subcommand]["ckpt_path"] = file.name
+        parse(cli)
+    cli.config[subcommand]["ckpt_path"] = path
+
+
+def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Found]:
+    """Every folder that a checkpoint callback keeps and that has not been uploaded."""
+    kept: dict[str, tuple[object, str]] = {
+        getattr(callback, "last_model_path", ""): (getattr(callback, "current_score", None), "latest"),
+        getattr(callback, "best_model_path", ""): (getattr(callback, "best_model_score", None), "best"),
+        **{path: (score, "best_k") for path, score in getattr(callback, "best_k_models", {}).items()},
+    }
+    for path, (score, what) in kept.items():
+        if _is_checkpoint(path) and (written := os.stat(path).st_mtime) > uploaded.get(path, 0.0):
+            yield written, path, score, what
+
+
+@contextlib.contextmanager
+def _artifacts_of_folders() -> Iterator[None]:
+    """While in the context, a file that is added to a new W&B artifact may be a folder."""
+    import wandb
+
+    plain = wandb.Artifact
+
+    class Artifact(plain):  # type: ignore[misc, valid-type]
+        def add_file(self, local_path: str, name: str | None = None, **options: object) -> object:
+            if not os.path.isdir(local_path):
+                return super().add_file(local_path, name=name, **options)
+            options.pop("is_tmp", None)
+            return self.add_dir(local_path, name=name, **options)
+
+    wandb.Artifact = Artifact
+    try:
+        yield
+    finally:
+        wandb.Artifact = plain
+
+
+def _is_checkpoint(path: str) -> bool:
+    if not os.path.isdir(path):
+        return False
+    from lightning_ptdp.checkpoint import is_checkpoint
+
+    return is_checkpoint(path)

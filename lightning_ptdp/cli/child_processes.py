@@ -1,0 +1,58 @@
+"""End the processes that a launcher started, whatever happens."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+from lightning.pytorch import Trainer
+
+from lightning_ptdp.cli.error_messages import Terminated
+
+__all__ = ["ending_workers"]
+
+_PATIENCE_S = 3.0
+_GRACE_S = 10.0
+_SAVING_S = 60.0
+
+
+@contextmanager
+def ending_workers(trainer: Trainer) -> Iterator[None]:
+    """Leave no worker of ``trainer`` behind when the block ends with an error.
+
+    Workers are interrupted as by Ctrl-C, so that they close their loggers, and killed if they are not gone in time. On a
+    Ctrl-C the terminal has told them already, and a second one would break the closing: they are first given time. SIGTERM, which
+    ranks save after, is handed on to them, and not to the processes that read data for them.
+    """
+    try:
+        yield
+    except BaseException as error:
+        started = _started(trainer)
+        workers = [*started]
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                workers += process.children(recursive=True)
+        if isinstance(error, Terminated):
+            _tell(started, signal.SIGTERM)
+        _, workers = psutil.wait_procs(workers, timeout=_SAVING_S if isinstance(error, Terminated) else _PATIENCE_S)
+        _tell(workers, signal.SIGINT)
+        _, workers = psutil.wait_procs(workers, timeout=_GRACE_S)
+        _tell(workers, signal.SIGKILL)
+        psutil.wait_procs(workers, timeout=_GRACE_S)
+        raise
+
+
+def _started(trainer: Trainer) -> list[psutil.Process]:
+    found = []
+    for process in getattr(trainer.strategy.launcher, "procs", None) or []:
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(process.pid))
+    return found
+
+
+def _tell(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)

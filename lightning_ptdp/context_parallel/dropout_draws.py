@@ -1,0 +1,83 @@
+"""Random numbers of tensors that are slices of the sequence: those of the whole sequence are drawn, and a rank keeps its slice's.
+
+All context ranks draw from one stream outside of the blocks. So what belongs to a sample (a diffusion's time, a mixing factor) is the same
+on all of them, and what belongs to a token is that of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.context_parallel.sequence_chunks import shard_sequence
+
+__all__ = ["SliceDraws"]
+
+_Fills = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceDraws:
+    """Replacements of torch's drawing functions on one rank.
+
+    Attributes:
+        length: Tokens of the whole sequence; a slice (b, s/c, ...) has its share of them along dimension 1.
+        rank: Place in the context group.
+        size: c.
+        applies: Says whether all ranks draw from one stream now.
+    """
+
+    length: int
+    rank: int
+    size: int
+    applies: Callable[[], bool]
+
+    def replaced(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+        """Return the functions of torch and those to call instead."""
+        in_place = (Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_)
+        return {
+            **{method: partial(self._fill, method) for method in in_place},
+            torch.rand: partial(self._new, Tensor.uniform_),
+            torch.randn: partial(self._new, Tensor.normal_),
+            torch.rand_like: partial(self._like, Tensor.uniform_),
+            torch.randn_like: partial(self._like, Tensor.normal_),
+            torch.randint: self._integers,
+            F.dropout: self._dropout,
+        }
+
+    def _is_slice(self, x: Tensor) -> bool:
+        return self.applies() and x.dim() > 1 and x.size(1) * self.size == self.length
+
+    def _fill(self, method: _Fills, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._is_slice(x) or any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            return method(x, *args, **kwargs)
+        whole = x.new_empty((x.size(0), self.length, *x.shape[2:]))
+        with torch.no_grad():
+            return x.copy_(shard_sequence(method(whole, *args, **kwargs), 1, rank=self.rank, size=self.size))
+
+    def _new(self, method: _Fills, *size: Any, **kwargs: Any) -> Tensor:
+        generator = kwargs.pop("generator", None)
+        return self._fill(method, torch.empty(*size, **kwargs), generator=generator)
+
+    def _like(self, method: _Fills, x: Tensor, **kwargs: Any) -> Tensor:
+        return self._fill(method, torch.empty_like(x, **kwargs))
+
+    def _integers(self, *args: Any, **kwargs: Any) -> Tensor:
+        numbers = list(args)
+        size = kwargs.pop("size") if "size" in kwargs else numbers.pop()
+        high = kwargs.pop("high") if "high" in kwargs else numbers.pop()
+        low = kwargs.pop("low", numbers[0] if numbers else 0)
+        generator = kwargs.pop("generator", None)
+        return self._fill(Tensor.random_, torch.empty(size, **{"dtype": torch.int64, **kwargs}), low, high, generator=generator)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p < 1 or not self._is_slice(input):
+            return F.dropout(input, p, training, inplace)
+        kept = self._fill(Tensor.bernoulli_, torch.empty_like(input), 1 - p).div_(1 - p)
+        return input.mul_(kept) if inplace else input * kept

@@ -1,0 +1,198 @@
+"""Hands a model what it would otherwise count or shift within its slice of the sequence, and get wrong.
+
+- *Positions.* A module whose forward takes ``position_ids`` and is not given any counts them from 0: it is given their places in the whole
+  sequence, (1, s/c) int64. Our GPT and Hugging Face's models take them.
+- *Positions that begin behind the padding index.* RoBERTa and its like number the tokens that are no padding from ``padding_idx + 1``; the
+  count goes over the whole sequence.
+- *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as between a rank's two chunks, for the border
+  of two documents. A mask without padding keeps them from it.
+- *The mask of documents*, where the batch's own positions begin anew: (b, 1, s/c, s), of this rank's queries and all keys.
+- *Shifted labels.* Hugging Face's causal language models compare each token with the label of the next one, which at the end of a chunk is
+  elsewhere. They are given ``shift_labels``, as their loss takes them.
+
+Done by forward hooks that stand for the time of one forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
+from lightning_ptdp.context_parallel.models import names_in_forward
+from lightning_ptdp.context_parallel.sequence_chunks import gather_sequence, shard_sequence
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["Supplier", "Taker", "find_takers"]
+
+_POSITIONS, _MASK, _TOKENS = "position_ids", "attention_mask", "input_ids"
+_IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taker:
+    """A module that something can be handed to.
+
+    Attributes:
+        module: The module.
+        parameters: Names of its forward's parameters, in order.
+        reads_documents: It looks for documents in its positions.
+        shifts_labels: Its loss compares each token with the label of the next.
+        padding_index: The number of padding, if its positions count the tokens that are none and begin behind it.
+    """
+
+    module: nn.Module
+    parameters: tuple[str, ...]
+    reads_documents: bool
+    shifts_labels: bool
+    padding_index: int | None = None
+
+    @property
+    def takes_positions(self) -> bool:
+        """Return True if the forward takes ``position_ids``."""
+        return _POSITIONS in self.parameters
+
+
+def find_takers(module: nn.Module) -> list[Taker]:
+    """The modules inside ``module`` that take positions, or labels that they shift."""
+    takers = []
+    for child in module.modules():
+        names = _parameters(child)
+        shifts = "labels" in names and _shifts_labels(child)
+        if _POSITIONS in names or shifts:
+            # How to know a Hugging Face model without importing the library.
+            documents = hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
+            takers.append(
+                Taker(
+                    module=child,
+                    parameters=names,
+                    reads_documents=documents,
+                    shifts_labels=shifts,
+                    padding_index=_padding_index(child),
+                )
+            )
+    return takers
+
+
+def _padding_index(module: nn.Module) -> int | None:
+    """Return the padding index of the embeddings inside that count positions from their tokens."""
+    for child in module.modules():
+        index = vars(child).get("padding_idx")
+        if isinstance(index, int) and "create_position_ids_from_input_ids" in names_in_forward(child):
+            return index
+    return None
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(type(module).forward).parameters)[1:]
+    except (TypeError, ValueError):
+        return ()  # compiled or scripted, so that Python cannot tell
+
+
+def _shifts_labels(module: nn.Module) -> bool:
+    """Return True if the module's forward calls Hugging Face's loss that shifts.
+
+    Some models have that loss as a default and never call it.
+    """
+    calls = "loss_function" in names_in_forward(module)
+    return calls and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+@dataclass(kw_only=True)
+class Supplier:
+    """Values that are supplied in one forward.
+
+    Attributes:
+        takers: Who gets it.
+        positions: (1, s/c) int64.
+        length: s, tokens of the whole sequence.
+        group: The context group.
+        documents: Which of a sequence's documents each token is of, (b, s) int64; None: there is one.
+        used: Positions were handed out, or were given already.
+        shifted_targets: After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64;
+            else None. A count of the batch's own labels misses those that other ranks' tokens predict.
+    """
+
+    takers: Sequence[Taker]
+    positions: Tensor
+    length: int
+    group: Group
+    documents: Tensor | None = None
+    used: bool = False
+    shifted_targets: Tensor | None = None
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """While a forward runs."""
+        with contextlib.ExitStack() as hooks:
+            for taker in self.takers:
+                before = partial(self._before, taker)
+                hooks.enter_context(taker.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            yield
+
+    def _before(
+        self, taker: Taker, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
+        named = taker.parameters[: len(args)]
+        given = {**dict(zip(named, args, strict=False)), **kwargs}
+        added: dict[str, object] = {}
+        if taker.takes_positions:
+            self._check_length(module)
+            self.used = True
+            if given.get(_POSITIONS) is None:
+                added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
+        if taker.reads_documents and given.get(_MASK) is None:
+            samples = next(x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1)
+            apart = self._mask_of_documents()
+            added[_MASK] = self.positions.new_ones(samples, self.positions.size(1)) if apart is None else apart
+        if taker.shifts_labels and isinstance(labels := given.get("labels"), Tensor):
+            shifted = given.get("shift_labels")
+            if not isinstance(shifted, Tensor):
+                shifted = added["shift_labels"] = self._shift(labels)
+            self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
+        # What was given as None by its place is put there, all else is given by name.
+        places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
+        return (*places, *args[len(named) :]), {**kwargs, **added}
+
+    def _positions_of(self, taker: Taker, tokens: object) -> Tensor:
+        """(1, s/c), or (b, s/c) where they depend on the tokens; collective there."""
+        if taker.padding_index is None:
+            return self.positions
+        if not isinstance(tokens, Tensor):
+            return self.positions + taker.padding_index + 1
+        is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
+        whole = is_token.cumsum(1) * is_token + taker.padding_index
+        return shard_sequence(whole, 1, rank=self.group.rank, size=self.group.size)
+
+    def _mask_of_documents(self) -> Tensor | None:
+        if self.documents is None:
+            return None
+        here = self.positions[0]
+        earlier = here[:, None] >= torch.arange(self.length, device=here.device)
+        return (earlier & (self.documents[:, here, None] == self.documents[:, None, :]))[:, None]
+
+    def _shift(self, labels: Tensor) -> Tensor:
+        whole = gather_sequence(labels, 1, group=self.group)
+        return shard_sequence(F.pad(whole[:, 1:], (0, 1), value=_IGNORED_LABEL), 1, rank=self.group.rank, size=self.group.size)
+
+    def _check_length(self, module: nn.Module) -> None:
+        check = getattr(module, "check_sequence_length", None)
+        if callable(check):
+            check(self.length)
+        config = getattr(module, "config", None)
+        for name in ("sliding_window", "attention_chunk_size"):
+            window = getattr(config, name, None)
+            if isinstance(window, int) and window < self.length and getattr(config, "use_sliding_window", True):
+                raise ContextParallelError(
+                    f"{type(module).__name__} has {name}={window}, less than the sequence of {self.length} tokens: attention within a "
+                    f"window cannot be told from a slice. Set config.{name}=None, use sequences of at most {window} tokens, or "
+                    "context_parallel_size=1"
+                )

@@ -1,0 +1,225 @@
+"""The stages of a preparation: survey, tokenizer, tokens by parts, and the parts joined to chunks.
+
+A part is some megabytes of consecutive text. Parts are read by any number of processes, and everything that is made of them is put
+together in their order, so that the result does not depend on who read which; nothing needs more memory than a few parts and 40 bytes
+a document. A stage that is finished, or a part of the tokens, is found again in the work folder.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
+from lightning_ptdp.data.data_config import PrepareConfig
+from lightning_ptdp.data.data_error import CorpusError
+from lightning_ptdp.data.file_pieces import Piece, grouped
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
+from lightning_ptdp.data.manifest import SPLITS, SplitRecord
+from lightning_ptdp.data.preparation_progress import Reporter
+from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
+from lightning_ptdp.data.token_store import TokenType, token_dtype, write_chunks
+from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.data.work_folder import read_record, write_record
+from lightning_ptdp.data.worker_processes import apart, ordered_map
+
+__all__ = ["Builder"]
+
+Part = tuple[Piece, ...]
+Result = TypeVar("Result")
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """One preparation.
+
+    Attributes:
+        config: What is made.
+        work: The work folder.
+        report: Tells how far it is.
+    """
+
+    config: PrepareConfig
+    work: Path
+    report: Reporter
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The text."""
+        return tuple(grouped(self.config.pieces(self.config.files()), self.config.part_bytes))
+
+    def survey(self) -> tuple[Survey, int]:
+        """The division, and the number of texts that are not UTF-8."""
+        saved = read_record(self.work / "survey.json")
+        if saved is not None:
+            self.report.say(f"going on with {saved['survey']['documents']:,} documents that were read before")
+            return Survey.from_json(saved["survey"]), saved["undecodable"]
+        undecodable = ReadReport()
+
+        def scans() -> Iterator[Scan]:
+            task = partial(_scan_part, self.config, self.config.seed)
+            for found, names in self._each(task, "read"):
+                undecodable.undecodable += names
+                yield found
+
+        found = survey(scans(), validation_fraction=self.config.validation_fraction, seed=self.config.seed)
+        if undecodable.undecodable:
+            self.report.say(undecodable.summary())
+        count = len(undecodable.undecodable)
+        write_record(self.work / "survey.json", {"survey": found.to_json(), "undecodable": count})
+        return found, count
+
+    def tokenizer(self, found: Survey) -> Tokenizer:
+        """Learned from the training text, or learned before."""
+        if (self.work / "tokenizer.done").exists():
+            return Tokenizer.load(self.work)
+        assert self.config.vocabulary_size is not None, "only with tokenizer_dir, whose tokenizer is not learned"
+        self.report.say(f"learning {self.config.vocabulary_size} pieces from {found.documents:,} documents")
+        sample = self.work / "sample.txt"
+        with open(sample, "wb") as stream:
+            for text in self.sample(found):
+                stream.write(f"{text}\n".encode())
+        learn = partial(_learn, self.config.vocabulary_size, tuple(self.config.control_symbols))
+        alone = self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
+        tokenizer = learn(sample) if alone else apart(learn, sample)
+        sample.unlink()
+        tokenizer.save(self.work)
+        (self.work / "tokenizer.done").touch()
+        return tokenizer
+
+    def sample(self, found: Survey) -> Iterator[str]:
+        """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over the corpus."""
+        left = self.config.tokenizer_characters
+        keep = left / found.characters
+        task = partial(_sample_part, self.config, self.config.seed, found.split, keep)
+        with closing(self._each(task, "sample")) as samples:
+            for texts in samples:
+                for text in texts:
+                    yield text[:left] if keep < 1 else text
+                    left -= len(text)
+                    if left <= 0 and keep < 1:
+                        return
+
+    def tokens(self, found: Survey, tokenizer: AnyTokenizer, folder: Path) -> dict[str, SplitRecord]:
+        """Write both splits into ``folder``.
+
+        Raises:
+            CorpusError: The text is not what it was in the survey.
+        """
+        dtype = token_dtype(tokenizer.vocabulary_size)
+        threads = (os.cpu_count() or 1) if self.config.num_workers == 1 else 1
+        task = partial(_tokenize_part, self.config, found.split, tokenizer, dtype, self.work / "parts", threads)
+        records = list(self._each(task, "tokenize"))
+        seen = sum(record["seen"] for record in records)
+        if seen != found.documents:
+            raise CorpusError(
+                f"source={self.config.source!r} changed while it was read: {found.documents} documents, then {seen}"
+            )
+        splits: dict[str, SplitRecord] = {}
+        for split in SPLITS:
+            runs = (np.fromfile(_part_file(self.work / "parts", number, split), dtype) for number in range(len(records)))
+            tokens = write_chunks(folder / split, runs, chunk_tokens=self.config.chunk_tokens, dtype=dtype)
+            documents = sum(record["documents"][split] for record in records)
+            splits[split] = SplitRecord(documents=documents, tokens=tokens, dtype=dtype)
+        total = sum(record.tokens for record in splits.values())
+        self.report.say(f"tokenized {seen:,} of {found.documents:,} documents: {total:,} tokens")
+        return splits
+
+    def _each(self, task: Callable[[tuple[int, Part]], Result], verb: str) -> Generator[Result, None, None]:
+        """The results for all parts in their order, with a bar."""
+        sizes = [sum(piece.stop - piece.start for piece in part) for part in self.parts]
+        with self.report.bar(verb, sum(sizes)) as advance:
+            results = ordered_map(task, enumerate(self.parts), num_workers=self.config.num_workers)
+            with closing(results):
+                for size, result in zip(sizes, results, strict=True):
+                    advance(size)
+                    yield result
+
+
+def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> tuple[Scan, list[str]]:
+    report = ReadReport()
+    return scan(_documents(corpus, item[1], report), seed=seed), report.undecodable
+
+
+def _sample_part(corpus: Corpus, seed: int, split: Split, keep: float, item: tuple[int, Part]) -> list[str]:
+    """Training texts, or lines of them, each with the probability ``keep``."""
+    texts = []
+    for document in _documents(corpus, item[1], ReadReport()):
+        text = split.parts(document)[0]
+        if keep >= 1:
+            texts.append(text)
+            continue
+        # By document, so that it does not matter how they are cut into parts. Python promises that random() of a seed stays the same.
+        draw = random.Random(f"{seed}/{document.name}")
+        texts += [line for line in text.split("\n") if draw.random() < keep]
+    return texts
+
+
+def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path) -> Tokenizer:
+    with open(sample, encoding="utf-8", newline="\n") as lines:
+        texts = (line.removesuffix("\n") for line in lines)
+        return Tokenizer.train(texts, vocabulary_size=vocabulary_size, control_symbols=control_symbols)
+
+
+def _tokenize_part(
+    corpus: Corpus, split: Split, tokenizer: AnyTokenizer, dtype: TokenType, folder: Path, threads: int, item: tuple[int, Part]
+) -> dict[str, Any]:
+    """Write the tokens of one part, unless they are there."""
+    number, part = item
+    files: dict[str, Path] = {name: _part_file(folder, number, name) for name in SPLITS}
+    record_file = folder / f"{number:06}.json"
+    record = read_record(record_file)
+    if record is not None and record["bytes"] == _sizes(files):
+        return dict(record)
+    documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
+    seen = 0
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context(open(file, "wb")) for name, file in files.items()}
+        for batch, count in _batches(_documents(corpus, part, ReadReport()), split):
+            seen += count
+            for name, texts in batch.items():
+                documents[name] += len(texts)
+                for ids in tokenizer.encode_many(texts, num_threads=threads):
+                    np.array([*ids, tokenizer.eos_id], dtype).tofile(streams[name])
+    record = {"seen": seen, "documents": documents, "bytes": _sizes(files)}
+    write_record(record_file, record)
+    return record
+
+
+def _documents(corpus: Corpus, part: Part, report: ReadReport) -> Iterator[Document]:
+    for piece in part:
+        yield from corpus.read(piece, report)
+
+
+def _batches(documents: Iterable[Document], split: Split) -> Iterator[tuple[dict[str, list[str]], int]]:
+    """Texts by split and the number of documents behind them, a few megabytes at a time."""
+    batch: dict[str, list[str]] = {name: [] for name in SPLITS}
+    characters = count = 0
+    for document in documents:
+        for texts, part in zip(batch.values(), split.parts(document), strict=True):
+            if part:
+                texts.append(part)
+        characters += len(document.text)
+        count += 1
+        if characters >= _BATCH_CHARACTERS:
+            yield batch, count
+            batch, characters, count = {name: [] for name in SPLITS}, 0, 0
+    if count:
+        yield batch, count
+
+
+def _part_file(folder: Path, number: int, split: str) -> Path:
+    return folder / f"{number:06}.{split}.bin"
+
+
+def _sizes(files: Mapping[str, Path]) -> dict[str, int]:
+    return {name: file.stat().st_size if file.exists() else -1 for name, file in files.items()}

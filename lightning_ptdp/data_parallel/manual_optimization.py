@@ -1,0 +1,121 @@
+"""Gradients under manual optimization: averaged over the replicas behind every ``manual_backward``, for whichever optimizer steps next.
+
+A module that optimizes by hand may run several backwards in a step, each for other parameters. Behind each of them every replica averages
+the gradients of all parameters that may be trained at that moment (``toggle_optimizer`` limits them)::
+
+    manual_backward(generator's loss)    average the generator's gradients
+    manual_backward(critic's loss)       average the critic's gradients
+
+Gradients that were averaged before are equal on all replicas, so that averaging them again leaves them as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["ManualGradients", "ManualOptimizationError"]
+
+_BUCKET_BYTES = 25 << 20
+
+
+class ManualOptimizationError(PTDPError, RuntimeError):
+    """A step of manual optimization does what replicas cannot follow."""
+
+
+class ManualGradients:
+    """Gradients of one replica, which optimizes by hand.
+
+    Args:
+        module: The LightningModule.
+        group: The replicas.
+        device: Where collectives take their tensors.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
+        self._module, self._group, self._device = module, group, device
+        self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
+        self._follows, self._unseen = False, False
+
+    @contextlib.contextmanager
+    def backward(self, *, accumulates: bool) -> Iterator[None]:
+        """Around one backward: average the gradients, unless they are only ``accumulates``-d."""
+        self._watch()
+        self._follows = True
+        try:
+            yield
+        finally:
+            self._follows = False
+        if not accumulates:
+            self._average([parameter for parameter in self._module.parameters() if parameter.requires_grad])
+
+    def check(self) -> None:
+        """Check that every backward of the step was followed.
+
+        Raises:
+            ManualOptimizationError: One was not, so that the replicas would drift apart.
+        """
+        self._watch()
+        if self._unseen:
+            raise ManualOptimizationError(
+                "loss.backward() in manual optimization leaves each replica its own gradients, and the replicas would drift apart: call "
+                "self.manual_backward(loss) instead"
+            )
+
+    def close(self) -> None:
+        """Detach from the parameters."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+
+    def _watch(self) -> None:
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _: Tensor) -> None:
+        self._unseen |= not self._follows
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        lacking = [parameter.grad is None for parameter in parameters]
+        there = torch.tensor([float(not lacks) for lacks in lacking], device=self._device)
+        dist.all_reduce(there, group=self._group.handle)
+        # Read only where it matters: a parameter that no replica used keeps None, which its optimizer skips.
+        used = {p for p, count in zip(parameters, there.tolist(), strict=True) if count} if any(lacking) else set(parameters)
+        for bucket in _buckets(parameters):
+            gradients = [_dense(parameter) for parameter in bucket]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._group.size)
+            dist.all_reduce(flat, group=self._group.handle)
+            for parameter, gradient, part in zip(bucket, gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+                if parameter.grad is None and parameter in used:
+                    parameter.grad = gradient
+
+
+def _dense(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    if parameter.grad.layout is not torch.strided:
+        raise ManualOptimizationError("a sparse gradient cannot be averaged over replicas: use Embedding(sparse=False)")
+    return parameter.grad
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield runs of parameters of one dtype and limited size, the same on all replicas."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and (parameter.dtype != bucket[0].dtype or size + parameter.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.nbytes
+    if bucket:
+        yield bucket

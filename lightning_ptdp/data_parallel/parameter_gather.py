@@ -1,0 +1,106 @@
+"""Parameters of a sharded optimizer's last step arrive while the next forward already runs.
+
+A block of a repeated container waits for its own parameters when it is called; all others are waited for before the step. A block that
+was not called in the step before (somebody calls its parts instead, or skips it) counts among the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_ptdp.data_parallel.optimizer_parameters import SteppedParameters
+from lightning_ptdp.shims.lightning import LightningNames
+
+__all__ = ["Arrivals", "overlaps_gather"]
+
+_HOOKS = ("on_train_", "on_validation_", "on_before_", "on_after_", "on_sanity_", "optimizer_", "lr_scheduler_", "on_save_")
+
+
+class Arrivals:
+    """Waits for parameters where they are needed.
+
+    Args:
+        module: The LightningModule, whose ``state_dict`` and ``load_state_dict`` wait for all.
+        stepped: What gathers them.
+        overlaps: Let blocks wait for their own.
+    """
+
+    def __init__(self, module: nn.Module, stepped: SteppedParameters, *, overlaps: bool) -> None:
+        self._stepped, self._module = stepped, module
+        self._called: set[nn.Module] = set()
+        self._hooks: list[Any] = [
+            module.register_state_dict_pre_hook(lambda *_: stepped.wait()),
+            module.register_load_state_dict_pre_hook(lambda *_: stepped.wait()),
+        ]
+        self._blocks = {block: list(block.parameters()) for block in _blocks(module)} if overlaps else {}
+        self._hooks += [block.register_forward_pre_hook(self._enter) for block in self._blocks]
+
+    def begin(self) -> None:
+        """A step begins: wait for what no block will wait for."""
+        late = {id(p) for block in self._called for p in self._blocks[block]}
+        self._called.clear()
+        self._stepped.wait([p for p in self._module.parameters() if id(p) not in late])
+
+    def ended(self) -> None:
+        """The optimizer has stepped: start to send."""
+        self._stepped.wait()
+        self._stepped.publish()
+        if not self._blocks:
+            self._stepped.wait()
+
+    def close(self) -> None:
+        """Wait for all and detach from the module."""
+        self._stepped.wait()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, block: nn.Module, _: object) -> None:
+        self._called.add(block)
+        self._stepped.wait(self._blocks[block])
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost lists' members that have parameters."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            yield from (block for block in child.children() if any(True for _ in block.parameters()))
+        else:
+            yield from _blocks(child)
+
+
+def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> bool:
+    """Return True if blocks wait for their own parameters: as asked, and by default if nothing reads parameters between the steps.
+
+    Weight averaging reads them, so it always prevents the overlap.
+    """
+    averaging = [type(c).__name__ for c in trainer.callbacks if isinstance(c, names.WeightAveragingCallbacks)]
+    if asked and averaging:
+        warnings.warn(
+            f"overlap_parameter_gather=True does nothing beside {averaging[0]}, which reads all parameters after every step",
+            stacklevel=2,
+        )
+    if asked is None:
+        return not _is_read_between_steps(trainer, names)
+    return asked and not averaging
+
+
+def _is_read_between_steps(trainer: Any, names: LightningNames) -> bool:
+    """Return True if the user's hooks or callbacks may read parameters between an optimizer's step and the next forward."""
+    return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
+        isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
+        or (type(callback).__module__.split(".")[0] not in _HARMLESS and _has_hooks(type(callback), names.Callback))
+        for callback in trainer.callbacks
+    )
+
+
+_HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
+"""Packages whose callbacks read parameters through the strategy only, if at all."""
+
+
+def _has_hooks(cls: type, base: type) -> bool:
+    """Return True if a class overrides a hook of ``base``."""
+    return any(getattr(cls, name) is not getattr(base, name, None) for name in dir(cls) if name.startswith(_HOOKS))

@@ -1,0 +1,125 @@
+"""Every kind of communication that training uses, once, with a known answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
+
+__all__ = ["COLLECTIVES", "Place"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One process among those of the group: its rank, their number, and the device whose tensors it sends."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def full(self, count: int, value: float) -> Tensor:
+        """``count`` float32 numbers on this device."""
+        return torch.full((count,), float(value), device=self.device)
+
+
+def _all_reduce(place: Place) -> bool:
+    summed, largest = place.full(5, place.rank + 1), place.full(5, place.rank)
+    dist.all_reduce(summed)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return _is(summed, place.size * (place.size + 1) / 2) and _is(largest, place.size - 1)
+
+
+def _broadcast(place: Place) -> bool:
+    tensor = place.full(5, place.rank)
+    dist.broadcast(tensor, place.size - 1)
+    return _is(tensor, place.size - 1)
+
+
+def _reduce_scatter(place: Place) -> bool:
+    source = torch.arange(place.size, dtype=torch.float32, device=place.device).repeat_interleave(3)
+    output = place.full(3, -1)
+    reduce_scatter_single(output, source, dist.group.WORLD)
+    return _is(output, place.rank * place.size)
+
+
+def _all_gather(place: Place) -> bool:
+    output = place.full(3 * place.size, -1)
+    all_gather_single(output, place.full(3, place.rank), dist.group.WORLD)
+    return bool((output.cpu() == torch.arange(place.size).repeat_interleave(3)).all())
+
+
+def _all_to_all(place: Place) -> bool:
+    source = place.rank * place.size + torch.arange(place.size, dtype=torch.float32, device=place.device)
+    output = place.full(place.size, -1)
+    dist.all_to_all_single(output, source)
+    return bool((output.cpu() == torch.arange(place.size) * place.size + place.rank).all())
+
+
+def _exchange(place: Place, *steps: int) -> bool:
+    """Every rank sends its number to the one that is ``step`` after it in a ring, for all steps at once."""
+    arriving = {step: place.full(5, -1) for step in steps}
+    operations: list[dist.P2POp] = []
+    for tag, (step, into) in enumerate(arriving.items()):
+        after, before = ((place.rank + way) % place.size for way in (step, -step))
+        operations.append(dist.P2POp(dist.isend, place.full(5, place.rank), after, tag=tag))
+        operations.append(dist.P2POp(dist.irecv, into, before, tag=tag))
+    # In one batch: the first message between two ranks holds both until they meet, and a ring of sends would be a ring of waits.
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return all(_is(into, (place.rank - step) % place.size) for step, into in arriving.items())
+
+
+def _objects(place: Place) -> bool:
+    gathered: list[Any] = [None] * place.size
+    dist.all_gather_object(gathered, {"rank": place.rank})
+    box = ["from the first" if place.rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    return gathered == [{"rank": rank} for rank in range(place.size)] and box == ["from the first"]
+
+
+def _groups(place: Place) -> bool:
+    """Every pair of neighbours, and one over all by gloo, as for agreements beside NCCL."""
+    right = True
+    for first in range(0, place.size - 1, 2):
+        group: Any = dist.new_group([first, first + 1])
+        if place.rank in (first, first + 1):
+            tensor = place.full(5, place.rank)
+            dist.all_reduce(tensor, group=group)
+            right = right and _is(tensor, 2 * first + 1)
+    flag = torch.ones(())
+    everybody: Any = dist.new_group(backend="gloo")
+    dist.all_reduce(flag, group=everybody)
+    return right and flag.item() == place.size
+
+
+def _barrier(place: Place) -> bool:
+    dist.barrier(device_ids=[place.device.index] if place.device.type == "cuda" else None)
+    return True
+
+
+COLLECTIVES: Mapping[str, Callable[[Place], bool]] = MappingProxyType(
+    {
+        "all-reduce": _all_reduce,
+        "broadcast": _broadcast,
+        "reduce-scatter": _reduce_scatter,
+        "all-gather": _all_gather,
+        "all-to-all": _all_to_all,
+        "send and receive": lambda place: _exchange(place, 1),
+        "both directions": lambda place: _exchange(place, 1, -1),
+        "objects": _objects,
+        "groups": _groups,
+        "barrier": _barrier,
+    }
+)
+"""Name -> one use, which says whether the answer was right."""
+
+
+def _is(tensor: Tensor, value: float) -> bool:
+    return bool((tensor.cpu() == value).all())

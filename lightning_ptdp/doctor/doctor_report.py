@@ -1,0 +1,52 @@
+"""An inspection as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from lightning_ptdp.base.columns import columns
+from lightning_ptdp.doctor.bandwidth import Measurement
+from lightning_ptdp.doctor.check import Status
+from lightning_ptdp.doctor.inspection import Inspection
+
+__all__ = ["as_json", "render"]
+
+
+def render(inspection: Inspection) -> str:
+    """A line a check, what would mend it below, and a table of the measurements."""
+    return "\n".join(_lines(inspection))
+
+
+def as_json(inspection: Inspection) -> str:
+    """``{"ok": bool, "sections": [{"title", "checks": [...]}], "measurements": [...]}``; sizes in bytes, times in seconds."""
+    return json.dumps({"ok": inspection.count(Status.FAILED) == 0, **asdict(inspection)}, indent=2)
+
+
+def _lines(inspection: Inspection) -> Iterator[str]:
+    width = max(len(check.subject) for section in inspection.sections for check in section.checks)
+    for section in inspection.sections:
+        yield section.title
+        for check in section.checks:
+            yield f"  {check.status:8} {check.subject:{width}}  {check.found}"
+            if check.mend:
+                yield f"  {'':8} {'':{width}}  -> {check.mend}"
+        yield ""
+    if inspection.measurements:
+        yield _table(inspection.measurements)
+        yield ""
+    yield ", ".join(f"{inspection.count(status)} {status}" for status in Status)
+
+
+def _table(measurements: Sequence[Measurement]) -> str:
+    sizes = dict.fromkeys(one.size for one in measurements)
+    rows = {name: [f"  {name}"] for name in ("between ranks", *(one.operation for one in measurements))}
+    rows["between ranks"] += map(_size, sizes)
+    for one in measurements:  # of one size after the other
+        rows[one.operation].append(f"{one.seconds * 1e3:.3f} ms {one.bytes_per_s / 1e9:8.3f} GB/s")
+    return columns(list(rows.values()), words=(0,))
+
+
+def _size(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"

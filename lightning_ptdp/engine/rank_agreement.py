@@ -1,0 +1,113 @@
+"""Checks that ranks which must see the same thing do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.nested import Nested, iterate_tensors
+from lightning_ptdp.world.mesh import Group
+
+__all__ = [
+    "BatchMismatchError",
+    "KeptModuleError",
+    "batch_sums",
+    "check_kept_alike",
+    "check_same_batch",
+    "is_same_length",
+]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_READ = 65536
+"""Elements of a tensor that are read; a larger one is read in equal steps."""
+_MASK = 2**62 - 1
+_NOTHING = -(2**63)
+_ROUNDING = 1e-5
+
+
+class BatchMismatchError(PTDPError, RuntimeError):
+    """Ranks of one replica read different samples."""
+
+
+class KeptModuleError(PTDPError, RuntimeError):
+    """A module that every pipeline stage keeps has become another one on each."""
+
+
+def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: torch.device) -> None:
+    """Compare the parameters of modules that every stage keeps; collective over the stages.
+
+    Raises:
+        KeptModuleError: They differ. An average of the model's weights does, which each stage forms with the weights that it has.
+    """
+    low = torch.stack([tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]).to(device)
+    high = low.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group.handle)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group.handle)
+    differs = (high - low > _ROUNDING * high).tolist()
+    name = next((name for name, differs_here in zip(tensors, differs, strict=True) if differs_here), None)
+    if name is not None:
+        raise KeptModuleError(
+            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but has other values on each: a hook or the step changes "
+            "it with weights of which a stage has its own only, as an average of the model's weights (AveragedModel, EMA) does. Use "
+            "pipeline_parallel_size=1 for that"
+        )
+
+
+def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
+    """Checksum of a batch, (2 * replicas) int64 on ``device``: its maximum over ranks says whether each replica's ranks have the same.
+
+    Sums of integers, because those of floating-point numbers may depend on the order in which a device adds.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in iterate_tensors(batch):
+        total = total * 1_000_003 + _checksum(tensor).to(device, non_blocking=True)
+    total = total & _MASK
+    sums = torch.full((2 * replicas,), _NOTHING, dtype=torch.int64, device=device)
+    sums[2 * replica] = total
+    sums[2 * replica + 1] = -total
+    return sums
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.element_size() not in _BITS:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.reshape(-1)[:: -(-tensor.numel() // _READ) or 1].contiguous()
+    bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
+    return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum() + tensor.numel()
+
+
+def check_same_batch(agreed: Sequence[int]) -> None:
+    """Check the maximum over ranks of ``batch_sums``.
+
+    Raises:
+        BatchMismatchError: On all ranks: those of a replica read different batches, which would silently train on nonsense.
+    """
+    for replica, (high, low) in enumerate(zip(agreed[::2], agreed[1::2], strict=True)):
+        if high != -low:
+            raise BatchMismatchError(
+                f"the ranks of replica {replica} read different batches, but all of them must read the same samples, augmented alike. "
+                "Shard data by trainer.strategy.distributed_sampler_kwargs (replica number and count), not by global rank, and seed "
+                "shuffling and augmentation by the replica"
+            )
+
+
+def is_same_length(length: int | None, *, group: Group, device: torch.device) -> bool:
+    """Return True if the members' loaders are known to give the same number of batches; collective.
+
+    Args:
+        length: Batches of this rank's loader; None if it has no length.
+        group: The ranks that compare.
+        device: Device of the message.
+    """
+    if group.size == 1:
+        return True
+    length = -1 if length is None else length
+    extremes = torch.tensor([length, -length], device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
+    least, greatest = extremes.tolist()
+    return bool(length >= 0 and least == -greatest)

@@ -1,0 +1,212 @@
+"""Random numbers of the user's step, the same in every layout.
+
+A microbatch has one stream outside of the repeated blocks, which every stage draws from alike, and one for each block::
+
+    outside   mask, noise, mixup, embedding's dropout   |            |            |   behind the blocks
+    block 0                                             |  dropout   |            |
+    block 1                                             |            |  dropout   |
+
+So a stage that lacks a block loses nothing of the outer stream. Streams are seeded by (run, hook, step, microbatch of all replicas, block).
+The generators of torch, numpy and Python are switched; the latter two in blocks only where the blocks' code knows them, because their
+states are large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_ptdp.base.random import States, derive_seed, reseed, set_states
+from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
+from lightning_ptdp.shims.torch import is_compiled, untraced
+
+__all__ = ["StepRandomness"]
+
+_LIBRARIES = ("torch", "builtins")
+_NUMPY: Any = np.random  # its stubs lack two functions
+
+
+class _Outer(NamedTuple):
+    """States of the generators outside of a block; None: not switched."""
+
+    torch: States
+    numpy: Any
+    python: Any
+
+
+class StepRandomness(Surrounding):
+    """Seeds a forward and the blocks in it.
+
+    Args:
+        blocks: Number in the whole model -> name, of the blocks that are here, and of other modules with a stream of their own.
+        module: This rank's part of the LightningModule.
+        absent: What stands for blocks of earlier stages.
+        place: What distinguishes the ranks whose blocks see other slices of the sequence.
+        device: Whose generator is switched besides the CPU's.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        blocks: Mapping[int, str],
+        absent: Sequence[nn.Module],
+        place: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self._blocks, self._absent, self._place, self._device = blocks, absent, place, device
+        names = {name for block in blocks.values() for name in _defined_in(module.get_submodule(block))}
+        known = {origin for name in names for origin in _known_by(name)}
+        self._python, self._numpy = random in known, np in known
+        self._bits: list[Any] = []
+        self._outer: list[_Outer] = []
+        self._seed: int | None = None
+        self._forward: Forward | None = None
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Follow the calls of the blocks."""
+        undo = contextlib.ExitStack()
+        for number, name in self._blocks.items():
+            if _is_inside_graph(module, name):
+                continue  # hooks would break the graph: its blocks draw from the stream around it
+            block = module.get_submodule(name)
+            enter, leave = partial(self._enter, number), partial(self._leave)  # a method cannot be marked as untraced
+            if is_compiled(block):
+                enter, leave = untraced(enter), untraced(leave)
+            undo.enter_context(block.register_forward_pre_hook(enter, prepend=True))
+            undo.enter_context(block.register_forward_hook(leave))
+        for block in self._absent:
+            undo.enter_context(block.register_forward_pre_hook(_pass))
+        return undo.close
+
+    def around(self, forward: Forward) -> Context:
+        """Draw from the microbatch's stream."""
+        return contextlib.nullcontext() if forward.seed is None else self._drawing(forward, forward.seed)
+
+    @contextlib.contextmanager
+    def _drawing(self, forward: Forward, seed: int) -> Iterator[None]:
+        self._switch(seed, numpy=True, python=True)
+        self._forward, forward.draws_alike = forward, True
+        self._seed = derive_seed(seed, *self._place)
+        try:
+            yield
+        finally:
+            self._seed, self._forward, forward.draws_alike = None, None, False
+            del self._outer[1:]  # of a block that a stage leaves by an exception
+            self._switch_back()
+
+    def _enter(self, number: int, *_: object) -> None:
+        if self._seed is not None:
+            self._switch(derive_seed(self._seed, number), numpy=self._numpy, python=self._python)
+            self._mark()
+
+    def _leave(self, *_: object) -> None:
+        if self._seed is not None:
+            self._switch_back()
+            self._mark()
+
+    def _mark(self) -> None:
+        if self._forward is not None:
+            self._forward.draws_alike = len(self._outer) == 1
+
+    def _switch(self, seed: int, *, numpy: bool, python: bool) -> None:
+        depth = len(self._outer)
+        bits = None
+        state = None
+        if numpy:
+            bits = _NUMPY.get_bit_generator()
+            if depth == len(self._bits):
+                self._bits.append(np.random.MT19937())
+            # To change generators is 100 times as fast as to save and restore the state of one.
+            _NUMPY.set_bit_generator(self._bits[depth])
+            np.random.seed(seed % 2**32)
+        else:
+            _pass()
+        if python:
+            state = random.getstate()
+            random.seed(seed)
+        self._outer.append(_Outer(reseed(seed, self._device), bits, state))
+
+    def _switch_back(self) -> None:
+        outer = self._outer.pop()
+        set_states(outer.torch, self._device)
+        if outer.numpy is not None:
+            _NUMPY.set_bit_generator(outer.numpy)
+        if outer.python is not None:
+            random.setstate(outer.python)
+
+    # ---- recomputation ------------------------------------------------------------------------------------------------
+
+    @property
+    def recomputes(self) -> bool:
+        """Return True if blocks may draw from numpy or Python; torch replays its own generators."""
+        return self._numpy or self._python
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """Replay numpy's and Python's numbers."""
+        if forward.seed is None:
+            return None
+        begun: list[Any] = []
+        return self._noting(begun), self._replaying(begun)
+
+    @contextlib.contextmanager
+    def _noting(self, begun: list[Any]) -> Iterator[None]:
+        begun[:] = np.random.get_state(), random.getstate()
+        yield
+
+    @contextlib.contextmanager
+    def _replaying(self, begun: list[Any]) -> Iterator[None]:
+        now = np.random.get_state(), random.getstate()
+        _set_host_states(*begun)
+        try:
+            yield
+        finally:
+            _set_host_states(*now)
+
+
+def _is_inside_graph(module: nn.Module, block: str) -> bool:
+    """Return True if a module around the block is compiled as a whole."""
+    names = block.split(".")
+    around = (module.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
+    return is_compiled_module(module) or any(map(is_compiled, around))
+
+
+def _pass(*_: object) -> None:
+    """Forget the second one of a pair of normal numbers that numpy draws together, as where the generator is changed."""
+    _NUMPY.set_bit_generator(_NUMPY.get_bit_generator())
+
+
+def _set_host_states(numpy: Any, python: Any) -> None:
+    np.random.set_state(numpy)
+    random.setstate(python)
+
+
+def _defined_in(block: nn.Module) -> set[str]:
+    """Names of the Python modules that define the classes of a block, and of what its modules hold."""
+    held = [value for module in block.modules() for value in (module, *vars(module).values())]
+    kinds = {kind for value in held for kind in type(value).__mro__}
+    return {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES}
+
+
+def _known_by(name: str) -> Iterator[ModuleType]:
+    """Yield ``random`` and ``numpy`` if the Python module ``name`` knows them or a function of theirs."""
+    for value in vars(sys.modules.get(name, object)).values():
+        try:
+            origin = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+            owner = getattr(value, "__self__", None)
+        except Exception:
+            continue  # a stand-in for an optional package that is not installed
+        if origin == "random" or isinstance(owner, random.Random):
+            yield random
+        elif origin.partition(".")[0] == "numpy":
+            yield np

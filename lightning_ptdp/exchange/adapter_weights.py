@@ -1,0 +1,114 @@
+"""Out of a checkpoint of adapters: a folder of peft's, or the whole model with the adapters merged into its weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read_state
+from lightning_ptdp.exchange.safetensors import write_safetensors
+from lightning_ptdp.exchange.state_dict_files import converted
+from lightning_ptdp.exchange.tokenizers import files_beside
+from lightning_ptdp.models.adapters import as_lora
+from lightning_ptdp.models.pretrained_folder import BASE_WEIGHTS, fingerprint, local_folder
+
+__all__ = ["ADAPTER_FILE", "ADAPTER_WEIGHTS", "base_of_adapters", "merge_adapters", "to_adapters"]
+
+ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OURS, _THEIRS = "model/model.", "base_model.model."
+
+
+def base_of_adapters(state: Mapping[str, Any]) -> str | None:
+    """The path of the weights beside which a checkpoint's adapters were trained; None: it holds a whole model."""
+    return state[BASE_WEIGHTS]["path"] if BASE_WEIGHTS in state else None
+
+
+def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    """Write what ``PeftModel.from_pretrained(base, destination)`` reads, from a checkpoint of a ``LitCausalLM`` with adapters.
+
+    Args:
+        source: The checkpoint folder.
+        destination: The folder to make; an earlier export there is replaced.
+        dtype: What floating-point tensors are converted to; default: as they are.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged; nothing is left at ``destination``.
+    """
+    state, reader, target = read_state(source), TensorReader(source), Path(os.path.abspath(destination))
+    base, adapter = state[BASE_WEIGHTS], as_lora(state["hyper_parameters"]["adapter"])
+    assert adapter is not None
+    config = adapter.config(
+        base_model_name_or_path=base["path"].removeprefix("tiny:"), task_type=base["task"], inference_mode=True
+    )
+    names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
+    held = {new: reader.tensors[name] for new, name in sorted(names.items())}
+    entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
+    files.check_replaceable(target, marker=files.EXPORT_MARK)
+    with files.replacing(target) as part:
+        part.mkdir()
+        (part / files.EXPORT_MARK).touch()
+        config.save_pretrained(str(part))
+        write_safetensors(
+            part / ADAPTER_WEIGHTS,
+            entries,
+            lambda name: reader.read(names[name]).to(entries[name].dtype),
+            metadata={"format": "pt"},
+        )
+        files.sync_folder(part)
+
+
+def merge_adapters(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int,
+) -> None:
+    """Write the whole Hugging Face folder with the adapters merged into the weights beside which they were trained; the process holds
+    the model.
+
+    Args:
+        source: The checkpoint folder, of a ``LitCausalLM`` with adapters.
+        destination: The folder to make; an earlier export there is replaced.
+        base: Where the weights are now; default: where they were.
+        dtype: Of the model; default: as its folder has it.
+        shard_bytes: Most bytes in one file.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the weights are others; nothing is left at ``destination``.
+    """
+    peft = import_optional("peft")
+    transformers = import_optional("transformers")
+
+    told, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
+    folder = local_folder(str(base or told["path"]))
+    if fingerprint(folder) != told["fingerprint"]:
+        raise CheckpointError(f"{folder} has other weights than those beside which the adapters of {source} were trained")
+    files.check_apart(target, [folder])
+    files.check_replaceable(target, marker=files.EXPORT_MARK)
+    kind: Any = transformers.AutoModelForCausalLM if told["task"] == "CAUSAL_LM" else transformers.AutoModelForMaskedLM
+    model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False)
+    with tempfile.TemporaryDirectory() as place:
+        to_adapters(source, Path(place) / "adapter")
+        model = peft.PeftModel.from_pretrained(model, str(Path(place) / "adapter")).merge_and_unload()
+    with files.replacing(target) as part:
+        model.save_pretrained(part, max_shard_size=shard_bytes)
+        (part / files.EXPORT_MARK).touch()
+        for name, content in files_beside(folder).items():
+            (part / name).write_bytes(content)
+        files.sync_folder(part)
+
+
+def _peft_name(name: str) -> str:
+    """``model/model.h.q_proj.lora_A.default.weight`` -> ``base_model.model.h.q_proj.lora_A.weight``."""
+    name = _THEIRS + re.sub(r"\.modules_to_save\.[^.]+", "", name.removeprefix(_OURS))
+    return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")

@@ -1,0 +1,102 @@
+"""BERT: our two orders of LayerNorm and the two models that Hugging Face has for them.
+
+LayerNorm behind the sums (``norm_order="post"``) is ``BertForPreTraining``, in front (``"pre"``) ``MegatronBertForPreTraining``. Both have
+the heads for masked tokens and for the order of two sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from lightning_ptdp.base.checked_json import one_of
+from lightning_ptdp.exchange.name_tables import NUMBER, SHARE, SIZE, SIZES, Family, Field, Row
+from lightning_ptdp.models.bert import Bert
+from lightning_ptdp.models.model_config import BertConfig
+
+__all__ = ["BERT", "MEGATRON_BERT"]
+
+
+def _qkv(config: BertConfig) -> tuple[int, int, int]:
+    return config.hidden_size, config.hidden_size, config.hidden_size
+
+
+_LAYER = "bert.encoder.layer.*"
+_ROWS = (
+    Row(ours="embeddings.token", theirs="bert.embeddings.word_embeddings"),
+    Row(ours="embeddings.position", theirs="bert.embeddings.position_embeddings"),
+    Row(ours="embeddings.segment", theirs="bert.embeddings.token_type_embeddings"),
+    Row(
+        ours="blocks.*.attention.qkv",
+        theirs=tuple(f"{_LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
+        sizes=_qkv,
+    ),
+    Row(ours="blocks.*.attention.projection", theirs=f"{_LAYER}.attention.output.dense"),
+    Row(ours="blocks.*.mlp.up", theirs=f"{_LAYER}.intermediate.dense"),
+    Row(ours="blocks.*.mlp.down", theirs=f"{_LAYER}.output.dense"),
+    Row(ours="masked_head.dense", theirs="cls.predictions.transform.dense"),
+    Row(ours="masked_head.norm", theirs="cls.predictions.transform.LayerNorm"),
+    Row(ours="masked_head.decoder", theirs="cls.predictions"),  # its bias; the weight is the embedding's
+    Row(ours="order_head.pooler", theirs="bert.pooler.dense"),
+    Row(ours="order_head.classifier", theirs="cls.seq_relationship"),
+)
+_POST_ROWS = (
+    Row(ours="embeddings.norm", theirs="bert.embeddings.LayerNorm"),
+    Row(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.output.LayerNorm"),
+    Row(ours="blocks.*.norm_2", theirs=f"{_LAYER}.output.LayerNorm"),
+)
+_PRE_ROWS = (
+    Row(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.ln"),
+    Row(ours="blocks.*.norm_2", theirs=f"{_LAYER}.ln"),
+    Row(ours="norm", theirs="bert.encoder.ln"),
+)
+_GELU: Mapping[str, Literal["exact", "tanh"]] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+_FIELDS = (
+    *SIZES,
+    Field(theirs="type_vocab_size", ours="num_segments", check=SIZE, default=2),
+    Field(theirs="hidden_act", ours="gelu", check=one_of(_GELU, f"one of {sorted(_GELU)}"), default="exact", written=None),
+    Field(theirs="hidden_dropout_prob", ours="dropout", check=SHARE, default=0.1),
+    Field(
+        theirs="attention_probs_dropout_prob",
+        ours="attention_dropout",
+        check=SHARE,
+        default=0.1,
+        written="attention_dropout_rate",
+    ),
+    Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),
+    Field(theirs="layer_norm_eps", ours="norm_eps", check=NUMBER, default=1e-12),
+)
+_FIXED = {
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def _written(ours: BertConfig) -> dict[str, object]:
+    return {"hidden_act": "gelu" if ours.gelu == "exact" else "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
+
+def _family(model_type: str, architecture: str, norm_order: Literal["post", "pre"], rows: tuple[Row, ...]) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        rows=_ROWS + rows,
+        fields=_FIELDS,
+        base="bert.",
+        # Files may repeat what is tied: the decoder's weight is the embedding's, its bias the head's.
+        ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
+        tied={"masked_head.decoder.weight": "embeddings.token.weight"},
+        older={"gamma": "weight", "beta": "bias"},
+        build=Bert,
+        make=BertConfig.original if norm_order == "post" else BertConfig.megatron,
+        config_class=BertConfig,
+        choices={"norm_order": norm_order},
+        fixed=_FIXED,
+        written=_written,
+    )
+
+
+BERT = _family("bert", "BertForPreTraining", "post", _POST_ROWS)
+MEGATRON_BERT = _family("megatron-bert", "MegatronBertForPreTraining", "pre", _PRE_ROWS)

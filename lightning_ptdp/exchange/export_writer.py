@@ -1,0 +1,169 @@
+"""A Hugging Face folder, written by all who hold a part of the model: where each byte goes follows from names, shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, files
+from lightning_ptdp.checkpoint.archive import as_bytes
+from lightning_ptdp.checkpoint.rectangles import Rectangle
+from lightning_ptdp.checkpoint.stored_tensor import runs
+from lightning_ptdp.exchange.conversions import View
+from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
+from lightning_ptdp.exchange.safetensors import header_of
+
+__all__ = ["FolderPlan", "Item"]
+
+_BLOCK = 1 << 24
+"""Bytes of a rectangle that are in memory a second time, converted and gathered, while they are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One tensor of theirs.
+
+    Attributes:
+        stored: Name of the tensor of ours that it is in, as checkpoints have it.
+        view: Which part of that it is.
+        entry: What it is in the file.
+    """
+
+    stored: str
+    view: View
+    entry: TensorEntry
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """Which tensor is in which file, and where.
+
+    Attributes:
+        items: By their names.
+        heads: By a file's name, what is before the values.
+        places: By their names, the file and the byte of it at which the values begin.
+    """
+
+    items: Mapping[str, Item]
+    heads: Mapping[str, bytes]
+    places: Mapping[str, tuple[str, int]]
+
+    @classmethod
+    def of(cls, items: Mapping[str, Item], *, shard_bytes: int) -> FolderPlan:
+        """The tensors in their order, with at most ``shard_bytes`` bytes of them in a file, or one larger tensor.
+
+        Raises:
+            CheckpointError: ``shard_bytes`` is not positive, or a dtype cannot be stored.
+        """
+        shards = _shards(items, shard_bytes)
+        count = len(shards)
+        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] if count > 1 else [ONE_FILE]
+        heads: dict[str, bytes] = {}
+        places: dict[str, tuple[str, int]] = {}
+        for file, shard in zip(names, shards, strict=True):
+            heads[file], begins = header_of({name: items[name].entry for name in shard}, metadata={"format": "pt"})
+            places |= {name: (file, begin) for name, begin in begins.items()}
+        return cls(items, heads, places)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all tensors in bytes."""
+        return sum(item.entry.num_bytes for item in self.items.values())
+
+    def create(self, folder: Path, documents: Mapping[str, bytes]) -> None:
+        """Make the folder, with everything but the values, for which there is room.
+
+        Args:
+            folder: Is not there yet.
+            documents: The other files: name -> content.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        folder.mkdir()
+        if len(self.heads) > 1:
+            index = {
+                "metadata": {"total_size": self.num_bytes},
+                "weight_map": {name: file for name, (file, _) in self.places.items()},
+            }
+            documents = {**documents, INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
+        for name, content in {files.EXPORT_MARK: b"", **self.heads, **documents}.items():
+            with files.open_synced(folder / name) as stream:
+                stream.write(content)
+        ends = {file: begin + self.items[name].entry.num_bytes for name, (file, begin) in self.places.items()}
+        for file, end in ends.items():
+            os.truncate(folder / file, end)
+
+    def fill(self, folder: Path, rectangles: Iterable[LocalRectangle]) -> None:
+        """Write the values of rectangles of ours, a block after the other, where they belong; what is in no item is left out.
+
+        Raises:
+            CheckpointError: What another rank has made is not seen here.
+            OSError: It cannot be written.
+        """
+        ours: dict[str, list[LocalRectangle]] = {}
+        for one in rectangles:
+            ours.setdefault(one.name, []).append(one)
+        for file in self.heads:
+            mine = [name for name, (there, _) in self.places.items() if there == file and self.items[name].stored in ours]
+            if not mine:
+                continue
+            try:
+                handle = os.open(folder / file, os.O_WRONLY)
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{folder / file} was made but is not seen here: all ranks must write to one shared file system"
+                ) from None
+            with os.fdopen(handle, "wb", buffering=0) as stream, closing(files.EarlySync(stream)) as sync:
+                done = 0
+                for name in mine:
+                    for one in ours[self.items[name].stored]:
+                        for block in _blocks(one, self.items[name].view.place):
+                            done += self._write(handle, name, block)
+                            sync.reached(done)
+                sync.wait()
+                os.fsync(handle)
+
+    def _write(self, handle: int, name: str, block: LocalRectangle) -> int:
+        item, (_, begin) = self.items[name], self.places[name]
+        there = item.view.in_file(block.place)
+        content = as_bytes(item.view.turned(block.to_write().to(item.entry.dtype)).cpu().contiguous())
+        done = 0
+        for first, last in runs(item.entry.shape, there.begin, there.shape, itemsize=item.entry.dtype.itemsize, gap=1):
+            while first < last:
+                count = os.pwrite(handle, content[done : done + last - first], begin + first)
+                first, done = first + count, done + count
+        assert done == len(content), name
+        return done
+
+
+def _blocks(one: LocalRectangle, place: Rectangle) -> Iterator[LocalRectangle]:
+    """Yield the part of a rectangle at ``place``, a few rows at a time."""
+    common = one.place.common(place)
+    if not common.numel:
+        return
+    if not common.begin:
+        yield one
+        return
+    rows = max(1, _BLOCK * common.shape[0] // (common.numel * one.values.element_size()))
+    for begin in range(common.begin[0], common.end[0], rows):
+        end = min(begin + rows, common.end[0])
+        yield one.within(Rectangle((begin, *common.begin[1:]), (end, *common.end[1:])))
+
+
+def _shards(items: Mapping[str, Item], limit: int) -> list[list[str]]:
+    if limit < 1:
+        raise CheckpointError(f"shard_bytes={limit} must be a positive number of bytes")
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, item in items.items():
+        if shards[-1] and size + item.entry.num_bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += item.entry.num_bytes
+    return shards

@@ -1,0 +1,89 @@
+"""Which models are known, and which of them a configuration is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+
+from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.exchange.bert_weights import BERT, MEGATRON_BERT
+from lightning_ptdp.exchange.gpt2_weights import GPT2
+from lightning_ptdp.exchange.llama_weights import LLAMA, MIXTRAL
+from lightning_ptdp.exchange.name_tables import Family, Model
+
+__all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "model_of_hyper_parameters"]
+
+FAMILIES = (GPT2, LLAMA, MIXTRAL, BERT, MEGATRON_BERT)
+
+_BERT_TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+
+# Names that Hugging Face ties and leaves out of its files: model_type -> alias -> the name that is stored.
+HF_TIED: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {"lm_head.weight": "transformer.wte.weight"},
+    "llama": {"lm_head.weight": "model.embed_tokens.weight"},
+    "mixtral": {"lm_head.weight": "model.embed_tokens.weight"},
+    "bert": _BERT_TIED,
+    "megatron-bert": _BERT_TIED,
+}
+
+
+def family_of_config_json(config: Mapping[str, object], file: Path) -> Family:
+    """The family that the ``config.json`` at ``file`` names.
+
+    Raises:
+        CheckpointError: None that is known; lists those that are.
+    """
+    for family in FAMILIES:
+        if config.get("model_type") == family.model_type:
+            return family
+    known = ", ".join(f"{family.model_type!r}" for family in FAMILIES)
+    raise CheckpointError(
+        f"{file} has model_type={config.get('model_type')!r}; our own models are read from and written to {known}. A "
+        "LightningModule that wraps a Hugging Face model takes any: convert with their names (names='hf')"
+    )
+
+
+def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
+    """The model of a checkpoint of one of ours.
+
+    Raises:
+        CheckpointError: It is none of ours, or has choices that no model of Hugging Face's has.
+    """
+    stored = hyper_parameters.get("config")
+    if not isinstance(stored, Mapping):
+        raise CheckpointError(
+            "the checkpoint's hyperparameters name no configuration of one of our models. If its module wraps a Hugging Face model, "
+            "name that model's config.json"
+        )
+    config = _config(stored)
+    for family in FAMILIES:
+        if isinstance(config, family.config_class) and _choices(config, family) == family.choices:
+            return Model(family, config)
+    alike = [family for family in FAMILIES if isinstance(config, family.config_class)]
+    known = "; ".join(f"{family.model_type!r} has {_shown(family.choices)}" for family in alike)
+    raise CheckpointError(f"Hugging Face has no model with {_shown(_choices(config, *alike))}: {known}")
+
+
+def _choices(config: object, *families: Family) -> dict[str, object]:
+    return {name: getattr(config, name) for family in families for name in family.choices}
+
+
+def _config(stored: Mapping[str, object]) -> object:
+    """Return an object of the configuration class that has all the fields."""
+    classes = list(dict.fromkeys(family.config_class for family in FAMILIES))
+    for config_class in classes:
+        if stored.keys() <= {field.name for field in fields(config_class)}:
+            try:
+                return config_class(**stored)
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(f"the checkpoint's configuration is not a {config_class.__name__}: {error}") from error
+    names = " or ".join(config_class.__name__ for config_class in classes)
+    raise CheckpointError(f"the checkpoint's configuration is not one of our models' ({names}): its fields are {sorted(stored)}")
+
+
+def _shown(choices: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in choices.items())

@@ -1,0 +1,118 @@
+"""Content of a Hugging Face folder: ``config.json``, and the weights as safetensors in one file or several with an index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from lightning_ptdp.base.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
+from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
+from lightning_ptdp.checkpoint import CheckpointError, reading
+from lightning_ptdp.exchange.safetensors import StoredTensor, list_safetensors, open_safetensors
+from lightning_ptdp.models.checked_config import check_quantization, check_sizes
+
+__all__ = ["CONFIG_FILE", "INDEX_FILE", "ONE_FILE", "list_huggingface", "open_huggingface", "read_config", "reads_as_huggingface"]
+
+CONFIG_FILE = "config.json"
+ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_SHOWN = 3
+_T = TypeVar("_T")
+_MOST_INDEX = 1 << 26  # bytes
+_WEIGHT_MAP = record(others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text()))
+_ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embeddings=optional(flag))
+
+
+def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
+    """Return True for a Hugging Face folder: a configuration beside safetensors."""
+    return Path(path, CONFIG_FILE).is_file() and any(Path(path).glob("*.safetensors"))
+
+
+def read_config(path: Path) -> dict[str, Json]:
+    """Return the content of a ``config.json``, or of the one in a folder, after checks of the fields that every model has.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    file = path / CONFIG_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist: a Hugging Face folder has a {CONFIG_FILE}")
+    with reading(file):
+        content: dict[str, Json] = read_json(file, linked=hub_blobs(file.parent))
+        _ANY_MODEL(content)
+        check_sizes(content)
+    return content
+
+
+def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder, mapped.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or do not hold what the index or the configuration says.
+    """
+    found = _by_name(folder, open_safetensors)
+    _check_dtypes(folder, {value.dtype for value in found.values()})
+    return found
+
+
+def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
+    """Return where all tensors of a folder are, from the headers of its files alone.
+
+    Raises:
+        CheckpointError: As of ``open_huggingface``.
+    """
+    found = _by_name(folder, list_safetensors)
+    _check_dtypes(folder, {value.entry.dtype for value in found.values()})
+    return found
+
+
+def _check_dtypes(folder: Path, dtypes: set[torch.dtype]) -> None:
+    if (folder / CONFIG_FILE).exists():
+        content = read_config(folder)
+        with reading(folder / CONFIG_FILE, "does not fit the weights"):
+            check_quantization(content, dtypes)
+
+
+def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[str, _T]:
+    if not (folder / INDEX_FILE).is_file():
+        if not (folder / ONE_FILE).is_file():
+            raise CheckpointError(f"{folder} {_why_no_weights(folder)}")
+        return open_file(_checked(folder, ONE_FILE))
+    with reading(folder / INDEX_FILE):
+        where = _WEIGHT_MAP(read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder)))["weight_map"]
+    if not where:
+        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it names no tensors")
+    absent = sorted({name for name in where.values() if not os.path.lexists(folder / name)})
+    if absent:
+        count, be = len(set(where.values())), "is" if len(absent) == 1 else "are"
+        raise CheckpointError(
+            f"{folder} is damaged: {INDEX_FILE} names {count} files, of which {len(absent)} {be} not there "
+            f"({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}): download or copy the folder again"
+        )
+    found: dict[str, _T] = {}
+    for name in sorted(set(where.values())):
+        found |= open_file(_checked(folder, name))
+    missing = sorted(where.keys() - found.keys())
+    if missing:
+        raise CheckpointError(f"{folder} is damaged: {INDEX_FILE} names {missing[:_SHOWN]}, which no file holds")
+    return {name: found[name] for name in where}
+
+
+def _checked(folder: Path, name: str) -> Path:
+    with reading(folder / name):
+        regular_size(folder / name, linked=hub_blobs(folder))
+    return folder / name
+
+
+def _why_no_weights(folder: Path) -> str:
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    lacks = f"has neither {ONE_FILE} nor {INDEX_FILE}"
+    if not pickled:
+        return f"{lacks}: put the weights there, as save_pretrained writes them"
+    return (
+        f"{lacks}, and {pickled[0]} is a pickle, which is not read: where you trust it, write safetensors once by "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(another folder)"
+    )

@@ -1,0 +1,244 @@
+"""State dicts in one file: ``.pt``, ``.safetensors``, and the ``.ckpt`` that Lightning writes on one device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ptdp.checkpoint import (
+    PARAMETER_NAMES,
+    TYPES,
+    CheckpointError,
+    CheckpointMetadata,
+    FileEntry,
+    LocalRectangle,
+    TensorEntry,
+    TensorReader,
+    files,
+    read_full,
+    reading,
+    with_types,
+    write_checkpoint,
+)
+from lightning_ptdp.checkpoint.torch_file import check_saved, why_unread
+from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
+
+__all__ = [
+    "as_folder",
+    "common_prefix",
+    "converted",
+    "file_metadata",
+    "from_state_dict",
+    "is_trained_file",
+    "open_state_dict",
+    "to_state_dict",
+    "verify_file",
+    "weights_only_state",
+]
+
+_SAFETENSORS = ".safetensors"
+# What another run can use of a Lightning checkpoint; loops and callbacks belong to the optimizer's states, which are keyed by index.
+_KEPT = (
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "hyper_parameters",
+    "hparams_name",
+    "datamodule_hyper_parameters",
+    PARAMETER_NAMES,
+    TYPES,
+)
+
+
+def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """The tensors of a file, mapped, and what else a Lightning checkpoint says of itself.
+
+    Raises:
+        CheckpointError: The file is damaged, holds something else, or classes that ``weights_only=True`` refuses.
+    """
+    file = Path(path)
+    if file.suffix == _SAFETENSORS:
+        return open_safetensors(file), {}
+    content = _content(file)
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}")
+    with reading(file):
+        return state, with_types({key: content[key] for key in _KEPT if key in content}, file)
+
+
+def _content(file: Path) -> Any:
+    try:
+        with open(file, "rb") as stream:
+            check_saved(stream)
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {why_unread(error)}") from error
+
+
+def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
+    """Return for a single file what ``read_metadata`` returns for a folder; no tensor is read.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    file = Path(path)
+    state, said = open_state_dict(file)
+    aliases = _tied(state)
+    values = {f"model/{name}": value for name, value in state.items() if name not in aliases}
+    for number, optimizer in enumerate(_content(file).get("optimizer_states", ())):
+        for index, entries in optimizer["state"].items():
+            named = {f"optimizer/{number}/{key}/{index}": value for key, value in entries.items()}
+            values |= {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+    found = file.stat()
+    return CheckpointMetadata(
+        run={**{key: value for key, value in said.items() if isinstance(value, int)}, "aliases": aliases},
+        packages={"lightning": str(said.get("pytorch-lightning_version", "unknown"))},
+        tensors={name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()},
+        files={file.name: FileEntry(size=found.st_size)},
+        created=found.st_mtime,
+    )
+
+
+def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
+    """Read every byte of a single file, compare it with the checksums that ``torch.save`` wrote, and return its ``file_metadata``.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    metadata = file_metadata(path)
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: {damaged} does not have its checksum")
+    return metadata
+
+
+def is_trained_file(state: Mapping[str, object]) -> bool:
+    """Return True for what a single file says of itself if training under this strategy has written it."""
+    return PARAMETER_NAMES in state
+
+
+@contextmanager
+def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Path]:
+    """Return a context with a checkpoint folder of the same weights: ``source`` itself, or what is made of a single file for that time.
+
+    Args:
+        source: A checkpoint folder, or a Lightning ``.ckpt`` file.
+        beside: The path beside which the folder is made, on a file system with room for it.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    place = Path(source)
+    if not place.is_file():
+        yield place
+        return
+    parent = Path(os.path.abspath(beside)).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".ptdp-", dir=parent) as scratch:
+        from_state_dict(place, Path(scratch) / place.name)
+        yield Path(scratch) / place.name
+
+
+def from_state_dict(source: str | os.PathLike[str], destination: str | os.PathLike[str], *, prefix: str = "") -> None:
+    """Write a checkpoint of ours from a ``.pt``, ``.safetensors`` or Lightning ``.ckpt`` file; bit for bit the same values.
+
+    Args:
+        source: The file. Names that share their memory in it are tied.
+        destination: The checkpoint folder to make. It holds weights and hyperparameters, no state of training.
+        prefix: Put in front of every name: the attribute that holds the model in the LightningModule, with a dot.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    tensors, state = open_state_dict(source)
+    tied = _tied(tensors)
+    rectangles = [LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items() if name not in tied]
+    aliases = {prefix + name: prefix + known for name, known in tied.items()}
+    metadata = {"aliases": aliases, "converted_from": str(source)}
+    state = {**weights_only_state({}), **{key: value for key, value in state.items() if key != PARAMETER_NAMES}}
+    write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
+
+
+def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return further names of the tensors that share their memory -> the first name."""
+    found: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, value in tensors.items():
+        same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        known = first.setdefault(same, name) if value.numel() else name
+        if known != name:
+            found[name] = known
+    return found
+
+
+def to_state_dict(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the model of a checkpoint of ours as one state dict: ``.safetensors`` tensor by tensor, any other suffix by ``torch.save``.
+
+    Args:
+        source: The checkpoint folder.
+        destination: The file; replaced if it is there.
+        prefix: Taken away from the names; tensors whose names do not begin with it are left out.
+        dtype: What floating-point tensors are converted to; default: as they are.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or no name begins with ``prefix``.
+    """
+    reader, target = TensorReader(source), Path(os.path.abspath(destination))
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder; name the file to write")
+    stored = {name.removeprefix("model/"): name for name in sorted(reader.metadata.names("model/"))}
+    stored |= {alias: stored[name] for alias, name in reader.metadata.aliases.items() if name in stored}
+    names = {name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)}
+    if not names:
+        raise CheckpointError(f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(stored)[:3]}")
+    with files.replacing(target) as part:
+        if target.suffix == _SAFETENSORS:
+            held = {name: reader.metadata.tensors[full] for name, full in names.items()}
+            entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
+            write_safetensors(part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype))
+        else:
+            whole = read_full(source)
+            values = {name: whole[full.removeprefix("model/")] for name, full in names.items()}
+            with files.open_synced(part) as stream:
+                torch.save({name: value.to(converted(value.dtype, dtype)) for name, value in values.items()}, stream)
+
+
+def common_prefix(names: set[str]) -> str:
+    """The attribute that all names are in, with its dot; "" if there is none."""
+    first = {name.partition(".")[0] for name in names if "." in name}
+    return f"{next(iter(first))}." if len(first) == 1 and all("." in name for name in names) else ""
+
+
+def weights_only_state(hyper_parameters: Mapping[str, object]) -> dict[str, object]:
+    """Lightning's state of a checkpoint that was never trained."""
+    state: dict[str, object] = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": importlib.metadata.version("lightning"),
+    }
+    return state | ({"hyper_parameters": dict(hyper_parameters)} if hyper_parameters else {})
+
+
+def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a stored tensor if floating-point tensors are converted to ``wanted``."""
+    return wanted if wanted is not None and stored.is_floating_point else stored

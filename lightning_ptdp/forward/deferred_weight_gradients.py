@@ -1,0 +1,264 @@
+"""The backward of a matrix product in two halves: the input's gradient at once, the weight's gradient when the schedule has time.
+
+Zero-bubble schedules (arXiv 2401.10241, section 3) put the weight gradients of a microbatch into an action of their own. The gradient
+of y = x W^T with respect to W needs only x and the gradient of y, so a linear layer can keep these two and hand the product in
+later; the rest of the graph is freed in between.
+
+Nothing in a model has to change: while a forward runs under ``intercepting``, products with a parameter (``F.linear``,
+``torch.addmm`` and ``torch.matmul``) become ones that know how to wait. Gradients of other operations (norms, embeddings) are cheap and
+stay in the first half. So a model that this file understands only in part, or not at all, still gets the right gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient, autocast_dtype, bias_gradient
+from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.shims.torch import has_gradient_hooks, has_saved_tensor_hooks
+
+__all__ = ["Operand", "Products", "WeightGradients", "multiply"]
+
+Operand = Tensor | Callable[[], Callable[[], Tensor]]
+"""A tensor, or a function that starts to fetch it and returns what waits for it."""
+Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]
+"""``MatrixProduct``, or another that is made of the same."""
+
+
+Start = Callable[[], Callable[[], None]]
+"""Starts to fetch what a gradient needs; returns what waits for that and adds to the parameter's gradient."""
+
+
+@dataclass(eq=False)
+class WeightGradients(Surrounding):
+    """Deferred weight gradients of one rank, by (stage, microbatch).
+
+    A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first): when the schedule splits the
+    backward it is set to this object, and the module's autograd function may call ``defer`` where ``waits`` is true.
+    """
+
+    _kept: dict[Hashable, list[tuple[Tensor, Start]]] = field(default_factory=dict)
+    _collecting: list[tuple[Tensor, Start]] | None = None
+    _recomputing: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Return True if a backward runs whose weight gradients come later."""
+        return self._collecting is not None
+
+    @contextlib.contextmanager
+    def collecting(self, key: Hashable) -> Iterator[None]:
+        """While the backward of ``key`` runs; autograd may run it on another thread."""
+        self._collecting = self._kept[key] = []  # what a failed step left is forgotten
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Add ``compute()`` (shape and dtype of the parameter) to the parameter's gradient later."""
+        self._defer(parameter, lambda: lambda: add_to_gradient(parameter, compute()))
+
+    def defer_product(self, product: MatrixProduct, grad: Tensor, x: Operand) -> None:
+        """Add the product's weight gradient later.
+
+        Args:
+            product: Whose weight is the parameter.
+            grad: (..., o), the output's gradient.
+            x: (..., i), the input. What has to be gathered is started while the product before runs.
+        """
+
+        def start() -> Callable[[], None]:
+            if isinstance(x, Tensor):
+                return partial(product.add_weight_gradient, grad, x)
+            wait = x()
+            return lambda: product.add_weight_gradient(grad, wait())
+
+        self._defer(product.weight, start)
+
+    def _defer(self, parameter: Tensor, start: Start) -> None:
+        assert self._collecting is not None
+        self._collecting.append((parameter, start))
+
+    def parameters(self, key: Hashable) -> list[Tensor]:
+        """Whose gradients ``run(key)`` adds to."""
+        return list(dict.fromkeys(parameter for parameter, _ in self._kept.get(key, ())))
+
+    def run(self, key: Hashable, done: Callable[[Tensor], None] | None = None) -> None:
+        """Compute what the backward of ``key`` deferred, in its order.
+
+        Args:
+            key: Of ``collecting``.
+            done: Called with each parameter after the last addition to its gradient.
+        """
+        entries = deque(self._kept.pop(key, ()))
+        left = Counter(parameter for parameter, _ in entries)
+        following = entries[0][1]() if entries else None
+        with torch.no_grad():
+            while entries:
+                add, (parameter, _) = following, entries.popleft()
+                assert add is not None
+                following = entries[0][1]() if entries else None
+                add()
+                left[parameter] -= 1
+                if done is not None and not left[parameter]:
+                    done(parameter)
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Let modules that know how to defer do so."""
+        takers: list[Any] = [child for child in module.modules() if "weight_gradients" in vars(child)]
+        for child in takers:
+            child.weight_gradients = self
+
+        def detach() -> None:
+            for child in takers:
+                child.weight_gradients = None
+
+        return detach
+
+    def around(self, forward: Forward) -> Context:
+        """Let the products of a forward wait whose backward comes in two halves."""
+        if not forward.splits_backward:
+            return contextlib.nullcontext()
+        forward.deferred = self
+        return self.intercepting()
+
+    def intercepting(self) -> TorchFunctionMode:
+        """Around a forward whose weight gradients shall wait."""
+        return _Intercept(self)
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """A product inside somebody else's checkpoint does not wait: its recomputation would run without ``intercepting``."""
+        return (self._within_recomputation(), self._again()) if forward.deferred is self else None
+
+    @contextlib.contextmanager
+    def _within_recomputation(self) -> Iterator[None]:
+        self._recomputing += 1
+        try:
+            yield
+        finally:
+            self._recomputing -= 1
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        with self._within_recomputation(), self.intercepting():
+            yield
+
+    @property
+    def can_wait(self) -> bool:
+        """Return True if a product of a running forward may defer its weight gradient."""
+        return self._recomputing > 0 or not has_saved_tensor_hooks()
+
+
+class _Intercept(TorchFunctionMode):
+    """Sends products with a parameter through ``_Product``; everything else goes its way."""
+
+    def __init__(self, store: WeightGradients) -> None:
+        super().__init__()
+        self._store = store
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # its backward is compiled as one
+            return function(*args, **(kwargs or {}))
+        found = _READERS.get(function)
+        operands = found(*args, **(kwargs or {})) if found is not None else None
+        if operands is not None and self._store.can_wait and _can_wait(*operands[:3]):
+            x, weight, bias, transposed = operands
+            return multiply(x, weight, bias, transposed=transposed, store=self._store)
+        return function(*args, **(kwargs or {}))
+
+
+Operands = tuple[Any, Any, Any, bool]
+"""(input, weight, bias, whether the weight is (i, o))."""
+
+
+def _read_linear(input: Any, weight: Any, bias: Any = None) -> Operands | None:
+    return input, weight, bias, False
+
+
+def _read_matmul(input: Any, other: Any, **out: Any) -> Operands | None:
+    return None if out else (input, other, None, True)
+
+
+def _read_addmm(input: Any, mat1: Any, mat2: Any, **scales: Any) -> Operands | None:
+    return None if scales else (mat1, mat2, input, True)
+
+
+_READERS: dict[Any, Callable[..., Operands | None]] = {
+    F.linear: _read_linear,
+    torch.matmul: _read_matmul,
+    Tensor.matmul: _read_matmul,
+    Tensor.__matmul__: _read_matmul,
+    torch.addmm: _read_addmm,
+}
+
+
+def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
+    """A parameter's gradient may come later if nobody watches it arrive; other tensors' gradients are needed further down."""
+    if not (torch.is_grad_enabled() and type(x) is Tensor and x.dim() > 1 and x.is_floating_point()):
+        return False
+    if not (_is_leaf(weight) and weight.dim() == 2 and weight.requires_grad):
+        return False
+    return bias is None or (_is_leaf(bias) and bias.dim() == 1)
+
+
+def _is_leaf(value: Any) -> bool:
+    return type(value) is nn.Parameter and not has_gradient_hooks(value)
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    products: Products = MatrixProduct,
+    transposed: bool = False,
+    store: WeightGradients | None = None,
+) -> Tensor:
+    """x W^T + bias, under autocast in its dtype; the gradients of a parameter may wait in ``store``."""
+    dtype = autocast_dtype(x)
+    store = store if _can_wait(x, weight, bias) else None
+    return cast(
+        Tensor, _Product.apply(x if dtype is None else x.to(dtype), weight, bias, products(weight, dtype, transposed), store)
+    )
+
+
+class _Product(torch.autograd.Function):
+    """x W^T + b (or x W + b), whose weight's gradient can wait."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: MatrixProduct, store: WeightGradients | None
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.product, ctx.bias, ctx.store = product, bias, store
+        return product.output(x, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        product, store = ctx.product, ctx.store
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        with torch.autocast(grad.device.type, enabled=False):
+            grad_x = product.input_gradient(grad) if wants_x else None
+            if store is not None and store.waits:
+                if wants_weight:
+                    store.defer_product(product, grad, x)
+                if wants_bias:
+                    store.defer(ctx.bias, partial(bias_gradient, grad))
+                return grad_x, None, None, None, None
+            grad_weight = product.give_weight_gradient(grad, x) if wants_weight else None
+            grad_bias = bias_gradient(grad) if wants_bias else None
+        return grad_x, grad_weight, grad_bias, None, None

@@ -1,0 +1,114 @@
+"""The product of activations with a weight, and its gradients: the one place in which they are computed, and in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.shims.torch import adds_to_gradient, gradient_dtype
+
+__all__ = ["MatrixProduct", "add_product", "add_to_gradient", "autocast_dtype", "bias_gradient"]
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixProduct:
+    """y = x W^T, (..., i) -> (..., o).
+
+    Attributes:
+        weight: (o, i), the parameter itself: under recomputation a saved tensor comes back as another object.
+        dtype: In which the product is computed; None: in the weight's. The weight is cast by each product, so that a microbatch in
+            flight keeps the parameter and not its own cast copy.
+        transposed: The weight is stored as (i, o).
+    """
+
+    weight: Tensor
+    dtype: torch.dtype | None = None
+    transposed: bool = False
+
+    def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias."""
+        return F.linear(x, self.matrix, None if bias is None else self._cast(bias))
+
+    def input_gradient(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
+        return grad.matmul(self.matrix)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the input (..., i)."""
+        left, right = self._factors(grad, x)
+        return left.mm(right)
+
+    def give_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
+        """``weight_gradient`` for the backward that runs to add to ``weight.grad``; None where that is done, in fewer passes."""
+        if torch.compiler.is_compiling():  # a graph has no effects beside what it returns
+            return self.weight_gradient(grad, x)
+        if self.weight.grad is None or not adds_to_gradient(self.weight):
+            return self.weight_gradient(grad, x)
+        self.add_weight_gradient(grad, x)
+        return None
+
+    def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
+        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes and the device allow that."""
+        left, right = self._factors(grad, x)
+        if self.weight.grad is None:
+            add_to_gradient(self.weight, left.mm(right))
+        else:
+            add_product(self.weight.grad, left, right)
+
+    def _factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = (x, grad) if self.transposed else (grad, x)
+        return _rows(left).t(), _rows(right)
+
+    @property
+    def matrix(self) -> Tensor:
+        """(o, i) in the product's dtype."""
+        weight = self._cast(self.weight)
+        return weight.t() if self.transposed else weight
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Return the gradient of the bias, (o), from that of the output, (..., o)."""
+    return _rows(grad).sum(0)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right to ``total``, in one pass over it where the dtypes and the device allow that."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif _multiplies_into(total, left):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left.mm(right))
+
+
+def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to ``parameter.grad``, which may not be there yet."""
+    if parameter.grad is None:
+        parameter.grad = gradient.to(gradient_dtype(parameter))
+    else:
+        parameter.grad.add_(gradient)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which autocast, which cannot see into a custom function, would cast its inputs (float64 is exempt)."""
+    if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
+    """Return True if torch can add a product of such factors to a wider total: on NVIDIA's GPUs (and the meta device, which stands for
+    them).
+    """
+    on_gpu = total.device.type == "meta" or (total.device.type == "cuda" and torch.version.hip is None)
+    return on_gpu and total.dtype is torch.float32 and factor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))

@@ -1,0 +1,35 @@
+"""Options of text generation, without torch, because a command line's help must be quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_ptdp.base.option_types import Count, check_types
+
+__all__ = ["Sampling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of text generation.
+
+    Args:
+        max_new_tokens: Number of tokens to write at most.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Sample among the k most likely tokens only; 0 or null: among all.
+        top_p: Sample among the most likely tokens that together have this probability only; 1: among all.
+        seed: Seed of the draws.
+    """
+
+    max_new_tokens: Count = 64
+    temperature: float = 0.8
+    top_k: Count | None = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature!r} must not be negative; 0 takes the most likely token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 samples among all tokens")

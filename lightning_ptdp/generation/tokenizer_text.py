@@ -1,0 +1,124 @@
+"""Text around token ids: the tokenizer that a model was trained with, whoever made it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from lightning_ptdp.base.time_limit import time_limit
+from lightning_ptdp.base.untrusted import hub_blobs, read_json
+from lightning_ptdp.data import Tokenizer
+from lightning_ptdp.data.chat_format import LIMIT_S, read_template
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from lightning_ptdp.exchange.tokenizers import tokenizer_folder
+from lightning_ptdp.models.pretrained_folder import local_folder
+
+__all__ = ["Message", "TextTokenizer", "find_tokenizer"]
+
+Message: TypeAlias = Mapping[str, str]
+"""``{"role": "user", "content": "…"}``."""
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back.
+
+    Attributes:
+        eos_ids: Ids that end a text.
+    """
+
+    eos_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that shall go on; at least one."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without what is no text."""
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation, up to where the answer begins.
+
+        Raises:
+            ValueError: The tokenizer has no chat template, or one that does not take these messages.
+        """
+
+
+def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextTokenizer:
+    """The tokenizer in ``folder``; None: that of the data, or of the Hugging Face model, which the state of a checkpoint names.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if folder is not None:
+        return _load(folder)
+    given = state.get("datamodule_hyper_parameters") or {}
+    template, data, model = given.get("chat_template"), tokenizer_folder(state), (state.get("hyper_parameters") or {}).get("path")
+    if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
+        # What it was trained on has the word; but a folder of conversations has no tokenizer.
+        with contextlib.nullcontext() if not isinstance(model, str) else contextlib.suppress(ValueError):
+            return _load(data, template)
+    if isinstance(model, str):
+        return _load(local_folder(given.get("tokenizer_dir") or model), template)
+    raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
+
+
+def _load(folder: str | Path, template: str | None = None) -> TextTokenizer:
+    tokenizer = load_tokenizer(folder)
+    return _HuggingFace(tokenizer, template) if isinstance(tokenizer, HuggingFaceTokenizer) else _Own(tokenizer)
+
+
+class _Own:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.eos_ids = tokenizer, frozenset([tokenizer.eos_id])
+
+    def encode(self, text: str) -> list[int]:
+        # A document begins after the end token of the one before it.
+        return self._tokenizer.encode(text) or [self._tokenizer.eos_id]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # A model may have more rows than there are pieces.
+        return self._tokenizer.decode([index for index in ids if index < self._tokenizer.vocabulary_size])
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        raise ValueError("the tokenizer of a pretraining corpus has no chat template; ptdp generate continues a text")
+
+
+class _HuggingFace:
+    def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None) -> None:
+        self._folder, self._tokenizer = tokenizer.folder, tokenizer.of_transformers
+        if template is not None:
+            self._tokenizer.chat_template = read_template(template)
+        ends = [*_ends(self._folder), self._tokenizer.eos_token_id]
+        self.eos_ids = frozenset(index for index in ends if index is not None)
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        while len(found) > 1 and found[-1] in self.eos_ids:
+            found.pop()  # of a tokenizer that ends every text
+        begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
+        return found or [next(index for index in begins if index is not None)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in {self._folder} has no chat template; ptdp generate continues a text")
+        try:
+            with time_limit(LIMIT_S):
+                text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # jinja's, of a template that refuses a role or an order
+            raise ValueError(f"the chat template in {self._folder} does not take this conversation: {error}") from error
+        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+
+def _ends(folder: Path) -> list[int]:
+    """Return the ids in the model's generation config that end a text: an instruction model often has more than the tokenizer's one."""
+    file = folder / "generation_config.json"
+    try:
+        found = read_json(file, linked=hub_blobs(folder)).get("eos_token_id") if file.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    return [index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)]

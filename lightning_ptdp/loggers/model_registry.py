@@ -1,0 +1,66 @@
+"""MLflow's model registry."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.loggers.connection import quiet, set_defaults
+from lightning_ptdp.loggers.tracking_store import sqlite_uri
+
+__all__ = ["register_model", "store_of"]
+
+_DATABASE = "mlflow.db"
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+_CHATTY = ("mlflow.pytorch", "mlflow.transformers", "mlflow.utils.environment", "mlflow.store.model_registry.abstract_store")
+
+
+def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """The tracking URI and the run of a checkpoint that lies where ``MLFlowLogger`` has put it; None for any other."""
+    parents = Path(checkpoint).resolve().parents
+    if len(parents) < 4 or not (parents[3] / _DATABASE).is_file():
+        return None
+    return sqlite_uri(parents[3] / _DATABASE), parents[1].name
+
+
+def register_model(
+    folder: str | os.PathLike[str], *, name: str, tracking_uri: str, run_id: str | None = None, version_of: str = ""
+) -> str:
+    """Offer a Hugging Face folder as the next version of a registered model.
+
+    A language model with its tokenizer is stored as safetensors, for ``mlflow.transformers``, which gives a pipeline. Anything else
+    ``mlflow.pytorch`` keeps as a pickle of transformers' class: load those only from a registry that you trust.
+
+    Args:
+        folder: What ``AutoModel`` would read, with the name of the class in its ``config.json``.
+        name: Of the registered model.
+        tracking_uri: Store or server.
+        run_id: The run that it belongs to; None: a new one.
+        version_of: What it was made from.
+
+    Returns:
+        The call that loads it.
+    """
+    set_defaults()
+    import mlflow
+
+    transformers = import_optional("transformers")
+
+    (kind,) = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures
+    model = getattr(transformers, kind).from_pretrained(folder)
+    options = {"name": "model", "registered_model_name": name, "await_registration_for": None}
+    mlflow.set_tracking_uri(tracking_uri)
+    with (
+        quiet(*_CHATTY),
+        warnings.catch_warnings(),
+        mlflow.start_run(run_id=run_id, run_name=f"export of {version_of or folder}"),
+    ):
+        warnings.simplefilter("ignore")
+        if kind.endswith(_LANGUAGE_MODELS) and Path(folder, "tokenizer_config.json").is_file():
+            parts = {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)}
+            logged, flavor = mlflow.transformers.log_model(parts, task="text-generation", **options), "transformers"
+        else:
+            logged, flavor = mlflow.pytorch.log_model(model, serialization_format="pickle", **options), "pytorch"
+    return f"mlflow.{flavor}.load_model('models:/{name}/{logged.registered_model_version}')"

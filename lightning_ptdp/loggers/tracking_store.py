@@ -1,0 +1,131 @@
+"""Checks of a tracking store that do not modify it.
+
+MLflow itself retries an unusable store for up to 100 seconds, and creates databases merely to look at them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+from importlib.metadata import entry_points
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.option_types import nearest
+
+__all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path", "sqlite_uri"]
+
+_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
+_SQLITE_MAGIC = b"SQLite format 3\0"
+
+
+_SQLITE = "sqlite:///"
+
+
+def sqlite_uri(path: Path) -> str:
+    """Return the tracking URI of a database file, with the characters quoted that have a meaning in a URI."""
+    return _SQLITE + quote(str(path))
+
+
+def sqlite_path(tracking_uri: str) -> Path | None:
+    """Return the file of ``sqlite:///relative.db`` or ``sqlite:////absolute.db``, as MLflow reads it; None for any other store."""
+    if not tracking_uri.startswith(_SQLITE):
+        return None
+    quoted, _, _ = tracking_uri.removeprefix(_SQLITE).partition("?")
+    return Path(unquote(quoted))
+
+
+class SilentServerError(PTDPError, ValueError):
+    """An MLflow server accepts connections and does not answer."""
+
+
+def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
+    """Raise if the store cannot work; nothing is created or changed.
+
+    Args:
+        tracking_uri: ``sqlite:///path``, ``http(s)://host:port`` or any other store of MLflow's, of which only the scheme is checked.
+        timeout_s: How long a server may take to accept a connection, and then to answer, in seconds.
+
+    Raises:
+        SilentServerError: A server accepts the connection and does not answer.
+        ValueError: MLflow has no such store; the folder or database cannot be written, the file is not a database, or there is no server.
+    """
+    _check_scheme(tracking_uri)
+    path = sqlite_path(tracking_uri)
+    if path is not None:
+        _check_database(path, tracking_uri)
+    elif tracking_uri.startswith(("http://", "https://")):
+        _check_server(tracking_uri, timeout_s)
+
+
+def check_writable_folder(folder: Path, what: str) -> None:
+    """Raise if ``folder`` cannot be written or made; ``what`` names the field and value for the message.
+
+    Raises:
+        ValueError: The nearest existing parent is a file or is not writable.
+    """
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"{what}: {existing} is a file, so no folder can be made there; give another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{what}: {existing} is not writable; give a folder that you may write to")
+
+
+def _check_database(path: Path, tracking_uri: str) -> None:
+    what = f"tracking_uri={tracking_uri!r}"
+    check_writable_folder(path.absolute().parent, what)
+    if path.is_dir():
+        raise ValueError(f"{what}: {path} is a folder; name a file in it, such as {path / 'mlflow.db'}")
+    if not path.exists():
+        return
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise ValueError(f"{what}: {path} is not readable and writable; give a database that you may write to")
+    with path.open("rb") as file:
+        start = file.read(len(_SQLITE_MAGIC))
+    if start not in (b"", _SQLITE_MAGIC):
+        raise ValueError(f"{what}: {path} is not an SQLite database; give another file, or move this one away")
+
+
+def _check_scheme(tracking_uri: str) -> None:
+    scheme = urlsplit(tracking_uri).scheme
+    if not scheme or scheme.partition("+")[0] == "sqlite":
+        if scheme and sqlite_path(tracking_uri) is None:
+            raise ValueError(f"tracking_uri={tracking_uri!r} names no file: write sqlite:///FILE")
+        return
+    plugins = [plugin.name for plugin in entry_points(group="mlflow.tracking_store")]
+    known = [*_SCHEMES, *plugins]
+    if scheme.partition("+")[0] not in known:
+        raise ValueError(
+            f"tracking_uri={tracking_uri!r}: MLflow has no store {scheme}:{nearest(scheme, known)}; give http://HOST:PORT, "
+            "sqlite:///FILE or another of its stores, or leave tracking_uri out to log to a local file"
+        )
+
+
+def _check_server(tracking_uri: str, timeout_s: float) -> None:
+    parts = urlsplit(tracking_uri)
+    secure = parts.scheme == "https"
+    try:
+        host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.netloc} ({error}); start it, or leave "
+            "tracking_uri out to log to a local file"
+        ) from error
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    try:
+        with contextlib.closing(kind(host, port, timeout=timeout_s)) as connection:
+            connection.request("GET", f"{parts.path.rstrip('/')}/health")
+            connection.getresponse()
+    except TimeoutError as error:
+        raise SilentServerError(
+            f"tracking_uri={tracking_uri!r}: the server at {parts.netloc} accepts connections and does not answer within {timeout_s:g} s; "
+            "start it again, or leave tracking_uri out to log to a local file"
+        ) from error
+    except (OSError, http.client.HTTPException):
+        pass  # an answer, or a handshake that asks for more than this one offers

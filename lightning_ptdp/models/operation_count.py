@@ -1,0 +1,74 @@
+"""Operations of training any model, counted by running it without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_ptdp.shims.torch import without_data
+from lightning_ptdp.tensor_parallel import Experts
+
+__all__ = ["Operations", "count_operations"]
+
+_LONGEST = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """Floating-point operations of the matrix products in a sample's forward and backward, by its length.
+
+    Attributes:
+        per_token: Of every matrix; of experts, of those that a token visits.
+        per_pair: Of attention, over all pairs of tokens.
+    """
+
+    per_token: float
+    per_pair: float
+
+    def of(self, length: int) -> int:
+        """Return the operations of a sample of ``length`` tokens."""
+        return round(length * (self.per_token + self.per_pair * length))
+
+
+def count_operations(build: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], *, longest: int) -> Operations:
+    """Count on two short samples, which tell of a long one, also where a layer goes through the sequence step by step.
+
+    Args:
+        build: Makes the whole model, with what is frozen.
+        run: Calls it with a sample of so many tokens; returns what the loss is of.
+        longest: Tokens that the model surely takes.
+    """
+    long = max(2, min(longest, _LONGEST))
+    short = long // 2
+    with torch.device("meta"):
+        model = build()
+    with without_data(), torch.device("meta"):
+        few, many = (_counted(model, run, length) for length in (short, long))
+    per_pair = (many / long - few / short) / (long - short)
+    return Operations(per_token=few / short - short * per_pair, per_pair=per_pair)
+
+
+def _counted(model: nn.Module, run: Callable[[nn.Module, int], Tensor], length: int) -> int:
+    kind, of_experts = Experts(), list[int]()
+    modules = [module for module in model.modules() if kind.fits(module)]
+
+    def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
+        """Needs no values, of which it depends what goes where; has the gradients of what it stands for."""
+        for parameter in module.parameters():
+            if parameter.dim() > 2:  # no bias
+                passes = 1 + x_nh.requires_grad + parameter.requires_grad
+                of_experts.append(2 * index_nk.numel() * parameter[0].numel() * passes)
+        return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)
+
+    for module in modules:
+        vars(module)["forward"] = visited.__get__(module)
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+        run(model, length).sum().backward()
+    for module in modules:
+        del vars(module)["forward"]
+    model.zero_grad()
+    return int(counter.get_total_flops()) + sum(of_experts)

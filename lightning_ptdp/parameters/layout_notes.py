@@ -1,0 +1,55 @@
+"""Notes for users about the layout of a model over the ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator
+
+from lightning_ptdp.parameters.sharding import Sharding
+
+__all__ = ["layout_notes"]
+
+_MUCH, _SHOWN, _INDEX = 1 / 8, 4, re.compile(r"\.\d+\.")
+
+
+def layout_notes(
+    *, differing: Collection[str], everywhere: Collection[str], shardings: dict[str, Sharding], padded: Collection[str], size: int
+) -> Iterator[str]:
+    """Remarks on a layout.
+
+    Args:
+        differing: Names of tensors that were built with different values on different ranks.
+        everywhere: Names of the modules that every stage keeps.
+        shardings: Of this rank's parameters, by name.
+        padded: Those of them that are padded to divide by t.
+        size: t.
+    """
+    if differing:
+        shown = ", ".join([*differing][:3]) + (", ..." if len(differing) > 3 else "")
+        yield f"{len(differing)} tensors ({shown}) were built with different values on different ranks; rank 0's were broadcast"
+    for name, sharding in shardings.items():
+        rows, full = sharding.local_shape[0] * size if name in padded else 0, sharding.full_shape
+        if rows and rows > full[0]:
+            yield f"'{name}': vocabulary of {full[0]} is not divisible by tensor_parallel_size={size} and is padded to {rows} rows"
+    for name in everywhere:
+        yield f"'{name}' is used without being called (its parameters alone are), so every pipeline stage keeps it"
+    if size > 1:
+        yield from _whole_note(shardings, size)
+
+
+def _whole_note(shardings: dict[str, Sharding], size: int) -> Iterator[str]:
+    """Note the parameters in the layers that tensor parallelism leaves whole, if they are many: an adapter around a projection leaves
+    its attention unsplit.
+    """
+    layers = [(name, held) for name, held in shardings.items() if len(held.full_shape) > 1 and _INDEX.search(name)]
+    matrices = [(_INDEX.sub(".*.", name), math.prod(held.full_shape), "tensor" in held.sharded) for name, held in layers]
+    total = sum(numel for _, numel, _ in matrices)
+    whole = sum(numel for _, numel, is_split in matrices if not is_split)
+    if whole > _MUCH * total:
+        names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield (
+            f"{whole / total:.0%} of the elements of the layers' matrices are not split by tensor_parallel_size={size}, and every rank "
+            f"computes with them whole: {', '.join(names[:_SHOWN])}{more}. Split them with PTDPStrategy(plan=ParallelPlan(tensor={{...}}))"
+        )

@@ -1,0 +1,139 @@
+"""The same initial weights in every layout.
+
+A module built on the meta device is given values one leaf module at a time: its initializers run at full size under a generator
+seeded by (seed, the module's global name), so that the values depend neither on the layout nor on which rank asks, and no rank ever
+holds the whole model. A module built eagerly keeps its values, after a check that all ranks built the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.base.random import derive_seed, seeded
+from lightning_ptdp.parameters.initializers import Initializers, why_without_values
+from lightning_ptdp.shims.peft import original_name
+from lightning_ptdp.shims.torch import copy_gradient_hooks
+
+__all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta", "make_room"]
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Return True if any of the module's own parameters or buffers is on the meta device."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in own)
+
+
+def awaits_values(model: nn.Module) -> bool:
+    """Return True if any of the model's modules is on the meta device."""
+    return any(is_meta(module) for module in model.modules())
+
+
+def make_room(model: nn.Module, *, device: torch.device, padded: Collection[nn.Parameter] = ()) -> None:
+    """Put memory on ``device`` in the place of every parameter that is on the meta device; it stays the same object. It is zero for those
+    that are ``padded``, of which somebody will not fill everything."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            make = torch.zeros_like if parameter in padded else torch.empty_like
+            room = nn.Parameter(make(parameter, device=device), parameter.requires_grad)
+            vars(room).update(vars(parameter))
+            torch.utils.swap_tensors(parameter, room)
+
+
+class Materializer:
+    """Gives meta modules their values one at a time, keeping tied parameters tied.
+
+    Args:
+        model: The whole, uncut module; the owner of a tied parameter is the first module that registers it.
+        seed: Seed of the run.
+        device: Where values go.
+        left: Names of parameters that stay on the meta device, since somebody else has values for them.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int, device: torch.device, left: Collection[str] = ()) -> None:
+        self._seed, self._device, self._left = seed, device, frozenset(left)
+        self._owners: dict[int, tuple[str, str]] = {}
+        self._others: dict[str, set[str]] = {}  # keys of a module's parameters that another one owns
+        self._made: dict[int, nn.Parameter] = {}
+        self._kept: list[nn.Parameter] = [p for p in model.parameters() if p.is_meta]  # alive while their ids are keys
+        for name, module in model.named_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and self._owners.setdefault(id(parameter), (name, key)) != (name, key):
+                    self._others.setdefault(name, set()).add(key)
+        self._initialize = Initializers(model) if awaits_values(model) else None
+
+    def __call__(self, module: nn.Module, name: str) -> None:
+        """Replace the module's own meta tensors by their initial values, in place.
+
+        Raises:
+            ValueError: Nothing is known that would initialize the module, or what is known leaves a tensor out.
+        """
+        if not is_meta(module):
+            return
+
+        @cache
+        def values(owner_name: str) -> nn.Module:
+            return self._values(owner_name, module)
+
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in self._made:
+                owner_name, owner_key = self._owners[id(parameter)]
+                if f"{owner_name}.{owner_key}".removeprefix(".") in self._left:
+                    continue
+                value = values(owner_name).get_parameter(owner_key)
+                new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
+                vars(new).update(vars(parameter))
+                copy_gradient_hooks(parameter, new)
+                self._made[id(parameter)] = new
+            module._parameters[key] = self._made[id(parameter)]
+        for key, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = values(name).get_buffer(key).to(self._device)
+
+    def _values(self, name: str, asked: nn.Module) -> nn.Module:
+        """A module with initial values, drawn on the CPU so that they do not depend on the device."""
+        name = original_name(name)
+        assert self._initialize is not None
+        with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
+            made = self._initialize(name, others=self._others.get(name, ()))
+        if made is None:
+            raise ValueError(why_without_values(name, asked))
+        return made
+
+
+def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.device, group: Any = None) -> list[str]:
+    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world); rank 0's values win.
+
+    Returns:
+        Names of the tensors that differed.
+    """
+    named = list(tensors)
+    if not named or not dist.is_initialized():
+        return []
+    sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
+    low, high = sums.clone(), sums.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    differing = [i for i, same in enumerate((low == high).all(dim=1).tolist()) if not same]
+    for index in differing:
+        value = named[index][1].detach().to(device)
+        dist.broadcast(value, src=0, group=group)
+        named[index][1].detach().copy_(value)
+    return [named[i][0] for i in differing]
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Three sums over the bits, of all elements and of two selections, which different values are very unlikely to share."""
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
+    return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])

@@ -1,0 +1,223 @@
+"""The timeline that a step really had: each rank notes when it computes, and the first rank of the pipeline puts the notes together.
+
+On the CPU a note is a ``perf_counter_ns``. On CUDA it is an event on the stream of the computation, so that nothing is synchronized
+inside the step; what the events say is read afterwards. A computation begins when its message is there: the wait for it is idle time.
+
+Ranks on different machines have clocks with different zeros. After the step the first rank sends each other rank a few messages
+that come straight back and takes the quickest: the other rank read its clock halfway between sending and getting back, wrong by
+half of that round trip at most (Cristian's method, some 50 µs over TCP). A barrier and a common zero before the step would be
+simpler, but would change what is measured: a rank that comes late to the step would look as if it did not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ptdp.pipeline.program_observers import StepObserver
+from lightning_ptdp.schedule.actions import COMPUTE, Action, ActionKind, Schedule
+from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.schedule.spans import Number, Span, Timeline
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["Recorder", "ideal_timeline"]
+
+_ROUND_TRIPS = 10
+
+Moment = Any
+"""A ``perf_counter_ns``, or a CUDA event."""
+
+
+_Note = tuple[Action, Moment, Moment]
+"""An action, and when it started and ended."""
+
+
+class Recorder(StepObserver):
+    """A ``StepObserver`` that keeps the times of the last program that ran. Not among the observers, it costs nothing.
+
+    Args:
+        device: Where the computations run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._schedule: Schedule | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ended = False
+        self._start: Moment = None
+        self._notes: list[_Note] = []
+        # New objects each time: a reduction of an earlier program that ends late notes it where nobody looks.
+        self._reductions: list[_Note] = []
+
+    def began(self, schedule: Schedule) -> None:
+        """Forget the program before."""
+        self._forget()
+        self._schedule = schedule
+
+    def started(self, action: Action) -> None:
+        """A computation, or its wait, begins."""
+        if action.kind in COMPUTE:
+            self._start = self._now()
+
+    def waiting(self, what: str, peer: int | None) -> None:
+        """The wait at the beginning of a computation is not part of it."""
+        if peer is None and self._start is not None:
+            self._start = self._now()
+
+    def finished(self, action: Action) -> None:
+        """A computation is over."""
+        if action.kind in COMPUTE:
+            self._notes.append((action, self._start, self._now()))
+            self._start = None
+
+    def reducing(self, stage: int | None, work: Any) -> None:
+        """It is over when who waits for it says so."""
+        if stage is not None:
+            work.when_done(partial(self._reduced, self._reductions, Action(ActionKind.REDUCE, stage), self._now()))
+
+    def ended(self) -> None:
+        """The program is complete."""
+        self._ended = True
+
+    def gather(self, group: Group) -> Timeline | None:
+        """The times of all ranks of the pipeline, in seconds after the first computation; collective over the pipeline.
+
+        Call it after the step, when its reductions have been waited for.
+
+        Args:
+            group: The pipeline group.
+
+        Returns:
+            The timeline on the first rank of the group, None on the others; None too if a rank recorded no whole program, or
+            another one than the first rank.
+        """
+        mine = self._recorded() if self._ended else None
+        parts, offsets = [mine], [0.0]
+        if group.size > 1:
+            parts, offsets = [None] * group.size, _clock_offsets(group, self._device)
+            dist.gather_object(mine, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle)
+        known = [part.shifted(offset) for part, offset in zip(parts, offsets, strict=True) if part is not None]
+        if self._schedule is None or mine is None or [part.program for part in known] != [mine.program] * group.size:
+            return None
+        zero = min((span.start for part in known for span in part.spans), default=0.0)
+        known = [part.shifted(-zero) for part in known]
+        reductions = tuple(part.reductions for part in known)
+        return Timeline(self._schedule, tuple(part.spans for part in known), reductions if any(reductions) else ())
+
+    def _reduced(self, notes: list[_Note], action: Action, start: Moment) -> None:
+        notes.append((action, start, self._now()))
+
+    def _recorded(self) -> _Part:
+        assert self._schedule is not None
+        last = None
+        if self._device.type == "cuda":
+            # The GPU's clock is tied to the host's by an event that has just happened.
+            last = self._now()
+            last.synchronize()
+        now = time.perf_counter()
+        spans, reductions = (
+            [Span(action, _seconds(start, last, now), _seconds(end, last, now)) for action, start, end in notes]
+            for notes in (self._notes, self._reductions)
+        )
+        return _Part(self._schedule.describe(), tuple(spans), _merged(reductions))
+
+    def _now(self) -> Moment:
+        if self._device.type != "cuda":
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Record of one rank, in seconds on its own clock."""
+
+    program: str
+    spans: tuple[Span, ...]
+    reductions: tuple[Span, ...]
+
+    def shifted(self, seconds: Number) -> _Part:
+        """The same, later."""
+
+        def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple(Span(span.action, span.start + seconds, span.end + seconds) for span in spans)
+
+        return _Part(self.program, move(self.spans), move(self.reductions))
+
+
+def ideal_timeline(timeline: Timeline) -> Timeline:
+    """The same schedule simulated with the mean measured duration of each kind of computation on each stage.
+
+    Messages take no time there, so that the difference is what communication, the runtime and uneven microbatches cost. A
+    reduction takes what it took beyond the last gradient of its stage and the reduction before it: buckets start earlier.
+    """
+    durations: dict[tuple[ActionKind, int], list[Number]] = defaultdict(list)
+    complete: dict[int, Number] = {}
+    for spans in timeline.spans:
+        for span in spans:
+            durations[span.action.kind, span.action.stage].append(span.end - span.start)
+            complete[span.action.stage] = span.end
+    for spans in timeline.reductions:
+        free = timeline.origin
+        for span in spans:
+            start = max(complete[span.action.stage], free)
+            durations[ActionKind.REDUCE, span.action.stage].append(max(span.end - start, 0))
+            free = max(span.end, free)
+    mean = {
+        kind: [sum(durations[kind, stage]) / max(len(durations[kind, stage]), 1) for stage in range(timeline.schedule.num_stages)]
+        for kind in (*COMPUTE, ActionKind.REDUCE)
+    }
+    forward, backward, weight, reduce = mean.values()
+    return simulate(timeline.schedule, Costs(forward=forward, backward=backward, weight=weight, reduce=reduce))
+
+
+def _seconds(moment: Moment, last: torch.cuda.Event | None, now: float) -> float:
+    """A moment on this rank's ``perf_counter``; a CUDA event by how long before ``last``, which happened ``now``, it was."""
+    return moment / 1e9 if last is None else now - moment.elapsed_time(last) / 1e3
+
+
+def _merged(reductions: Sequence[Span]) -> tuple[Span, ...]:
+    """One span a stage, from the launch of its first bucket to the end of its last."""
+    by_action: dict[Action, list[Span]] = defaultdict(list)
+    for span in reductions:
+        by_action[span.action].append(span)
+    found = [Span(action, min(s.start for s in spans), max(s.end for s in spans)) for action, spans in by_action.items()]
+    return tuple(sorted(found, key=lambda span: span.start))
+
+
+def _clock_offsets(group: Group, device: torch.device) -> list[float]:
+    """Return the offsets to add to each rank's ``perf_counter`` to get the first rank's, in seconds; zeros on the other ranks."""
+    where = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
+    offsets = [0.0] * group.size
+    for peer in range(1, group.size):
+        if group.rank in (0, peer):
+            offsets[peer] = min(_round_trip(group, peer, where) for _ in range(_ROUND_TRIPS))[1]
+    return offsets
+
+
+def _round_trip(group: Group, peer: int, device: torch.device) -> tuple[int, float]:
+    """Between the first rank and a peer. On the first: how long it took in nanoseconds, and by how many seconds this rank's clock is ahead
+    of the peer's."""
+    clock = torch.zeros(1, dtype=torch.int64, device=device)
+    if group.rank == peer:
+        dist.recv(clock, group.ranks[0], group=group.handle)
+        clock.item()  # on CUDA: the message is there
+        clock.fill_(time.perf_counter_ns())
+        dist.send(clock, group.ranks[0], group=group.handle)
+        return 0, 0.0
+    before = time.perf_counter_ns()
+    dist.send(clock, group.ranks[peer], group=group.handle)
+    dist.recv(clock, group.ranks[peer], group=group.handle)
+    theirs = int(clock.item())
+    after = time.perf_counter_ns()
+    return after - before, ((before + after) / 2 - theirs) / 1e9

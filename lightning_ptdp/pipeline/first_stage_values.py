@@ -1,0 +1,146 @@
+"""Values that only the first stage has, followed through the model's code in front of the blocks.
+
+Modules before the blocks live on the first stage; on the others stubs return zeros, which placeholder blocks ignore. But a model may use
+what they return for more: give it to every block, add it to the blocks' result, log it. ``Foreign`` marks such tensors, and whatever
+is computed from them, on every stage. So the first stage knows what the next one cannot compute itself (with frozen weights and in
+evaluation too, where ``requires_grad`` tells nothing), and zeros that would be used as if they were values are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_ptdp.pipeline.crossing import StageError, substitute
+from lightning_ptdp.shims.torch import storage_key
+
+__all__ = ["Foreign", "Origin", "known", "plain", "put_instead", "replacement"]
+
+_INSTEAD = "_ptdp_instead"
+_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"})
+_NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"})
+_SHAPE_OF_SECOND = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
+_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__reduce_ex__"})
+_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+
+
+@dataclass(eq=False)
+class Origin:
+    """Origin of the foreign tensors of one run of a stage.
+
+    Attributes:
+        why: Why their values may not be used; None where they are true, on the first stage.
+        behind: Whether the blocks have been reached: until then everything that is computed may be meant for them alone.
+        over: Whether the run has ended; recomputation may still pass them around.
+        written: Plain tensors that foreign values were written into.
+    """
+
+    why: str | None = None
+    behind: bool = False
+    over: bool = False
+    written: list[Tensor] = field(default_factory=list)
+
+    def has_written(self, tensor: Tensor) -> bool:
+        """Return True if ``tensor`` shares memory with one into which foreign values were written."""
+        if not self.written:
+            return False
+        memory = storage_key(tensor)
+        return any(memory == storage_key(written) for written in self.written)
+
+
+class Foreign(Tensor):
+    """A tensor that only the first stage has values for; an ordinary tensor to the model's code.
+
+    Attributes:
+        origin: Where it comes from.
+    """
+
+    origin: Origin
+
+    @classmethod
+    def mark(cls, tensor: Tensor, origin: Origin) -> Foreign:
+        """``tensor`` (its memory, its gradient) as a foreign one."""
+        found = tensor.as_subclass(cls)
+        found.origin = origin
+        return found
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        sources = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Foreign)]
+        source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
+        origin = source.origin
+        if origin.why is not None and name in _READS and (origin.behind or origin.over):
+            raise StageError(origin.why)
+        if origin.behind and not origin.over and any(replacement(tensor) is not None for tensor in sources):
+            # What blocks were given has crossed, and may be used behind them as well.
+            args, kwargs = (substitute(value, lambda _path, tensor: _instead(tensor)) for value in (args, kwargs))
+            if not any(isinstance(tensor, Foreign) for tensor in _tensors((args, kwargs))):
+                return function(*args, **kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)
+        if name in _LIKE or name in _NEW or (name in _SHAPE_OF_SECOND and not isinstance(args[0], Foreign)):
+            return plain(result)
+        made = [tensor for tensor in _tensors(result) if isinstance(tensor, Foreign)]
+        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if origin.why is not None and (made or writes) and origin.behind and not origin.over:
+            raise StageError(origin.why)
+        if writes and type(args[0]) is Tensor:
+            origin.written.append(args[0])
+        for tensor in made:
+            if tensor is not source:
+                tensor.origin = origin
+                if name == "detach":  # a recomputation is handed its arguments so
+                    put_instead(tensor, replacement(source))
+        return result
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same tensor, its gradient included, as an ordinary one."""
+    return tensor.as_subclass(Tensor) if isinstance(tensor, Foreign) else tensor
+
+
+def known(output: Any) -> Any:
+    """Return the step's output on the last stage, as ordinary tensors.
+
+    Raises:
+        StageError: It holds a tensor whose values this stage does not have.
+    """
+    if not any(isinstance(tensor, Foreign) for tensor in _tensors(output)):
+        return output
+    return apply_to_collection(output, Foreign, _known)
+
+
+def _known(tensor: Foreign) -> Tensor:
+    instead = _instead(tensor)
+    if isinstance(instead, Foreign) and instead.origin.why is not None:
+        raise StageError(instead.origin.why)
+    return plain(instead)
+
+
+def _instead(tensor: Tensor) -> Tensor:
+    found = replacement(tensor) if isinstance(tensor, Foreign) else None
+    return tensor if found is None else found
+
+
+def put_instead(tensor: Tensor, by: Tensor | None) -> None:
+    """Note what the blocks of this stage are given in place of ``tensor``: a recomputation must give them the same."""
+    setattr(tensor, _INSTEAD, by)
+
+
+def replacement(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that ``put_instead`` recorded."""
+    return getattr(tensor, _INSTEAD, None)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))

@@ -1,0 +1,203 @@
+"""When a rank hangs, where its waits do not say so.
+
+With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device, and the host blocks
+wherever it next reads a result, in a call of C++ that may never return; only another thread can notice. It never touches the device. It
+looks at what the main thread notes (when it began what it is in), and at what was heard of the other ranks (status_board.py):
+
+=====================================================  ================================  ======================
+what is seen                                           with NCCL                         with gloo
+=====================================================  ================================  ======================
+another rank failed, and this one is stuck             for 10 s, or half of the limit    for 1.2 x the limit
+another rank, or the store, is silent for the limit,   for the limit                     for 1.2 x the limit
+and this one is stuck
+this rank is stuck, and its main thread was in         for 1.1 x the limit               never
+one single call for half of the limit
+this rank failed, and does not come to its end         for the limit                     never
+=====================================================  ================================  ======================
+
+A rank "is stuck" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
+loggers, whatever a user does on the host) it is not watched, except that with NCCL a rank that failed or fell silent ends the others
+after the limit there too. Python that runs for long, such as a compilation, is never in one single call. A process that was stopped, or a
+machine that slept, does not count the time. Where several of these are seen, the failure of another rank is what is told, or else
+the silence of one, if it is half of the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from lightning_ptdp.pipeline.rank_report import LOST
+from lightning_ptdp.pipeline.status import duration
+from lightning_ptdp.pipeline.status_board import Heard
+from lightning_ptdp.shims.torch import abort_process_groups
+
+__all__ = ["Guard", "Judge", "Pulse", "Sight", "give_up"]
+
+_FAILED_S = 10.0
+_FAILED_AT = 0.5  # of the limit: before a rank that hangs for that reason ends for another
+_ABORT_S = 5.0
+_GIVES_UP_AT = 1.1  # of the limit, at which torch ends the process by itself where it notices
+_GRACE = 1.2  # of the limit, at which gloo's waits raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """Observable state of a rank at one instant.
+
+    Attributes:
+        now: ``time.monotonic``.
+        note: What it does; another object as soon as it does something else.
+        watched: Whether it is in a step, a collective or a save.
+        failed: Whether it has noted a failure of its own.
+        heard: The other ranks.
+        answered_at: When the store last answered.
+        unanswered_s: How long it has not answered.
+        pulse: Another number whenever the main thread has run Python since the last time; None: it was not asked.
+    """
+
+    now: float
+    note: object
+    watched: bool
+    failed: bool = False
+    heard: Mapping[int, Heard] = field(default_factory=dict)
+    answered_at: float = 0.0
+    unanswered_s: float = 0.0
+    pulse: int | None = None
+
+
+class Judge:
+    """Decides from one look to the next.
+
+    Args:
+        limit_s: Of a wait for another rank.
+        interval_s: Time between two looks; of a longer pause this process knows nothing.
+        waits_raise: Whether waits raise at the limit by themselves, as gloo's do.
+    """
+
+    def __init__(self, *, limit_s: float, interval_s: float, waits_raise: bool) -> None:
+        self._limit_s, self._interval_s, self._waits_raise = limit_s, interval_s, waits_raise
+        self._clock, self._last = 0.0, float("inf")
+        self._since: dict[object, tuple[object, float]] = {}
+
+    def look(self, seen: Sight) -> str:
+        """Why this process has to be ended; "" while there is no reason."""
+        self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
+        self._last = seen.now
+        stuck = self._unchanged("note", (seen.note, seen.failed))
+        failures, silences, calls = self._failures(seen), self._silences(seen), self._in_one_call(seen)
+        if seen.failed:
+            return "it failed, and does not come to its end" if stuck > self._limit_s and not self._waits_raise else ""
+        if self._waits_raise and not seen.watched:
+            return ""
+        patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
+        soon = min(_FAILED_AT * self._limit_s, _FAILED_S) if seen.watched else patience
+        failed = [rank for rank, time_s in failures.items() if time_s > soon]
+        if failed and stuck > (patience if self._waits_raise else soon):
+            return _failure(seen, failed[0])
+        if stuck <= patience:
+            return ""
+        reason = self._own_reason(silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0)
+        causes = [rank for rank in failures if not seen.heard[rank].status.failure.startswith(LOST)]
+        return _failure(seen, causes[0]) if reason and causes else reason
+
+    def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
+        ends = not self._waits_raise and call_s > self._limit_s / 2
+        # Who fell silent while this rank was stuck is why, though not yet for as long.
+        least = self._limit_s / 2 if ends else self._limit_s
+        if silent := [who for who, time_s in silences.items() if time_s > least]:
+            return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
+        return f"it has been in one call for {duration(call_s)}" if ends else ""
+
+    def _unchanged(self, what: object, value: object) -> float:
+        """Return the time in seconds for which ``value`` has been the same."""
+        if what not in self._since or self._since[what][0] != value:
+            self._since[what] = (value, self._clock)
+        return self._clock - self._since[what][1]
+
+    def _in_one_call(self, seen: Sight) -> float:
+        if seen.pulse is None:
+            self._since.pop("pulse", None)
+            return 0.0
+        return self._unchanged("pulse", seen.pulse)
+
+    def _failures(self, seen: Sight) -> dict[int, float]:
+        """By rank, how long it has been known to have failed; what was heard of an earlier training in this world does not count."""
+        failed = {rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if heard.lived}
+        return {rank: self._unchanged(("failed", rank), bool(failure)) for rank, failure in failed.items() if failure}
+
+    def _silences(self, seen: Sight) -> dict[str, float]:
+        """By name, how long a rank has said nothing although the store answered, and how long the store has not answered."""
+        silences = {
+            f"rank {rank}": min(self._unchanged(rank, heard), seen.answered_at - heard.at)
+            for rank, heard in sorted(seen.heard.items())
+            if not heard.status.is_done
+        }
+        store = min(self._unchanged("store", seen.answered_at), seen.unanswered_s)
+        return {**silences, "rank 0, which keeps the store (or torchrun does),": store if seen.watched else 0.0}
+
+
+def _failure(seen: Sight, rank: int) -> str:
+    return f"rank {rank} failed ({seen.heard[rank].status.failure})"
+
+
+class Guard:
+    """Calls ``look`` every ``interval_s`` seconds on a thread of its own, until it is closed or garbage, or ``look`` returns False."""
+
+    def __init__(self, look: Callable[[], bool], *, interval_s: float) -> None:
+        closing = threading.Event()
+        self._thread = threading.Thread(target=_watch, args=(look, interval_s, closing), name="ptdp guard", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, closing.set)
+        self._finalizer.atexit = False
+
+    def close(self, limit_s: float = 1.0) -> None:
+        """Look no more; waits for the thread, but no longer than ``limit_s``: ``look`` may hang in a store that is frozen."""
+        self._finalizer()
+        self._thread.join(limit_s)
+
+
+def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:
+    with contextlib.suppress(ReferenceError):  # of an owner that is garbage by now
+        while not closing.wait(interval_s) and look():
+            pass
+
+
+class Pulse:
+    """Detector of a main thread that is inside one call that does not return."""
+
+    def __init__(self) -> None:
+        self.beats, self._asked = 0, False
+        self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._beat)
+        # A call that is pending cannot be taken back: what is to be called has to be there for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
+
+    def ask(self) -> int:
+        """Have the main thread count on as soon as it comes to its next instruction; how far it is now."""
+        if not self._asked:
+            self._asked = True
+            ctypes.pythonapi.Py_AddPendingCall(self._call, None)
+        return self.beats
+
+    def _beat(self, _: object) -> int:
+        self.beats, self._asked = self.beats + 1, False
+        return 0
+
+
+def give_up() -> NoReturn:
+    """End this process at once, its process groups before it if they let themselves be ended."""
+    aborting = threading.Thread(target=_abort, name="ptdp abort", daemon=True)
+    aborting.start()
+    aborting.join(_ABORT_S)
+    os._exit(1)
+
+
+def _abort() -> None:
+    with contextlib.suppress(Exception):
+        abort_process_groups()

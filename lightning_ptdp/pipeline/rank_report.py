@@ -1,0 +1,116 @@
+"""Report about all ranks when one of them is missing."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.pipeline.status import RankStatus, duration
+from lightning_ptdp.pipeline.status_board import Heard
+from lightning_ptdp.shims.torch import is_communication_error
+
+__all__ = ["LOST", "Account", "place_of", "summary"]
+
+LOST = "lost another rank"
+_MOST_LINES = 16
+_MOST_CHARACTERS = 4000  # of an error, which every rank publishes
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """Status of all ranks as one rank knows it.
+
+    Attributes:
+        rank: The one that tells.
+        own: What it did last itself.
+        world_size: Number of ranks.
+        asked: Ranks that it listens to.
+        heard: What it heard of them.
+        missing: Which of them do not answer.
+        as_of: Until when it heard anything at all, as ``time.monotonic``.
+        store_answers: Whether it still hears; None: it never did.
+        silent_after_s: A rank that was silent for longer has fallen silent.
+    """
+
+    rank: int
+    own: RankStatus
+    world_size: int
+    asked: Sequence[int] = ()
+    heard: Mapping[int, Heard] = field(default_factory=dict)
+    missing: frozenset[int] = frozenset()
+    as_of: float = 0.0
+    store_answers: bool | None = None
+    silent_after_s: float = 1.0
+
+    def text(self) -> str:
+        """A line a rank, then who does not answer, and the cause if one is known."""
+        lines = {rank: self._sentence(rank) for rank in self.heard}
+        if self.store_answers:
+            lines |= {rank: "has told nothing yet" for rank in self.asked if rank not in self.heard}
+        own = replace(self.own, failure="", ended=False)
+        lines[self.rank] = own.sentence(silence_s=None, silent_after_s=self.silent_after_s)
+        shown = sorted([self.rank, *self._suspects(lines.keys() - {self.rank})])
+        text = ["What each rank did last:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
+        if self.store_answers is False:
+            known = "the lines above are of before" if self.heard else "what the others did last is not known"
+            text.append(
+                "  rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not answer for "
+                f"{duration(time.monotonic() - self.as_of)}: {known}"
+            )
+        elif len(shown) < self.world_size:
+            text.append(f"  … and {self.world_size - len(shown)} other ranks")
+        for rank in sorted(self.missing)[:_MOST_LINES]:
+            known = "which has told nothing yet"
+            if rank in self.heard:
+                known = f"for {duration(time.monotonic() - self.heard[rank].at)}: {self.heard[rank].status.place()}"
+            text.append(f"No answer from rank {rank}, {known}")
+        causes = {rank: heard.status for rank, heard in sorted(self.heard.items()) if _is_cause(heard.status)}
+        text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
+        return "\n".join(text)
+
+    def lost(self) -> str:
+        """For the others: the failure of a rank that misses another one."""
+        ranks = ", ".join(str(rank) for rank in sorted(self.missing)[:_MOST_LINES])
+        return f"{LOST}: no answer from rank {ranks}" if ranks else LOST
+
+    def is_known(self) -> bool:
+        """Return True if all other ranks that answer have named the missing rank, or have ended."""
+        answering = self.heard.keys() - self.missing
+        told = all(self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST for rank in answering)
+        return told and len(self.asked) == self.world_size - 1
+
+    def _sentence(self, rank: int) -> str:
+        until = time.monotonic() if self.store_answers else self.as_of
+        heard = self.heard[rank]
+        return heard.status.sentence(silence_s=max(until - heard.at, 0.0), silent_after_s=self.silent_after_s)
+
+    def _suspects(self, ranks: Iterable[int]) -> list[int]:
+        """The ranks to name where there are too many: those that told nothing, failed, or have been at the same thing the longest."""
+
+        def suspicion(rank: int) -> tuple[bool, bool, float]:
+            heard = self.heard.get(rank)
+            return (True, True, 0.0) if heard is None else (False, bool(heard.status.failure), heard.status.age_s - heard.at)
+
+        return sorted(ranks, key=suspicion, reverse=True)[: _MOST_LINES - 1]
+
+
+def _is_cause(status: RankStatus) -> bool:
+    return bool(status.failure) and not status.failure.startswith(LOST)
+
+
+def summary(error: BaseException) -> str:
+    """Return the summary of an error for other ranks. For a lost rank it says no more than that, since the place names the rank."""
+    if isinstance(error, PeerError) or is_communication_error(error):
+        return LOST
+    return f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
+
+
+def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is not of an installed package or of this one."""
+    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)]
+    return "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:])

@@ -1,0 +1,133 @@
+"""Time and memory of a mixture's experts: rows that travel, grouped products, copies.
+
+n tokens a rank, k experts a token: r = n k rows leave each rank and, were the experts equally busy, come to each. The fullest rank has
+``imbalance`` times as many, and the others wait for it. Shapes: h channels, f inner channels, E experts, e ranks that share them; w bytes
+an element.
+
+=============  ============================================================================================================
+all-to-all     r h w (e - 1) / e bytes leave a rank, four times: to the experts and back, and their gradients
+products       E / e of them in one call, (r e / E, h) x (h, 2 f) and (r e / E, f) x (f, h): few rows each, many tiles in all
+traffic        rows put into the order of the experts, and back into that of the tokens, once more where they travelled;
+               activation; weighted sum
+kept           rows that came, 2 r h with the outputs that the weights' gradient needs; 3 r f; scores of the router
+=============  ============================================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_ptdp.planner.communication import GroupLink, strided_link
+from lightning_ptdp.planner.expert_shape import ExpertShape
+from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.product_duration import product_time
+
+__all__ = [
+    "ExpertTime",
+    "expert_buffers",
+    "expert_link",
+    "expert_kept",
+    "expert_shards",
+    "expert_time",
+    "expert_traffic",
+    "local_experts",
+    "rows",
+]
+
+_SCORE, _SCORES = 4, 3
+"""Bytes of a score, and how many of each expert's are kept: logits, probabilities, those of the auxiliary losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTime:
+    """Seconds of one layer's experts and one microbatch.
+
+    Attributes:
+        forward: Their products.
+        backward: Likewise, gradients of the weights included.
+        weight: Of that, those.
+        dispatch: The all-to-alls of the forward; the backward has as many.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    dispatch: float
+
+
+def rows(experts: ExpertShape, job: Job, choice: Choice) -> float:
+    """r of one rank, were the experts equally busy: each of the tensor-parallel ranks sends its part of the tokens, or all of them where
+    it has a part of each expert."""
+    layout = choice.layout
+    senders = layout.tensor_parallel_size // layout.expert_tensor_parallel_size
+    return experts.chosen * choice.tokens(job) / senders
+
+
+def local_experts(experts: ExpertShape, choice: Choice) -> int:
+    """E / e."""
+    return experts.number // choice.layout.expert_parallel_size
+
+
+def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replicas"]) -> GroupLink:
+    """The ranks that share a layer's experts, or those that hold the same ones: blocks of the ranks of data and context parallelism, each
+    in every tensor-parallel rank's place; or, folded, blocks of all ranks of a stage."""
+    layout, fold = choice.layout, job.software.folds_experts
+    e, first = layout.expert_parallel_size, 1 if fold else layout.tensor_parallel_size
+    size, stride = (e, first) if axis == "expert" else (expert_shards(job, choice), first * e)
+    return strided_link(size, stride, job.cluster)
+
+
+def expert_shards(job: Job, choice: Choice) -> int:
+    """Ranks that hold the same experts, and sum their gradients."""
+    folded = choice.layout.tensor_parallel_size if job.software.folds_experts else 1
+    return folded * choice.layout.size("expert_replicas")
+
+
+def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
+    """Products and all-to-alls; what lies between them is in ``expert_traffic``."""
+    device, width, r = job.device, job.precision.compute, rows(experts, job, choice)
+    here = local_experts(experts, choice)
+    each = max(1, round(job.imbalance * r / here))
+    forward = backward = weight = 0.0
+    for outputs, inputs in _split(experts, choice).matrices:
+        forward += product_time(device, width, each, outputs, inputs, here)
+        gradient = job.trained * product_time(device, width, outputs, inputs, each, here)
+        backward += product_time(device, width, each, inputs, outputs, here) + gradient
+        weight += gradient
+    group = expert_link(job, choice, "expert")
+    sent = job.imbalance * r * experts.hidden * width
+    return ExpertTime(forward=forward, backward=backward, weight=weight, dispatch=2 * group.all_to_all(sent))
+
+
+def _split(experts: ExpertShape, choice: Choice) -> ExpertShape:
+    """As a tensor-parallel rank has them."""
+    return replace(experts, width=experts.width // choice.layout.expert_tensor_parallel_size)
+
+
+def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[float, float]:
+    """Bytes that a forward and its backward read and write around the products."""
+    w, r = job.precision.compute, rows(experts, job, choice)
+    orders = 5 + (4 if choice.layout.expert_parallel_size > 1 else 0)
+    moved = (orders * r + r / experts.chosen) * experts.hidden * w
+    eager = job.software.elementwise == "eager"
+    gated = (5, 9) if eager else (3, 5)
+    active, active_back = gated if experts.gated else (2, 3)
+    scores = 2 * _SCORES * _SCORE * experts.number * r / experts.chosen
+    inner = r * _split(experts, choice).width * w
+    return moved + active * inner + scores, moved + active_back * inner + scores
+
+
+def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
+    """Bytes kept for the backward on the fullest rank."""
+    w, r = job.precision.compute, rows(experts, job, choice)
+    inner = (3 if experts.gated else 2) * _split(experts, choice).width
+    came = job.imbalance * r * (experts.hidden + inner) * w
+    return came + r * experts.hidden * w + _SCORES * _SCORE * experts.number * r / experts.chosen
+
+
+def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:
+    """Bytes that exist for a moment while rows travel: as they leave, and as they arrive; and the widest gradients between products."""
+    w, r = job.precision.compute, rows(experts, job, choice)
+    travelling = (1 + job.imbalance) * r * experts.hidden * w if choice.layout.expert_parallel_size > 1 else 0.0
+    return travelling + 2 * job.imbalance * r * _split(experts, choice).matrices[0][0] * w

@@ -1,0 +1,146 @@
+"""The shape of any model, read off its forward.
+
+The module is run on tensors without data. Its blocks run alone, once for each kind (class, parameters, sizes of what they are given), with
+their backward; what runs before and behind them are the ends. The plan says which parameters t divides, and from there it is followed
+through every operation (``operation_recorder.py``). Two batches of different size tell what is kept of a sample from what is kept once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_ptdp.pipeline.balance import multiply_adds
+from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.planner.operation_recorder import Trace
+from lightning_ptdp.planner.planned_parameters import counted, divided, parameters_of, split_weights, tables
+from lightning_ptdp.planner.precision_bytes import Precision
+from lightning_ptdp.planner.shapes import Bytes, EndShape, LayerShape, ModelShape, Parameters
+from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
+from lightning_ptdp.tensor_parallel import ParallelPlan
+
+__all__ = ["trace_shape"]
+
+_FEW, _MANY = 2, 4
+
+
+def trace_shape(
+    module: nn.Module,
+    plan: ParallelPlan,
+    run: Run,
+    *,
+    precision: Precision,
+    software: Software,
+    on_cpu: bool,
+    sequence_length: int,
+) -> ModelShape:
+    """The shape of ``module``, which stays as it is.
+
+    Args:
+        module: The whole model; on the meta device, or with values.
+        plan: What t divides, and where the blocks are.
+        run: Calls it.
+        precision: What its bytes are in.
+        software: What its bytes are of.
+        on_cpu: Whether it runs on CPUs.
+        sequence_length: s in tokens, for what counts them.
+
+    Raises:
+        ValueError: There are no blocks, or the forward does not run without data; says where it stopped.
+    """
+    parts = find_parts(
+        module, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after, everywhere=plan.everywhere
+    )
+    few, many = (
+        Following(module, plan, parts, samples=samples, precision=precision, software=software, on_cpu=on_cpu)
+        for samples in (_FEW, _MANY)
+    )
+    for tracing in (few, many):
+        tracing.follow(run)
+    layers = [_layer(one, other, software) for one, other in zip(few.layers, many.layers, strict=True)]
+    of_layers = counted(module, plan, parts)
+    runs = list[tuple[int, LayerShape]]()
+    shapes = dict[object, LayerShape]()
+    for place, (kind, name) in enumerate(zip(few.order, few.names, strict=True)):
+        parameters, cost = of_layers[name], multiply_adds(module.get_submodule(name)) or 1.0
+        key = (kind, parameters, cost)
+        layer = shapes.setdefault(key, replace(layers[kind], parameters=parameters, cost=cost))
+        if place and runs[-1][1] is layer:
+            runs[-1] = (runs[-1][0] + 1, layer)
+        else:
+            runs.append((1, layer))
+    first, head, tied = tables(module, plan, parts)
+    after = {name for top in parts.after for name, _ in module.get_submodule(top).named_parameters(prefix=top)}
+    at_head = {id(module.get_parameter(name)) for name in after}
+    in_layers = {id(p) for name in few.names for p in module.get_submodule(name).parameters()}
+    rest = [p for p in module.parameters() if id(p) not in in_layers and p is not first and p is not head]
+    weights = split_weights(module, plan)
+    ends = [parameters_of([p for p in rest if (id(p) in at_head) is behind], weights) for behind in (False, True)]
+    costs = [sum(multiply_adds(module.get_submodule(name)) for name in names) for names in (parts.before, parts.after)]
+    return ModelShape(
+        runs=tuple(runs),
+        input=_end(few.input, many.input, ends[0], first, costs[0], software),
+        head=_end(few.head, many.head, ends[1], head, costs[1], software),
+        tied=tied,
+        sequence_length=sequence_length,
+        divided=tuple(divided(module, plan)),
+        splits_sequence=plan.sequence is not None and len(parts.blocks) == 1,
+        uncut=plan.why_not.get("pipeline", ""),
+    )
+
+
+def _layer(few: Followed, many: Followed, software: Software) -> LayerShape:
+    trace = few.trace
+    amounts = (trace.forward, trace.backward)
+    if software.elementwise == "compiled":
+        amounts = (trace.operands, [2 * amount for amount in trace.operands])
+    forward, backward = (Bytes(alike=alike / _FEW, split=split / _FEW) for alike, split in amounts)
+    router = None if few.experts is None else (few.experts.number, few.experts.hidden)
+    return LayerShape(
+        products=tuple(one for one in trace.products if (one.outputs, one.inputs) != router),  # it goes with the experts
+        attentions=tuple(trace.attentions),
+        forward=forward,
+        backward=backward,
+        kept=_kept(trace, many.trace),
+        crossing=few.crossing / _FEW,
+        parameters=Parameters(),
+        gated=trace.gated,
+        experts=few.experts,
+    )
+
+
+def _kept(few: Trace, many: Trace) -> Bytes:
+    """A straight line through both."""
+
+    def total(trace: Trace, divided: bool) -> int:
+        return sum(nbytes for nbytes, split in trace.kept.values() if split is divided)
+
+    each = [(total(many, divided) - total(few, divided)) / (_MANY - _FEW) for divided in (False, True)]
+    once = sum(total(few, divided) - _FEW * one for divided, one in zip((False, True), each, strict=True))
+    return Bytes(alike=each[0], split=each[1], once=max(0.0, once))
+
+
+def _end(
+    few: Trace, many: Trace, parameters: Parameters, table: nn.Parameter | None, cost: float, software: Software
+) -> EndShape:
+    forward = few.forward if software.elementwise != "compiled" else few.operands
+    logits = few.products[-1] if few.products else None
+    kept = _kept(few, many)
+    if logits is not None:
+        # Those of the logits' size are counted with the loss (activations.py).
+        size = logits.rows * logits.outputs
+        few, many = (
+            replace(one, kept={k: v for k, v in one.kept.items() if v[0] < size * n}) for one, n in ((few, _FEW), (many, _MANY))
+        )
+        kept = _kept(few, many)
+    return EndShape(
+        products=tuple(few.products),
+        forward=Bytes(alike=forward[0] / _FEW, split=forward[1] / _FEW),
+        backward=Bytes(alike=2 * forward[0] / _FEW, split=2 * forward[1] / _FEW),
+        kept=kept,
+        parameters=parameters,
+        table=(0, 0) if table is None else (table.size(0), table.numel() // table.size(0)),
+        cost=cost,
+    )

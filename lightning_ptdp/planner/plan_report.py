@@ -1,0 +1,178 @@
+"""A plan as text and as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+
+import yaml
+
+from lightning_ptdp.base.columns import columns
+from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.picture import bars
+from lightning_ptdp.planner.search import Candidate, Plan
+
+__all__ = ["as_data", "explain_rejected", "fit_options", "room", "strategy_arguments", "table"]
+
+_GIB = 2**30
+
+
+def table(plan: Plan) -> str:
+    """The job in a line, the best layouts in a table and as bars, and the best one's memory, time and options; there must be one."""
+    assert plan.best
+    head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
+    sharded = plan.job.software.shards != "none"
+    rows = [head, *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1))]
+    best = plan.best[0]
+    lines = [
+        _job(plan.job),
+        "",
+        columns(rows, words=(1, 4, 5, 6)),
+        "",
+        f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of {room(plan.job)}:",
+        "  " + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
+        "time of a step of 1:",
+        "  " + ", ".join(f"{name} {value / best.time.total:.1%}" for name, value in best.time.parts.items() if value),
+        "",
+        bars(plan),
+        "",
+        *_to_paste(plan.job, best, sharded=sharded),
+    ]
+    return "\n".join(lines)
+
+
+def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
+    if sharded:
+        return [f"no options to paste: {job.software.name} shares out parameters over the replicas, and PTDPStrategy does not"]
+    return [
+        "to use 1 in a script:",
+        f"  {strategy_arguments(best)}",
+        "with ptdp fit, in a file that has the model's and the data's as base:",
+        *(f"  {line}" for line in fit_options(job, best).splitlines()),
+    ]
+
+
+def room(job: Job) -> str:
+    """Return the memory that a layout may take: ``60 GiB (75 less a reserve of 20%)``."""
+    limit = f"{_gib(job.limit_bytes)} GiB"
+    return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})" if job.reserve else limit
+
+
+def strategy_arguments(candidate: Candidate) -> str:
+    """The strategy of a candidate as Python: ``PTDPStrategy(tensor_parallel_size=2, num_microbatches=8)``."""
+    return "PTDPStrategy(" + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items()) + ")"
+
+
+def fit_options(job: Job, candidate: Candidate) -> str:
+    """Return the configuration of ``ptdp fit`` for a candidate, in YAML.
+
+    Defaults are written out, since the file below may differ from them.
+    """
+    node = job.cluster.node_size
+    devices = job.world_size if job.world_size <= node else math.gcd(job.world_size, node)
+    microbatches = {
+        "micro_batch_size": candidate.choice.micro_batch_size,
+        "num_microbatches": candidate.choice.num_microbatches,
+    }
+    trainer = {
+        "devices": devices,
+        "num_nodes": job.world_size // devices,
+        "precision": job.precision.name,
+        "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": candidate.choice.all_options()},
+    }
+    return yaml.safe_dump({"trainer": trainer, "data": {"init_args": microbatches}}, sort_keys=False)
+
+
+def explain_rejected(plan: Plan) -> str:
+    """Why sizes were not taken, one line each; the same reason for several sizes is said once."""
+    reasons: dict[str, list[str]] = {}
+    for misfit in plan.rejected:
+        reasons.setdefault(misfit.reason, []).append(misfit.what)
+    rows = []
+    for reason, names in reasons.items():
+        names = list(dict.fromkeys(names))
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        rows.append(f"  {shown}: {reason}")
+    slower = [f"  {misfit.what}: {misfit.reason}" for misfit in plan.slower]
+    return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
+
+
+def as_data(plan: Plan) -> dict[str, object]:
+    """The plan in plain dictionaries and lists, for JSON; times in seconds, memory in bytes."""
+    job = plan.job
+    return {
+        "job": {
+            "parameters": job.shape.parameters,
+            "active_parameters": job.shape.active_parameters,
+            "trained": job.trained,
+            "world_size": job.world_size,
+            "global_batch_size": job.global_batch_size,
+            "sequence_length": job.sequence_length,
+            "device": job.device.name,
+            "precision": job.precision.name,
+            "software": job.software.name,
+            "usable_bytes": job.device.usable_bytes,
+            "reserve": job.reserve,
+        },
+        "examined": plan.examined,
+        "best": [_candidate(candidate) for candidate in plan.best],
+        "rejected": [asdict(misfit) for misfit in plan.rejected],
+        "slower": [asdict(misfit) for misfit in plan.slower],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, object]:
+    layout, memory, time = candidate.choice.layout, candidate.memory, candidate.time
+    return {
+        "layout": layout.describe(),
+        "data_parallel_size": layout.data_parallel_size,
+        "schedule": candidate.choice.schedule if layout.pipeline_parallel_size > 1 else None,
+        "micro_batch_size": candidate.choice.micro_batch_size,
+        "strategy": candidate.choice.options(),
+        "memory": {"total": memory.total, "parameters": memory.parameters, **memory.parts},
+        "time": {"total": time.total, **time.parts},
+        "tflops": time.tflops,
+        "mfu": time.mfu,
+        "bubble": time.bubble_fraction,
+        "simulated": candidate.simulated,
+    }
+
+
+def _job(job: Job) -> str:
+    whole, active = job.shape.parameters, job.shape.active_parameters
+    size = f"{_count(whole)} parameters" + (f", {_count(active)} of them active" if active < whole else "")
+    if job.trained < 1:
+        size += f", {_count(job.trained * whole)} of them trained"
+    return (
+        f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
+        f"{job.precision.name}" + (f", {job.software.name}" if job.software.name != "ours" else "")
+    )
+
+
+def _count(number: float) -> str:
+    if number >= 1e9:
+        return f"{number / 1e9:.1f} B"
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:.0f}"
+
+
+def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
+    choice, time = candidate.choice, candidate.time
+    recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
+    return (
+        str(index),
+        choice.describe_layout(),
+        str(choice.micro_batch_size),
+        str(choice.num_microbatches),
+        choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
+        recompute,
+        "3" if sharded else "yes" if choice.shard_optimizer else "no",
+        f"{time.total:.3g}",
+        f"{time.tflops:.3g}",
+        f"{time.mfu:.1%}",
+        f"{time.bubble_fraction:.1%}",
+        _gib(candidate.memory.total),
+    )
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / _GIB:.3g}"

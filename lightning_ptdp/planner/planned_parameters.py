@@ -1,0 +1,124 @@
+"""Effects of a plan on a module's parameters: which of them t divides, how they are counted, and which sizes t has to divide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.planner.operation_recorder import Weight
+from lightning_ptdp.planner.shapes import Divided, Parameters
+from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan, Region, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds import Attention as AttentionKind
+from lightning_ptdp.tensor_parallel.kinds import Column, Row
+from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
+
+__all__ = ["counted", "divided", "parameters_of", "split_weights", "tables"]
+
+
+def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
+    return plan.resolve(module) if plan.tensor else {}
+
+
+def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
+    """Return the division by t of each parameter that t divides, by its ``id``."""
+    found = dict[int, Weight]()
+    for name, kind in _kinds(module, plan).items():
+        child = module.get_submodule(name)
+        own = dict(child.named_parameters())
+        if isinstance(kind, Vocabulary):
+            found |= {id(p): Weight(split=True, table=True) for p in own.values()}
+        elif isinstance(kind, Column):
+            copied, least = _copied(kind, child)
+            found |= {id(p): Weight(split=True, copied=copied, least=least) for p in own.values()}
+        elif isinstance(kind, Row):
+            found |= {id(own["weight"]): Weight(split=True)}
+        elif isinstance(kind, AttentionKind):
+            names = ("in_proj_weight", "in_proj_bias", "out_proj.weight")
+            found |= {id(own[key]): Weight(split=True) for key in names if key in own}
+        elif isinstance(kind, Region):
+            found |= {id(own[key]): Weight(split=True) for key in kind.per_head if key in own}
+    return found
+
+
+def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
+    """Return the number of a column layer's outputs for key and value heads, and the least number of such heads on a rank."""
+    if not kind.copy_heads or not isinstance(kind.heads, tuple):
+        return 0, 0
+    outputs, _ = output_input_sizes(module)
+    parts, fewest = kind.parts or (outputs,), min(kind.heads)
+    copied = [(part, part // count) for part, count in zip(parts, kind.heads, strict=True) if count == fewest]
+    if len(copied) == len(parts) > 1:  # as many heads of each: none is copied before all are
+        copied = copied[1:]
+    return sum(part for part, _ in copied), sum(least for _, least in copied)
+
+
+def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]) -> Parameters:
+    """Return the number of values of these parameters, each counted once, by how t divides them (``split_weights``)."""
+    whole = split = copied = 0
+    heads = 1
+    for p in dict.fromkeys(parameters):
+        weight = weights.get(id(p), Weight())
+        if not weight.split:
+            whole += p.numel()
+        elif weight.copied:
+            outputs = max(size for size in p.shape if size >= weight.copied)
+            some = p.numel() * weight.copied // outputs
+            copied, split, heads = copied + some, split + p.numel() - some, max(1, weight.copied // weight.least)
+        else:
+            split += p.numel()
+    return Parameters(whole=whole, split=split, copied=copied, heads=heads)
+
+
+def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[str, Parameters]:
+    """Return the parameters of each layer by its name, without experts."""
+    weights, found = split_weights(module, plan), dict[str, Parameters]()
+    seen = set[int]()
+    for layer in layers_of(module, parts.blocks):
+        child = module.get_submodule(layer.name)
+        of_experts = {id(p) for one in child.modules() if Experts().fits(one) for p in one.parameters()}
+        own = [p for p in child.parameters() if id(p) not in of_experts and id(p) not in seen]
+        seen |= {id(p) for p in own}
+        found[layer.name] = parameters_of(own, weights)
+    return found
+
+
+def tables(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> tuple[nn.Parameter | None, nn.Parameter | None, bool]:
+    """The largest vocabulary-parallel table of each end, and whether they are one."""
+    found: list[list[nn.Parameter]] = [[], []]
+    for name, kind in _kinds(module, plan).items():
+        weight = getattr(module.get_submodule(name), "weight", None)
+        if isinstance(kind, Vocabulary) and isinstance(weight, nn.Parameter):
+            behind = any(f"{name}.".startswith(f"{top}.") for top in parts.after)
+            found[behind].append(weight)
+    first, head = (max(tables, key=lambda table: table.numel(), default=None) for tables in found)
+    return first, head, head is not None and head is first
+
+
+def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
+    """Return the sizes that t has to divide."""
+    found = Counter[Divided]()
+    for name, kind in _kinds(module, plan).items():
+        child, short = module.get_submodule(name), name.rpartition(".")[2]
+        if isinstance(kind, Column):
+            outputs, _ = output_input_sizes(child)
+            parts = kind.parts or (outputs,)
+            heads = kind.heads if isinstance(kind.heads, tuple) else (None,) * len(parts)
+            for part, count in zip(parts, heads, strict=True):
+                found[
+                    Divided(
+                        name=f"heads of {short}" if count else f"outputs of {short}",
+                        size=count or part,
+                        copied=bool(count) and kind.copy_heads,
+                    )
+                ] += 1
+        elif isinstance(kind, Row):
+            found[Divided(name=f"inputs of {short}", size=output_input_sizes(child)[1])] += 1
+        elif isinstance(child, nn.MultiheadAttention):
+            found[Divided(name="num_heads", size=child.num_heads)] += 1
+        elif isinstance(kind, Region) and kind.heads is not None:
+            found[Divided(name=f"heads of {short}", size=kind.heads)] += 1
+    return tuple(found) or (Divided(name="modules that a plan shards", size=1),)

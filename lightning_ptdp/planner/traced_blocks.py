@@ -1,0 +1,203 @@
+"""A model's forward, run on tensors without data: its blocks alone, once for each kind, with their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_ptdp.parameters.shadow import without_tensors
+from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.planner.expert_shape import ExpertShape
+from lightning_ptdp.planner.operation_recorder import Recorder, Trace, Weight, as_on_accelerators
+from lightning_ptdp.planner.planned_parameters import split_weights
+from lightning_ptdp.planner.precision_bytes import Precision
+from lightning_ptdp.planner.software import Software
+from lightning_ptdp.shims.torch import storage_key, without_data
+from lightning_ptdp.tensor_parallel import Experts, ParallelPlan
+
+__all__ = ["Followed", "Following", "Run"]
+
+Run = Callable[[nn.Module, int], object]
+"""Calls a module with a batch of so many samples."""
+
+
+@dataclass
+class Followed:
+    """A kind of layer: what it was called with, and what was seen of it."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    output: Any
+    crossing: float
+    trace: Trace = field(default_factory=Trace)
+    experts: ExpertShape | None = None
+
+
+class Following:
+    """One run.
+
+    Attributes:
+        names: Of the layers, in order.
+        order: The kind of each, a place in ``layers``.
+        layers: The kinds.
+        input: What was seen before the layers.
+        head: What was seen behind them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ParallelPlan,
+        parts: ModelParts,
+        *,
+        samples: int,
+        precision: Precision,
+        software: Software,
+        on_cpu: bool,
+    ) -> None:
+        self.names = [layer.name for layer in layers_of(module, parts.blocks)]
+        self.order: list[int] = []
+        self.layers: list[Followed] = []
+        self.input, self.head = Trace(), Trace()
+        self._kinds: dict[object, int] = {}
+        self._samples, self._precision, self._software, self._on_cpu = samples, precision, software, on_cpu
+        self._module, self._plan = module, plan
+        self._running = ""
+
+    def follow(self, run: Run) -> None:
+        """Run the model, and its kinds of layers alone.
+
+        Raises:
+            ValueError: It does not run, or not through all layers in order.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(without_data())
+            model = self._without_values()
+            weights = split_weights(self._module, self._plan)
+            own = {id(p): name for name, p in self._module.named_parameters()}
+            keys = {storage_key(model.get_parameter(name)): weights.get(key, Weight()) for key, name in own.items()}
+            sizes = [p.shape for p in model.parameters() if p.dim() > 1]
+            recorder = Recorder(keys, sizes=sizes, samples=self._samples, norm_reads=self._software.norm_reads)
+            if self._precision.casts:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            if not self._on_cpu:
+                stack.enter_context(as_on_accelerators())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(recorder)
+            for name in self.names:
+                self._watch(model, name, recorder)
+            for name, child in model.named_modules():
+                child.register_forward_pre_hook(lambda _module, _args, name=name: setattr(self, "_running", name))
+            recorder.trace = self.input
+            try:
+                with recorder.keeping(self.input), recorder.keeping(self.head):
+                    run(model, self._samples)
+                recorder.trace = None
+                for layer in self.layers:
+                    self._alone(layer, recorder)
+            except Exception as error:
+                raise ValueError(
+                    f"the forward of {type(self._module).__name__} could not be followed without data: it stopped in "
+                    f"'{self._running}' ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); give its sizes "
+                    "instead (ptdp plan --layers 24 --hidden 2048 --heads 16 --sequence 2048)"
+                ) from error
+            if len(self.order) != len(self.names):
+                raise ValueError(
+                    f"the forward of {type(self._module).__name__} called {len(self.order)} of its {len(self.names)} layers: give an "
+                    "example= that goes through all of them"
+                )
+
+    def _without_values(self) -> nn.Module:
+        model = without_tensors(self._module).train()
+        half = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(self._precision.name)
+        made = dict[int, nn.Parameter]()
+        for child in model.modules():
+            for key, p in child._parameters.items():
+                if p is not None:
+                    dtype = half or p.dtype
+                    empty = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad)
+                    child._parameters[key] = made.setdefault(id(p), empty)
+            for key, b in child._buffers.items():
+                if b is not None:
+                    child._buffers[key] = torch.empty(b.shape, dtype=b.dtype, device="cpu")
+        return model
+
+    def _watch(self, model: nn.Module, name: str, recorder: Recorder) -> None:
+        module = model.get_submodule(name)
+        forward = module.forward
+        for child in module.modules():
+            if Experts().fits(child):
+                vars(child)["forward"] = _visited.__get__(child)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in given)
+            own = tuple((key, p.shape, p.dtype) for key, p in module.named_parameters())
+            key = (type(module), own, shapes)
+            recorder.trace = None
+            if key not in self._kinds:
+                self._kinds[key] = len(self.layers)
+                crossing = sum(leaf.nbytes for leaf in given if leaf.requires_grad)
+                self.layers.append(Followed(module, args, kwargs, forward(*args, **kwargs), crossing))
+                vars(module)["forward"] = forward
+            layer = self.layers[self._kinds[key]]
+            self.order.append(self._kinds[key])
+            recorder.trace = self.head if len(self.order) == len(self.names) else self.input
+            return tree_map(lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, layer.output)
+
+        vars(module)["forward"] = watched
+
+    def _alone(self, layer: Followed, recorder: Recorder) -> None:
+        """Run a layer with its backward."""
+        args, kwargs = tree_map(lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, (layer.args, layer.kwargs))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for child in layer.module.modules():
+            layer.experts = layer.experts or _experts(child)
+        recorder.trace = layer.trace
+        with recorder.keeping(layer.trace):
+            outputs = [leaf for leaf in tree_leaves(layer.module(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            outputs = [leaf for leaf in outputs if leaf.requires_grad]
+        recorder.trace = None
+        gradients = [torch.empty_like(leaf) for leaf in outputs]
+        recorder.trace, recorder.is_backward = layer.trace, True
+        wanted = [*given, *(p for p in layer.module.parameters() if p.requires_grad)]
+        torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        recorder.trace, recorder.is_backward = None, False
+
+
+def _like(tensor: Tensor) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor.detach()
+    return torch.empty_like(tensor.detach()).requires_grad_()
+
+
+def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
+    """Needs no values, of which it depends what goes where."""
+    vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
+    return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)
+
+
+def _experts(module: nn.Module) -> ExpertShape | None:
+    """Return the shape of a module of experts that was called."""
+    if "_visits" not in vars(module):
+        return None
+    chosen, hidden = vars(module)["_visits"]
+    sizes = {name: p.shape for name, p in module.named_parameters()}
+    # The matrix back to h is the smaller one, or as large as the one there.
+    matrices = sorted(shape.numel() // shape[0] for shape in sizes.values() if len(shape) > 2)
+    return ExpertShape(
+        number=next(iter(sizes.values()))[0],
+        chosen=chosen,
+        hidden=hidden,
+        width=matrices[0] // hidden,
+        gated=sum(matrices) > 2 * matrices[0],
+        bias=any(len(shape) == 2 for shape in sizes.values()),
+    )

@@ -1,0 +1,261 @@
+"""From the name of a schedule and the sizes to a proven ``Schedule``; every mistake is named here, with its mend."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import gc
+from collections.abc import Iterator
+from typing import TypeGuard
+
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.schedule.actions import Action, Schedule
+from lightning_ptdp.schedule.generators.custom import CustomSchedule
+from lightning_ptdp.schedule.generators.fill_drain import forward_only
+from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.schedule_families import FAMILIES, INTERLEAVED, Family
+from lightning_ptdp.schedule.lowering import lower
+from lightning_ptdp.schedule.schedule_file import load_schedule
+from lightning_ptdp.schedule.verifier import verify_schedule
+from lightning_ptdp.world.stage_placement import Placement, check_interleaving
+
+__all__ = [
+    "SCHEDULES",
+    "build_schedule",
+    "check_schedule",
+    "may_split_backward",
+    "schedule_microbatches",
+    "schedule_name",
+    "schedule_placement",
+]
+
+
+SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
+"""The names that ``build_schedule`` takes; also taken are ``CustomSchedule`` and the path of a CSV file."""
+
+
+def build_schedule(
+    name: str | CustomSchedule,
+    *,
+    pipeline_parallel_size: Size,
+    virtual_pipeline_size: Size = 1,
+    num_microbatches: Size,
+    training: bool = True,
+    group_size: Size | None = None,
+) -> Schedule:
+    """The verified schedule of one step; the same object for the same arguments.
+
+    Without a pipeline (p = 1) every schedule of the package is forward and backward in turn, so that one microbatch is held at
+    a time.
+
+    Args:
+        name: One of ``SCHEDULES``, where ``"auto"`` is 1F1B for v = 1 and interleaved 1F1B for v > 1; a ``CustomSchedule``; or the
+            path of a file ending in ``.csv`` (schedule_file.py), which is read once a process.
+        pipeline_parallel_size: p.
+        virtual_pipeline_size: v, stages a rank.
+        num_microbatches: m, any positive number.
+        training: ``False`` gives forwards alone, in the placement of the schedule; the result is then named ``"forward_only"``.
+        group_size: For interleaved 1F1B: up to how many microbatches visit a chunk before the next chunk's turn; p or more, by
+            default p. The strategy's ``microbatch_group_size``.
+
+    Raises:
+        ValueError: ``check_schedule`` has something to say, or an order of the user's own is incomplete, out of order or
+            deadlocks (then a ``ScheduleError``, with the place marked).
+    """
+    check_arguments(build_schedule, locals())
+    p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
+    # Evaluation fits any number of microbatches, also where the training schedule does not.
+    check_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m if training else None,
+        group_size=group_size,
+    )
+    with _without_collections():
+        if not training:
+            return _forward_only(p, v, m, schedule_placement(name))
+        found = _found(name, v)
+        return found if isinstance(found, Schedule) else _build(found, p, v, m, group_size)
+
+
+def check_schedule(
+    name: str | CustomSchedule,
+    *,
+    pipeline_parallel_size: Size,
+    virtual_pipeline_size: Size = 1,
+    num_microbatches: Size | None = None,
+    group_size: Size | None = None,
+) -> None:
+    """Check that the sizes fit the schedule, without building it; arguments as for ``build_schedule``.
+
+    Args:
+        num_microbatches: m, or None if it is not known yet.
+
+    Raises:
+        ValueError: An unknown name, a size that is not a positive integer, or one that the schedule cannot use; the message names
+            the field, the value and the mend.
+    """
+    check_arguments(check_schedule, locals())
+    p, v = pipeline_parallel_size, virtual_pipeline_size
+    found = _found(name, v)
+    check_interleaving(p, v)
+    if group_size is not None:
+        _check_group_size(found.name if isinstance(found, Family) else name, group_size, p)
+    if isinstance(found, Schedule):
+        _check_file(str(name), found, p, v, num_microbatches)
+    elif p > 1:
+        _check_chunks(found, v)
+
+
+def schedule_placement(name: str | CustomSchedule) -> Placement:
+    """Which rank holds which stage under a schedule.
+
+    Raises:
+        ValueError: An unknown name, or a file that is not a schedule.
+    """
+    return _found(name).placement
+
+
+def may_split_backward(name: str | CustomSchedule) -> bool:
+    """Return True if the schedule may compute weight gradients separately, also for a user's schedule, whose actions are not known
+    yet.
+    """
+    found = _found(name)
+    return found.splits_backward if isinstance(found, Family) else True
+
+
+def schedule_microbatches(name: str | CustomSchedule) -> int | None:
+    """The only m that a schedule can train with, or None if it takes any: a file is written for one m.
+
+    Raises:
+        ValueError: A file that is not a schedule.
+    """
+    return _loaded(name).num_microbatches if _is_file(name) else None
+
+
+def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str:
+    """Return the name of the schedule that ``build_schedule`` makes, before its sizes are known."""
+    return _found(name, virtual_pipeline_size).name
+
+
+def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
+    """Return what is known of a schedule before its sizes; for a file this is the whole schedule.
+
+    Raises:
+        ValueError: An unknown name, or a file that is not a schedule.
+    """
+    if isinstance(name, CustomSchedule):
+        return name
+    if _is_file(name):
+        return _loaded(name)
+    if name not in SCHEDULES:
+        nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        raise ValueError(
+            f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
+            "the path of a .csv file"
+        )
+    auto = "1f1b" if v == 1 else INTERLEAVED
+    return FAMILIES[auto if name == "auto" else name]
+
+
+def _is_file(name: object) -> TypeGuard[str]:
+    return isinstance(name, str) and name.endswith(".csv")
+
+
+def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
+    if name != INTERLEAVED:
+        raise ValueError(
+            f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and schedule={name!r} has no groups: leave it out, "
+            "or use schedule='interleaved_1f1b' with virtual_pipeline_size 2 or more"
+        )
+    if group_size < p:
+        raise ValueError(
+            f"microbatch_group_size={group_size} is less than pipeline_parallel_size={p}, so that ranks would wait for each other "
+            f"between chunks: set microbatch_group_size={p} or more, or leave it out"
+        )
+
+
+def _check_chunks(found: CustomSchedule, v: int) -> None:
+    name = found.name
+    if not isinstance(found, Family):
+        if found.placement == "v" and v != 2:
+            raise ValueError(
+                f"schedule {name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2"
+            )
+        return
+    instead = f"use schedule={found.otherwise!r}"
+    if found.chunks == "one" and v > 1:
+        auto = " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
+        raise ValueError(
+            f"schedule={name!r} holds one stage a rank, but virtual_pipeline_size={v}: {instead}{auto}, or virtual_pipeline_size=1"
+        )
+    if found.chunks == "several" and v == 1:
+        raise ValueError(
+            f"schedule={name!r} needs two or more stages a rank, but virtual_pipeline_size=1: set virtual_pipeline_size to 2 or "
+            f"more, or {instead} (or 'auto')"
+        )
+    if found.chunks == "two" and v != 2:
+        instead = instead if v == 1 else f"use schedule={INTERLEAVED!r}"
+        raise ValueError(
+            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2, or {instead}"
+        )
+
+
+def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
+    for field, given in (("pipeline_parallel_size", p), ("virtual_pipeline_size", v), ("num_microbatches", m)):
+        wanted = getattr(schedule, field)
+        if given is None or given == wanted:
+            continue
+        shorter = "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be cut in as many"
+        raise ValueError(
+            f"schedule={path!r} is written for {field}={wanted}, not {given}: set {field}={wanted}, or give a schedule for {given}"
+            + (shorter if field == "num_microbatches" and given < wanted else "")
+        )
+
+
+# A run uses few sizes (training, evaluation, a shorter last batch); a large schedule takes some 100 MB.
+@functools.lru_cache(maxsize=8)
+def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
+    order = found.order
+    if found.name == INTERLEAVED and group_size is not None:
+        order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
+    if p == 1 and isinstance(found, Family):
+        order = one_f_one_b
+    orders = tuple(map(tuple, order(p, v, m)))
+    strange = next((action for program in orders for action in program if not isinstance(action, Action)), None)
+    if strange is not None:
+        raise ValueError(f"schedule {found.name!r}: its order gives {strange!r}, which is not an Action: see Action.parse")
+    return _proven(Schedule(found.name, p, v, m, orders, found.placement), training=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _forward_only(p: int, v: int, m: int, placement: Placement) -> Schedule:
+    # Without a pipeline there is one stage, and no V to go round.
+    orders = forward_only(p, v, m, placement if v > 1 else "loop")
+    return _proven(Schedule("forward_only", p, v, m, orders, placement), training=False)
+
+
+def _proven(order: Schedule, *, training: bool) -> Schedule:
+    schedule = lower(order)
+    verify_schedule(schedule, training=training)
+    return schedule
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A large schedule is millions of objects that all stay: each collection of garbage would look at all of them again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(path: str) -> Schedule:
+    return load_schedule(path)

@@ -1,0 +1,48 @@
+"""The weights that a module wants to begin with, against the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.exchange import HuggingFaceWeights, names_in
+from lightning_ptdp.models.pretrained_folder import InitialWeights, local_folder
+from lightning_ptdp.parameters.materialize import awaits_values
+from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.strategy.checks.model import whole_model
+
+__all__ = ["check_initial_weights", "open_initial_weights"]
+
+
+def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
+    """Check that the files which the module's ``initial_weights()`` names are there and are the model's, by their headers.
+
+    Raises:
+        ValueError: They are not; lists names and shapes that differ.
+    """
+    if hasattr(module, "initial_weights") and config.meta_init:
+        open_initial_weights(whole_model(module, config))
+
+
+def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
+    """Open the weights that the module's ``initial_weights()`` names; None if it names none, or has values already.
+
+    Raises:
+        CheckpointError: Of ``check_initial_weights``.
+    """
+    give: Callable[[], InitialWeights | None] | None = getattr(module, "initial_weights", None)
+    source = give() if give is not None else None
+    if source is None or not awaits_values(module):
+        return None
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    aliases = {name: first[parameter] for name, parameter in every if first[parameter] != name}
+    weights = HuggingFaceWeights.open(local_folder(source.path), names_in(module, aliases, ignored=source.ignores))
+    try:
+        weights.check(module, may_lack=source.may_lack)
+    except CheckpointError as error:
+        raise CheckpointError(f"path={source.path!r}: {error}") from None
+    return weights

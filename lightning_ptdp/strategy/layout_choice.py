@@ -1,0 +1,228 @@
+"""``layout="auto"``: the layout that the planner takes to be the fastest of those that fit and that the model and the data take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.planner import (
+    RESERVE,
+    Candidate,
+    Device,
+    Job,
+    Space,
+    find_precision,
+    find_software,
+    search,
+    whose_figures,
+)
+from lightning_ptdp.strategy.fork_safety import in_child
+from lightning_ptdp.strategy.planning import described, trained_share
+from lightning_ptdp.world.layout import divisors
+
+__all__ = ["Forecast", "LayoutChoice", "Training", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
+
+LayoutChoice = Literal["auto"]
+_CHOSEN = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size", "expert_parallel_size"),
+    "expert_tensor_parallel_size",
+    *("sequence_parallel", "num_microbatches", "micro_batch_size", "schedule", "partition", "recompute", "recompute_layers"),
+    *("distribute_saved_activations", "shard_optimizer", "channel_ctas", "tensor_overlap", "microbatch_group_size"),
+)
+_TRIED = 8
+_OFF = 0.15
+_WARM_UP = 3
+_GIB = 2**30
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Training:
+    """Module, data and configuration for which a layout is chosen.
+
+    Attributes:
+        module: What is trained, whole.
+        config: The options, without a layout.
+        world_size: Number of processes.
+        rows: Samples of a replica's batch, for a number of replicas; None: they cannot be dealt so.
+        length: Tokens of a sample; None: as long as the model takes.
+        device: What each process has.
+        precision: Lightning's.
+        forks: Whether the processes will be forked from this one.
+    """
+
+    module: nn.Module
+    config: PTDPConfig
+    world_size: int
+    rows: Callable[[int], int | None]
+    length: int | None = None
+    device: Device
+    precision: str
+    forks: bool = False
+
+
+@dataclass(kw_only=True)
+class Forecast:
+    """Expected time and memory of a step, and the times at which batches began.
+
+    Attributes:
+        seconds: Of a step, expected.
+        memory: Bytes of the fullest rank, expected.
+        text: The choice, the runner-up and why.
+        figures: Whose figures of the device it was made with.
+    """
+
+    seconds: float
+    memory: float
+    text: str
+    figures: str = ""
+    began: list[float] = field(default_factory=list)
+
+    def batch_begins(self) -> None:
+        """Called in front of every batch."""
+        self.began.append(time.perf_counter())
+
+    @property
+    def measured(self) -> float | None:
+        """Seconds of a step: the median, without the first few; None if there were too few."""
+        steps = [after - before for before, after in zip(self.began[_WARM_UP:], self.began[_WARM_UP + 1 :], strict=False)]
+        return statistics.median(steps) if steps else None
+
+    def verdict(self) -> str:
+        """Return the message for the end of training; "" if the forecast was near."""
+        measured = self.measured
+        if measured is None or abs(self.seconds / measured - 1) <= _OFF:
+            return ""
+        return (
+            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s; what it was made with: "
+            f"{self.figures}"
+        )
+
+
+def refuse_given(config: PTDPConfig) -> None:
+    """``layout="auto"`` is to choose what is not given.
+
+    Raises:
+        ValueError: An option of the layout is given, too.
+    """
+    for option in fields(config):
+        if option.name in _CHOSEN and (value := getattr(config, option.name)) != option.default:
+            raise ValueError(f"layout='auto' chooses {option.name}, but {option.name}={value!r} is given: leave one of them out")
+
+
+def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[PTDPConfig, Forecast]:
+    """The options with the fastest layout that the model takes, and what to expect of it.
+
+    Args:
+        training: What is to be laid out.
+        fits: Raises a ValueError if the model or the data do not take these options.
+
+    Raises:
+        ValueError: The model's sizes are not known, no layout fits, or the model takes none of them.
+    """
+    found, device = fastest_layouts(training), training.device
+    if not found:
+        raise ValueError(
+            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} with "
+            f"{(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each (a reserve of {RESERVE:.0%} is left free): ptdp plan says what "
+            "each needs; use more devices, or smaller batches"
+        )
+    refusals = []
+    for i, (seconds, candidate) in enumerate(found):
+        options: dict[str, Any] = candidate.choice.options()
+        try:
+            chosen = replace(training.config, **options)
+            fits(chosen)
+        except ValueError as error:
+            refusals.append(f"{candidate.choice.describe()}: {error}")
+            continue
+        text = _told(candidate, seconds, found[i + 1 :])
+        figures = whose_figures(device, training.world_size)
+        return chosen, Forecast(seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures)
+    raise ValueError(f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}")
+
+
+def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
+    """The fastest layout of each degree of parallelism that fits, by seconds a sample.
+
+    Raises:
+        ValueError: The model's sizes are not known.
+    """
+    software = "ours-compiled" if training.config.compile == "blocks" else "ours"
+    describe = partial(
+        described,
+        training.module,
+        training.config,
+        length=training.length,
+        precision=training.precision,
+        software=software,
+        device=training.device,
+    )
+    model = in_child(describe) if training.forks else describe()
+    best = dict[str, tuple[float, Candidate]]()
+    for replicas in divisors(training.world_size):
+        size = training.rows(replicas)
+        if size is None:
+            continue
+        job = Job(
+            model=model,
+            world_size=training.world_size,
+            global_batch_size=size * replicas,
+            device=training.device,
+            precision=find_precision(training.precision),
+            software=find_software(software),
+            sequence_length=min(training.length or model.sequence_length, model.sequence_length),
+            trained=trained_share(training.module),
+        )
+        space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
+        for candidate in search(job, space, count=_TRIED).best:
+            degrees = replace(
+                candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False, placement="loop"
+            ).describe()
+            seconds = candidate.time.total / job.global_batch_size
+            if degrees not in best or seconds < best[degrees][0]:
+                best[degrees] = seconds, candidate
+    return sorted(best.values(), key=lambda pair: pair[0])[:_TRIED]
+
+
+def _told(candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]) -> str:
+    def line(what: str, one: Candidate) -> str:
+        return f"{what} {one.choice.describe()}, {one.time.total:.3g} s a step, {one.memory.total / _GIB:.3g} GiB"
+
+    text = line("layout='auto' takes", candidate)
+    if not others:
+        return text
+    slower, second = others[0]
+    ours, theirs = _shares(candidate), _shares(second)
+    part = max(theirs, key=lambda name: theirs[name] * slower - ours.get(name, 0.0) * seconds)
+    return f"{text}; {line('next', second)}: {slower / seconds - 1:.0%} slower a sample, by {part}"
+
+
+def _shares(candidate: Candidate) -> dict[str, float]:
+    return {name: value / candidate.time.total for name, value in candidate.time.parts.items()}
+
+
+def replica_rows(sources: Sequence[Any]) -> Callable[[int], int | None]:
+    """Samples of a replica's batch, for a number of replicas, by the loader or the data module that says it."""
+
+    def rows(replicas: int) -> int | None:
+        return next(_told_rows(sources, replicas), None)
+
+    return rows
+
+
+def _told_rows(sources: Sequence[Any], replicas: int) -> Iterator[int]:
+    for source in sources:
+        if hasattr(source, "batch_plans"):
+            try:
+                yield max(plan.replica_batch for plan in source.batch_plans(num_replicas=replicas))
+            except ValueError:
+                continue
+        elif isinstance(size := getattr(source, "batch_size", None), int) and size > 0:
+            yield size

@@ -1,0 +1,209 @@
+"""Message of a rank that runs out of memory: the expected size of its parts, which part is larger, and what would make it smaller.
+
+Read on the host alone, from sizes and the allocator's own counts: the device that has failed is not asked for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.base.columns import columns
+from lightning_ptdp.callbacks.throughput import device_name
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.planner import Choice, Job, Precision, device_here, find_device, find_precision
+from lightning_ptdp.planner.memory import rank_memory
+from lightning_ptdp.planner.plan_report import strategy_arguments
+from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
+from lightning_ptdp.shims.lightning import fits
+from lightning_ptdp.strategy.layout_choice import Training, fastest_layouts
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
+from lightning_ptdp.world.layout import ParallelLayout
+
+__all__ = ["explain_memory", "memory_note"]
+
+_ACTIVATIONS = "activations"
+_GIB, _MUCH, _SHOWN = 2**30, 1.1, 3
+
+Parts = dict[str, float]
+
+
+def explain_memory(strategy: RunningStrategy) -> str:
+    """Return the addition to the error of a rank that is out of memory."""
+    config, layout, engine = strategy.config, strategy.layout, strategy._engine
+    mixture = any(_experts(strategy.model))
+    if engine is None:
+        larger = _larger_layout(layout, mixture=mixture)
+        return f"out of memory while the model was set up: use {larger}, so that a rank has less of it"
+    trainer = strategy.lightning_module.trainer
+    batch = getattr(trainer.train_dataloader, "batch_size", None) if fits(trainer) else None
+    b = config.micro_batch_size or (-(-batch // config.microbatches(batch)) if isinstance(batch, int) else None)
+    rank = layout.coordinates(strategy.global_rank)["pipeline"]
+    expected = _expected(strategy.model, config, layout, rank=rank, precision=str(trainer.precision), micro_batch_size=b)
+    optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
+    found = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
+    rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
+    note = memory_note(expected, found, config=config, layout=layout, mixture=mixture)
+    return note + _what_fits(strategy, rows=rows, precision=str(trainer.precision))
+
+
+def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
+    """The fastest layouts that fit by the planner's estimate, if it knows the model and the device."""
+    name = device_name(strategy.root_device)
+    device = device_here(name)
+    if device is None:
+        return ""
+    training = Training(
+        module=strategy.model,
+        config=strategy.config,
+        world_size=strategy.layout.world_size,
+        rows=lambda replicas: rows,
+        device=device,
+        precision=precision,
+    )
+    try:
+        found = fastest_layouts(training)
+    except ValueError:
+        return ""
+    lines = [f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB" for _, one in found[:_SHOWN]]
+    return "\n".join(["\nby the planner's estimate these fit:", *lines]) if lines else ""
+
+
+def _expected(
+    module: nn.Module, config: PTDPConfig, layout: ParallelLayout, *, rank: int, precision: str, micro_batch_size: int | None
+) -> Parts:
+    """Return the expected bytes of this rank's parameters, their gradients, Adam's state, and the activations of a GPT's layers."""
+    try:
+        sizes = find_precision(precision)
+    except ValueError:
+        sizes = find_precision("32-true")
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    experts = sum(p.numel() for p in _experts(module) if p.requires_grad)
+    shards, alike = (layout.size(axes) if config.shard_optimizer else 1 for axes in ("replica_sum", "expert_replicas"))
+    parts: Parts = {
+        "parameters": sum(p.nbytes for p in module.parameters()),
+        "gradients": trained * sizes.gradient,
+        "optimizer": sizes.state * ((trained - experts) / shards + experts / alike),
+    }
+    model = next((child.config for child in module.modules() if isinstance(getattr(child, "config", None), GPTConfig)), None)
+    schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
+    if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in FAMILIES:
+        parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size, schedule)
+    return parts
+
+
+def _experts(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that list experts, as those that are shared out do."""
+    for child in module.modules():
+        number = getattr(child, "num_experts", None)
+        yield from (p for p in child.parameters(recurse=False) if isinstance(number, int) and p.dim() > 1 and p.size(0) == number)
+
+
+def _activations(
+    model: GPTConfig, config: PTDPConfig, layout: ParallelLayout, rank: int, sizes: Precision, b: int, schedule: str
+) -> float:
+    m = config.usual_microbatches or 1
+    job = Job(
+        model=model,
+        world_size=layout.world_size,
+        global_batch_size=b * m * layout.data_parallel_size,
+        device=find_device("cpu"),
+        precision=sizes,
+    )
+    choice = Choice(
+        layout=layout,
+        micro_batch_size=b,
+        num_microbatches=m,
+        schedule=schedule,
+        recompute=config.recompute,
+        distribute_saved_activations=config.distribute_saved_activations,
+    )
+    memory = rank_memory(job, choice, rank)
+    return memory.activations + memory.logits + memory.working
+
+
+def _found(
+    module: nn.Module, gradients: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], *, device: torch.device
+) -> Parts:
+    """Return the bytes that are held now, by part. The rest of the allocator's peak, where it is known, is activations."""
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    copies = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    shown = [p.grad for p in module.parameters()]
+    kinds: dict[str, list[object]] = {
+        "parameters": [*module.parameters()],
+        "gradients": [*gradients, *shown],
+        "optimizer": [*states, *copies],
+    }
+    seen = set[int]()  # parameters are tied, gradients are views of buckets, and an optimizer may step on views of parameters
+    parts: Parts = {name: _bytes(tensors, seen) for name, tensors in kinds.items()}
+    if device.type == "cuda":
+        parts[_ACTIVATIONS] = max(0.0, torch.cuda.max_memory_allocated(device) - sum(parts.values()))
+    return parts
+
+
+def memory_note(
+    expected: Mapping[str, float],
+    found: Mapping[str, float],
+    *,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+    mixture: bool = False,
+) -> str:
+    """Return a table of expected and held bytes of each part, the part that is larger than expected (else the largest), and what makes
+    it smaller.
+
+    Args:
+        expected: Bytes by part: parameters, gradients, optimizer, and activations if they can be foretold.
+        found: Bytes that were held, likewise.
+        config: The strategy's options.
+        layout: Degrees.
+        mixture: Whether there are experts to share out.
+    """
+    names = list(dict.fromkeys((*expected, *found)))
+    rows = [[name, *(f"{part[name] / _GIB:.2f}" if name in part else "?" for part in (expected, found))] for name in names]
+    over = {name: found[name] - expected[name] for name in expected if found.get(name, 0.0) > _MUCH * expected[name]}
+    if over:
+        part, how = max(over, key=lambda name: over[name]), "more than expected"
+    else:
+        # What was asked for in vain is none of what is held already.
+        every = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
+        part, how = max(every, key=lambda name: every[name]), "the largest part"
+    table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
+    return f"{table}\n{part}: {how}; use {', or '.join(_remedies(part, config, layout, mixture=mixture))}"
+
+
+def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture: bool) -> list[str]:
+    found = []
+    if part == _ACTIVATIONS:
+        if config.recompute == "none":
+            found.append("recompute='full' or 'offload' (it is 'none')")
+        found.append(_smaller_microbatches(config))
+        if layout.tensor_parallel_size > 1 and not layout.sequence_parallel:
+            found.append("sequence_parallel=True")
+    if part == "optimizer" and not config.shard_optimizer and layout.size("replica_sum") > 1:
+        found.append("shard_optimizer=True")
+    return [*found, _larger_layout(layout, mixture=mixture)]
+
+
+def _larger_layout(layout: ParallelLayout, *, mixture: bool) -> str:
+    t, p, e = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.expert_parallel_size
+    experts = f"expert_parallel_size (it is {e}), " if mixture else ""
+    return f"a larger {experts}tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"
+
+
+def _smaller_microbatches(config: PTDPConfig) -> str:
+    if config.micro_batch_size is not None:
+        return f"a smaller micro_batch_size (it is {config.micro_batch_size})"
+    return f"smaller microbatches by a larger num_microbatches (it is {config.usual_microbatches})"
+
+
+def _bytes(tensors: Iterable[object], seen: set[int]) -> float:
+    """Return the bytes of the storages that have not been seen yet."""
+    total = 0
+    for storage in (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)):
+        total += 0 if storage.data_ptr() in seen else storage.nbytes()
+        seen.add(storage.data_ptr())
+    return float(total)

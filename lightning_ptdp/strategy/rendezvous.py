@@ -1,0 +1,276 @@
+"""Rendezvous of the ranks, repeated after every restart; a rank that is lost on the way is named.
+
+torchrun keeps one store for all its restarts, in which the addresses of processes that are gone still lie; who reads them before the new
+ones are written connects to nobody. So the ranks of one life agree on a name for it, under which they keep everything::
+
+    rank r    sets call/r to a name of its own, N
+    rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
+
+torch waits for a store that stands still without a limit, in C++. So whatever asks one runs beside (``_Beside``), and this thread
+looks at the clock, at who is gone, and says whom it waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.shims.torch import is_communication_error
+from lightning_ptdp.strategy.expected_ranks import Crowd, has_ended, listed, this_process
+
+__all__ = ["join"]
+
+_CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
+_CAME, _ALL, _LOST = "lightning_ptdp/came", "lightning_ptdp/all", "lightning_ptdp/lost"
+_ROLL, _HERE, _KNOWS = "lightning_ptdp/roll", "lightning_ptdp/here", "lightning_ptdp/knows"
+_ANSWERS_S = 2.0
+_POLL_S = 0.02
+_LOOK_S = 0.1
+_LISTEN_S = 0.25
+_KNOWN_S = 1.0
+_GRACE = 1.1  # of the limit, by which torch's own error, which says more, has come
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+def join(
+    crowd: Crowd,
+    *,
+    open_store: Callable[[], dist.Store],
+    make: Callable[[dist.Store], _T],
+    limit: timedelta,
+    ended: Callable[[], str] = lambda: "",
+) -> _T:
+    """Return the result of ``make`` for this life's store, which is passed to ``init_process_group``.
+
+    ``make`` is called in another thread.
+
+    Args:
+        crowd: Who this rank is, and who is to come.
+        open_store: Opens, or reaches, the store that all ranks share.
+        make: Makes the process groups.
+        limit: Of every wait.
+        ended: Which processes have ended, as far as whoever started them knows; "" if none.
+
+    Raises:
+        PeerError: The others did not all come, or one was lost meanwhile; names those that did not come, or else those that did not
+            notice that somebody is lost.
+    """
+    beside = _Beside(crowd, limit, ended)
+    shared: dist.Store | None = None
+    life = ""
+    try:
+        shared = beside.run(open_store, f"looking for the store at {crowd.where}", crowd.first_of_all)
+        shared.set_timeout(limit)
+        if crowd.rank == 0:
+            life = uuid.uuid4().hex
+        else:
+            life = beside.run(lambda: _called(shared, crowd.rank), "calling rank 0", crowd.first_of_all)
+        own = dist.PrefixStore(life, shared)
+        beside.listen(shared, life)
+        missing = list(range(crowd.world_size))
+        beside.run(
+            lambda: _meet(shared, own, life, crowd, missing, limit), "waiting for all ranks", lambda: crowd.missing([*missing])
+        )
+        made = beside.run(lambda: make(own), "making the process groups", lambda: "")
+        beside.close(patience_s=limit.total_seconds())
+        return made
+    except Exception as error:
+        if not is_communication_error(error):
+            raise
+        missed = beside.lost
+        if not missed:
+            missed = _lost(shared, life, crowd) if shared is not None and life else crowd.unanswered(shared is not None)
+        raise PeerError(f"rank {crowd.rank} could not join the other ranks: {missed}, while {beside.doing}: {error}") from error
+    finally:
+        beside.close()
+
+
+class _Beside:
+    """Runs what may wait for ever in a thread of its own, and gives up on it."""
+
+    def __init__(self, crowd: Crowd, limit: timedelta, ended: Callable[[], str]) -> None:
+        self._crowd, self._limit, self._ended = crowd, limit.total_seconds(), ended
+        self._notes: dist.Store | None = None
+        self._closed = threading.Event()
+        self._listening: threading.Thread | None = None
+        self._heard = float("inf")
+        self.doing = ""
+        """Purpose of the last call of ``run``."""
+        self.lost = ""
+        """The lost ranks, once they are known."""
+
+    def run(self, action: Callable[[], _T], doing: str, waits_for: Callable[[], str]) -> _T:
+        """Return the result of ``action``, or raise its error.
+
+        Raises:
+            DistNetworkError: After the limit, or when a rank is lost.
+        """
+        self.doing, outcome = doing, _started(action)
+        started = said = time.monotonic()
+        while not wait([outcome], min(_LOOK_S, self._limit)).done:
+            now = time.monotonic()
+            self._look()
+            if self.lost:
+                raise dist.DistNetworkError("given up")
+            if now - started > _GRACE * self._limit:
+                self._hear()
+                raise dist.DistNetworkError(f"no answer within {self._limit:g} s")
+            if now - said > self._crowd.say_every_s and (what := waits_for()):
+                _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, what)
+                said = now
+        error = outcome.exception()
+        # A rank that is lost makes torch fail at the others; who it was is known a moment later.
+        if error is not None and is_communication_error(error):
+            self._look(patience_s=_KNOWN_S)
+            self._hear()
+        return outcome.result()
+
+    def listen(self, shared: dist.Store, life: str) -> None:
+        """Hear from now on what the others note about lost ranks, and see which of this machine's processes end."""
+        self._heard = time.monotonic()
+        self._listening = threading.Thread(target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True)
+        self._listening.start()
+
+    def close(self, *, patience_s: float = _KNOWN_S) -> None:
+        """Listen no longer."""
+        self._closed.set()
+        if self._listening is not None:
+            # A thread that comes back from C++ while Python ends aborts the process.
+            self._listening.join(patience_s)
+
+    def _look(self, *, patience_s: float = 0.0) -> None:
+        deadline = time.monotonic() + patience_s
+        while not self.lost:
+            self.lost = self._ended()
+            if self.lost and self._notes is not None:
+                wait([_started(functools.partial(self._notes.set, _LOST, self.lost))], _ANSWERS_S)
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def _hear(self) -> None:
+        if time.monotonic() - self._heard > _ANSWERS_S:
+            self.lost = self.lost or f"{self._crowd.keeper} does not answer any more"
+
+    def _listen(self, shared: dist.Store, life: str) -> None:
+        # A connection of its own: on the other one, another thread may be waiting.
+        processes: dict[int, str] = {}
+        try:
+            notes = self._notes = dist.PrefixStore(life, shared.clone())
+            while not self._closed.wait(_LISTEN_S):
+                self._heard = time.monotonic()
+                if notes.check([_ROLL]):
+                    notes.set(f"{_HERE}/{self._crowd.rank}", "")
+                if notes.check([_LOST]):
+                    self.lost = self.lost or notes.get(_LOST).decode()
+                    notes.set(f"{_KNOWS}/{self._crowd.rank}", "")
+                    return
+                for rank in self._crowd.watched:
+                    if rank not in processes and notes.check([f"{_CAME}/{rank}"]):
+                        processes[rank] = notes.get(f"{_CAME}/{rank}").decode()
+                gone = [rank for rank, process in processes.items() if has_ended(process)]
+                if gone and not self._closed.is_set():
+                    notes.set(_LOST, f"{listed('rank', gone)} came and was lost (the process has ended)")
+        except dist.DistError:
+            if not self._closed.is_set():
+                self.lost = self.lost or f"{self._crowd.keeper} is gone"
+
+
+def _started(action: Callable[[], _T]) -> Future[_T]:
+    """The outcome of ``action``, which begins now in a thread that nobody has to wait for."""
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except Exception as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
+    return outcome
+
+
+def _called(shared: dist.Store, rank: int) -> str:
+    """Rank 0's answer."""
+    name = uuid.uuid4().hex
+    shared.set(f"{_CALL}/{rank}", name)
+    return shared.get(f"{_ANSWER}/{name}").decode()
+
+
+def _meet(shared: dist.Store, own: dist.Store, life: str, crowd: Crowd, missing: list[int], limit: timedelta) -> None:
+    """Come, and wait until all have; rank 0 keeps ``missing`` up to date."""
+    own.set(f"{_CAME}/{crowd.rank}", this_process())
+    if crowd.rank:
+        missing.clear()
+        own.get(_ALL)
+        return
+    _answer(shared, own, life, missing, crowd.world_size, limit)
+    own.set(_ALL, "")
+
+
+def _answer(shared: dist.Store, own: dist.Store, life: str, missing: list[int], world_size: int, limit: timedelta) -> None:
+    """Answer until all came; calls of processes that are gone are answered too, and nobody hears it."""
+    deadline = time.monotonic() + limit.total_seconds()
+    answered = set[bytes]()
+    while True:
+        for rank in missing:
+            if rank and shared.check([f"{_CALL}/{rank}"]) and (name := shared.get(f"{_CALL}/{rank}")) not in answered:
+                answered.add(name)
+                shared.set(f"{_ANSWER}/{name.decode()}", life)
+        missing[:] = [rank for rank in missing if not own.check([f"{_CAME}/{rank}"])]
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(
+                f"{world_size - len(missing)} of {world_size} ranks came within {limit.total_seconds():g} s"
+            )
+        time.sleep(_POLL_S)
+
+
+def _lost(shared: dist.Store, life: str, crowd: Crowd) -> str:
+    # The connection that there is may be taken, by the thread that was given up.
+    missed = _started(lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size))
+    try:
+        return missed.result(3 * _ANSWERS_S)
+    except (TimeoutError, dist.DistError):
+        return f"{crowd.keeper} does not answer any more"
+
+
+def _missed(own: dist.Store, rank: int, world_size: int) -> str:
+    silent = [other for other in range(world_size) if other != rank]
+    own.set_timeout(timedelta(seconds=_ANSWERS_S))
+    own.set(f"{_HERE}/{rank}", "")
+    own.set(_ROLL, "")
+    silent = _without(own, silent, _HERE, enough=1)
+    absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
+    lost = (
+        f"{listed('rank', absent)} did not come" if absent else f"{listed('rank', silent) if silent else 'one'} came and was lost"
+    )
+    # Who has not noticed yet, since it began later, is told: the store may end with rank 0.
+    own.set(_LOST, lost)
+    own.set(f"{_KNOWS}/{rank}", "")
+    if rank == 0:
+        _without(own, [other for other in range(1, world_size) if other not in (absent or silent)], _KNOWS)
+    return lost
+
+
+def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
+    """Wait for the ranks' notes; those that have not left one when only ``enough`` are missing, or after a while."""
+    deadline = time.monotonic() + _ANSWERS_S
+    while True:
+        ranks = [rank for rank in ranks if not own.check([f"{key}/{rank}"])]
+        if len(ranks) <= enough or time.monotonic() > deadline:
+            return ranks
+        time.sleep(_POLL_S)

@@ -1,0 +1,219 @@
+"""State of the strategy on a rank while it runs, as its mixins see it, and agreement of the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.checkpoint import Keeper
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.forward.surroundings import Context, Surroundings
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.shims.lightning import LightningNames, StrategyBase
+from lightning_ptdp.strategy.interruption import Interruption
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
+from lightning_ptdp.strategy.stopping import StopRequest
+from lightning_ptdp.strategy.validation_clock import ValidationClock
+from lightning_ptdp.world.mesh import ProcessMesh
+
+__all__ = ["Run", "RunningStrategy"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """State of one call of ``fit``, ``validate``, ``test`` or ``predict``, replaced by the next ``setup_environment``.
+
+    Attributes:
+        mesh: The process groups, which a later run takes over.
+        board: The store of this life for the watchdog's notes, likewise; None if somebody else made the groups, or there are none.
+        watchdog: Knows what the ranks do.
+        interruption: Whether an exception ended all of them.
+        stop_request: Whether somebody wants the run to end.
+        validation_clock: When validation is due by the clock.
+        seed: The same on all ranks.
+    """
+
+    mesh: ProcessMesh
+    board: dist.Store | None
+    watchdog: Watchdog
+    interruption: Interruption
+    stop_request: StopRequest
+    validation_clock: ValidationClock
+    seed: int
+
+
+class RunningStrategy(StrategyBase):
+    """Mixin that all others of the strategy derive from: what ``setup_environment`` and ``setup`` make, and where to find it; collectives
+    over the world, in which the ranks of one replica hold equal values.
+
+    Attributes:
+        gradient_norm: Of the last step that was clipped by it.
+    """
+
+    _names: LightningNames
+    config: PTDPConfig
+    num_nodes: int
+    gradient_norm: Tensor | None = None
+    _keeper: Keeper
+    _surroundings: Surroundings
+    _run: Run | None = None
+    _parallel: ParallelModel | None = None
+    _engine: Engine | None = None
+    _guard: ParameterGuard | None = None
+    _running_step: str | None = None
+    _answers_for_rank_zero: bool = False
+
+    def refusal(self, message: str) -> Exception:
+        """Lightning's exception for a wrong configuration."""
+        error: Exception = self._names.MisconfigurationException(message)
+        return error
+
+    @property
+    def told_to_end(self) -> bool:
+        """Return True if this rank got SIGTERM in the run."""
+        return self._run is not None and self._run.stop_request.received
+
+    @property
+    def run(self) -> Run:
+        """Return the state that ``setup_environment`` made."""
+        assert self._run is not None
+        return self._run
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """The process groups of this rank, after ``setup_environment``."""
+        return self.run.mesh
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """This rank's part of the model, as ``setup`` cut it."""
+        assert self._parallel is not None
+        return self._parallel
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine that runs the batches, after ``setup``."""
+        assert self._engine is not None
+        return self._engine
+
+    # ---- what Lightning asks of all ranks: reductions, agreement, broadcasts -----------------------------------------------
+
+    @contextlib.contextmanager
+    def one_step(self, hook: str, context: Callable[[], Context]) -> Iterator[None]:
+        """Around one call of the user's ``hook``, inside ``context()``.
+
+        Under a pipeline it runs to its end on the last stage only. So it may not ask for collectives, for which the other ranks would
+        never come, and the last stage of rank 0's pipeline answers for rank 0 to a step that logs there only.
+        """
+        layout = self.mesh.layout  # the strategy would make it anew, and check it
+        if layout.pipeline_parallel_size > 1:
+            pipeline = self.mesh.group("pipeline")
+            self._running_step = hook
+            self._answers_for_rank_zero = 0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
+        self._guard_parameters(hook)
+        try:
+            with context():
+                yield
+        finally:
+            self._running_step, self._answers_for_rank_zero = None, False
+            self._guard_parameters(None)
+
+    def _guard_parameters(self, hook: str | None) -> None:
+        if self._guard is not None:
+            self._guard.hook = hook
+
+    def _alone(self, name: str) -> bool:
+        """Return True if the other ranks will not join a collective, because this rank handles an exception that they do not have.
+
+        Raises:
+            MisconfigurationException: The user's step asks for the collective under a pipeline.
+        """
+        if self._running_step is not None:
+            raise self.refusal(
+                f"{name} in {self._running_step}: with pipeline_parallel_size={self.layout.pipeline_parallel_size} a step runs to its "
+                "end on the last stage only, and waits for ranks that do not come. Log what is to be reduced with "
+                "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter with what the step returned, such as "
+                "on_train_batch_end, on_validation_batch_end or on_validation_epoch_end"
+            )
+        return self._run is not None and self._run.interruption.is_of_this_rank_alone()
+
+    def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what waits for other ranks outside the steps: a lost one gives an error that names ``what`` and what each rank did.
+
+        Raises:
+            PeerError: Inside, instead of an error of torch's communication.
+        """
+        return contextlib.nullcontext() if self._run is None else self._run.watchdog.during(what)
+
+    def reduce(self, tensor: _T, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> _T:
+        """Reduce over the replicas.
+
+        The ranks of one replica hold equal values, so that the world's mean is the replicas' mean, and a sum adds one value of each
+        replica. Give ``group=torch.distributed.group.WORLD`` for the sum over all ranks.
+        """
+        if not isinstance(tensor, Tensor) or self._alone("reduce"):
+            return tensor
+        is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        if group is None and is_sum and self._run is not None:
+            replicas = self.mesh.group("replicas")
+            if replicas.size == 1:
+                return tensor
+            group = replicas.handle
+        with self.waiting_in("reduction of a value"):
+            result: _T = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
+        return result
+
+    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas, or over ``group``; ranks of one replica hold equal values, which are not repeated.
+
+        Args:
+            tensor: Of the same shape on all ranks.
+            group: Another process group than the world's.
+            sync_grads: Whether gradients flow back.
+
+        Returns:
+            The values, stacked along a new first dimension of the size of the group; ``tensor`` itself in a world of one.
+        """
+        if not dist.is_initialized() or self._alone("all_gather"):
+            return tensor
+        if group in (None, dist.group.WORLD):
+            replicas = self.mesh.group("replicas")
+            if replicas.size == 1:
+                return tensor.unsqueeze(0)
+            group = replicas.handle
+        with self.waiting_in("all_gather"):
+            gathered: Tensor = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over the whole world."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_initialized() and not self._alone("reduce_boolean_decision"):
+            with self.waiting_in("agreement"):
+                dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the world."""
+        if dist.is_initialized() and not self._alone("barrier"):
+            with self.waiting_in(f"barrier {name!r}" if name else "barrier"):
+                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """Send an object from rank ``src`` to the world."""
+        if not dist.is_initialized() or self._alone("broadcast"):
+            return obj
+        box = [obj]
+        with self.waiting_in(f"broadcast from rank {src}"):
+            dist.broadcast_object_list(box, src)
+        return box[0]

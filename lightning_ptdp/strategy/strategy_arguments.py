@@ -1,0 +1,35 @@
+"""The strategy's arguments: ``layout``, the fields of ``PTDPConfig``, which tells their meaning, and those of Lightning's strategies."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import Any, get_type_hints
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.shims.lightning import StrategyBase
+from lightning_ptdp.strategy.layout_choice import LayoutChoice
+
+__all__ = ["constructor"]
+
+
+def constructor(construct: Callable[..., None], lightning: Callable[..., None]) -> Callable[..., None]:
+    """``construct`` with the signature that ``inspect`` and jsonargparse read; ``lightning`` is the constructor of Lightning's class."""
+
+    @wraps(construct)
+    def init(self: StrategyBase, **options: Any) -> None:
+        construct(self, **options)
+
+    taken = [
+        Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+        Parameter("layout", Parameter.KEYWORD_ONLY, default=None, annotation=LayoutChoice | None),
+    ]
+    for source in (PTDPConfig.__init__, lightning):
+        hints = get_type_hints(source)
+        parameters = list(inspect.signature(source).parameters.values())[1:]
+        taken += [one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in parameters]
+    init.__qualname__ = "PTDPStrategy.__init__"
+    vars(init)["__signature__"] = Signature(taken)
+    return init

@@ -1,0 +1,121 @@
+"""Kept whole by every rank, or around several modules that are split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, shape_text
+from lightning_ptdp.tensor_parallel.region import enter_region, join_around
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["Alias", "Partial", "Region", "Whole"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial(Kind):
+    """A module that is kept whole but sees only this rank's heads or features, like the norm of queries and keys between column
+    and row layers: its parameters' gradients are parts of a sum over the group, with and without sequence parallelism."""
+
+    name = "partial"
+    parameters = None
+    ties = "whole"
+    region_part = True
+
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        return {name: Sharding.replicated(p.shape, partial=("tensor",)) for name, p in module.named_parameters()}
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text(shape), "whole; gradient partial"
+
+    def of_child(self, name: str) -> Kind | None:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias(Kind):
+    """A module whose own parameters are other names of parameters of sharded modules and are not used by its forward, like
+    ``predictions.bias`` of Hugging Face's BERT, which is its decoder's: they become the sharded ones."""
+
+    name = "alias"
+    parameters = None
+    ties = "any"
+
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        return {}
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return "as its other name", "alias: another name of a sharded parameter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Kind):
+    """A module inside the blocks that every rank computes for the whole sequence where the sequence is split around it: of its output
+    each keeps its own slice. What is sharded in it is sharded without sequence parallelism. Without that, it says nothing."""
+
+    name = "whole"
+    parameters = None
+    ties = "whole"
+    keeps_sequence = True
+    keeps_children = True
+
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        return {}
+
+    def complete(self, module: nn.Module, *, group: Group) -> None:
+        join_around(module, group=group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region(Kind):
+    """A module around column layers that all take its first argument, and the row layer behind them: the argument's gradient is summed
+    over the group once, not once for each column layer. Nothing in it may be kept whole, except what is ``Partial``.
+
+    Attributes:
+        heads: Number of attention heads, which the following have to be told.
+        arguments: Arguments of its forward with something for each head, of which a rank is given that of its own (the biases of ALiBi,
+            arXiv 2108.12409): (b, n, ...) of four dimensions, (b n, ...) of three.
+        per_head: Its own parameters with an element for each head along dimension 0, split as the heads are.
+    """
+
+    heads: Size | None = None
+    arguments: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
+
+    name = "region"
+    parameters = None
+    is_region = True
+    keeps_children = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if (self.arguments or self.per_head) and self.heads is None:
+            raise ValueError(f"Region(arguments={self.arguments}, per_head={self.per_head}): give the number of heads, too")
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        if self.heads is not None:
+            check_divides(name, "number of heads", self.heads, size)
+
+    def check_inside(self, name: str, module: nn.Module, kinds: Mapping[str, Kind]) -> None:
+        for inner, child in module.named_modules():
+            kind = kinds.get(f"{name}.{inner}")
+            own = {key for key, parameter in child._parameters.items() if parameter is not None}
+            if not (kind is not None and kind.region_part) and own - set(() if inner else self.per_head):
+                raise ValueError(
+                    f"'{name}' is a region, but '{name}.{inner}' in it is kept whole, and its gradient would be counted once for "
+                    "each rank; shard it, or leave the region out of the plan"
+                )
+
+    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+        shapes = {key: module.get_parameter(key).shape for key in self.per_head}
+        return {key: place.columns(shape, shape[:1]) for key, shape in shapes.items()}
+
+    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+        enter_region(
+            module, heads=self.heads, arguments=self.arguments, group=place.group, sequence_parallel=place.sequence_parallel
+        )
+        return super().build(module, local, place)

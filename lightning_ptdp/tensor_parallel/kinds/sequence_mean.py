@@ -1,0 +1,43 @@
+"""Means over the tokens of a sequence, of which context parallelism shows each rank a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
+from lightning_ptdp.tensor_parallel.collectives import total
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, shape_text
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["Mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Kind):
+    """A module without parameters whose result is a mean over the tokens of each sequence: under context parallelism the mean of what
+    the ranks find in their parts, which are equally long. Its gradient is that of the losses of all of them."""
+
+    name = "mean"
+    axis = "context"
+    takes = "a module without parameters that returns a mean over the sequence"
+    parameters = frozenset()
+
+    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+        replace_forward(module, _MeanForward, group=place.group)
+        return module
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text(shape), "whole"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _MeanForward(OwnForward):
+    group: Group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        own: Tensor = self.original(*args, **kwargs)
+        return total(own, self.group) / self.group.size

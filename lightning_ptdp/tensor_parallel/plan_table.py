@@ -1,0 +1,60 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from lightning_ptdp.base.columns import columns
+from lightning_ptdp.tensor_parallel.kinds import Kind
+from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
+from lightning_ptdp.tensor_parallel.linear_like import stores_outputs_last
+
+__all__ = ["explain"]
+
+
+def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[str], bool]) -> str:
+    """One line a parameter, with equal ones of repeated layers together: name, shape, shape on one of t ranks, what happens.
+
+    Args:
+        model: The whole module.
+        kinds: What becomes of its modules.
+        splits: Whether a parameter of this name sees a slice of the sequence under sequence parallelism.
+    """
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    seen: dict[int, str] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        kind = kinds.get(module_name) or _kind_above(module_name, kinds)
+        says = kind if kind is not None else Kind()
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{key}".lstrip(".")
+            shape = tuple(parameter.shape)
+            local, fate = says.describe(key, shape, outputs_last=stores_outputs_last(module))
+            if not splits(name):
+                fate = fate.replace("; gradient partial under sequence parallelism", "")
+            first = seen.setdefault(id(parameter), name)
+            if first != name:
+                fate = f"the same parameter as {first}"
+            counts[_general(name), shape_text(shape), local, fate] += 1
+    rows = [("parameter", "shape", "on a rank", "what becomes of it")]
+    rows += [(f"{row[0]}  x{count}" if count > 1 else row[0], *row[1:]) for row, count in counts.items()]
+    return columns(rows, words=range(len(rows[0])))
+
+
+def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:
+    """The kind of a module around this one that speaks for its children."""
+    child = ""
+    while name:
+        name, _, child = name.rpartition(".")
+        around = kinds.get(name)
+        if around is not None and (kind := around.of_child(child)) is not None:
+            return kind
+    return None
+
+
+def _general(name: str) -> str:
+    """``h.3.norm.weight`` -> ``h.*.norm.weight``."""
+    return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)

@@ -1,0 +1,211 @@
+"""The arithmetic of batches, in one place: global batch = b * m * d, and its ramp-up over samples.
+
+b is the micro-batch size, m the number of microbatches of a replica's step, d the number of replicas (arXiv 2104.04473, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from lightning_ptdp.base.option_types import Size, check_arguments, check_types
+from lightning_ptdp.world.layout import nearest_divisors
+
+__all__ = ["BatchPlan", "RampUp"]
+
+_MOST_GROWTHS = 10_000
+_MOST_SAMPLES = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """Sizes of the batches of a step.
+
+    Attributes:
+        micro_batch_size: b, samples of a microbatch.
+        num_microbatches: m, microbatches of a replica's step.
+        data_parallel_size: d, replicas.
+    """
+
+    micro_batch_size: Size
+    num_microbatches: Size
+    data_parallel_size: Size
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples that one replica reads for a step: b * m."""
+        return self.micro_batch_size * self.num_microbatches
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step: b * m * d."""
+        return self.replica_batch * self.data_parallel_size
+
+    @classmethod
+    def derive(
+        cls,
+        *,
+        data_parallel_size: Size,
+        global_batch_size: Size | None = None,
+        micro_batch_size: Size | None = None,
+        num_microbatches: Size | None = None,
+    ) -> BatchPlan:
+        """The plan from any two of the global batch, b and m; all three must agree.
+
+        Raises:
+            ValueError: Fewer than two are given, one is not positive, or they do not divide; names what would work.
+        """
+        check_arguments(BatchPlan.derive, locals())
+        if sum(value is not None for value in (global_batch_size, micro_batch_size, num_microbatches)) < 2:
+            raise ValueError(
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: "
+                "give two of them, the third follows from global_batch_size = micro_batch_size * num_microbatches * data_parallel_size"
+            )
+        if global_batch_size is None:
+            assert micro_batch_size is not None and num_microbatches is not None
+            global_batch_size = micro_batch_size * num_microbatches * data_parallel_size
+            if global_batch_size > _MOST_SAMPLES:
+                raise ValueError(
+                    f"micro_batch_size={micro_batch_size} * num_microbatches={num_microbatches} * data_parallel_size={data_parallel_size} "
+                    f"is a global batch of {global_batch_size} samples; at most {_MOST_SAMPLES} can be counted"
+                )
+        if micro_batch_size is None:
+            assert num_microbatches is not None
+            micro_batch_size = _quotient(global_batch_size, "num_microbatches", num_microbatches, data_parallel_size)
+        derived = _quotient(global_batch_size, "micro_batch_size", micro_batch_size, data_parallel_size)
+        if num_microbatches is not None and num_microbatches != derived:
+            product = micro_batch_size * num_microbatches * data_parallel_size
+            raise ValueError(
+                f"global_batch_size={global_batch_size} is not micro_batch_size * num_microbatches * data_parallel_size = "
+                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; leave one out, or use "
+                f"num_microbatches={derived}"
+            )
+        return cls(micro_batch_size=micro_batch_size, num_microbatches=derived, data_parallel_size=data_parallel_size)
+
+
+def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> int:
+    """``global_batch_size / (value * replicas)``."""
+    unit = value * replicas
+    if global_batch_size % unit == 0:
+        return global_batch_size // unit
+    sizes = sorted({global_batch_size // unit * unit, -(-global_batch_size // unit) * unit} - {0})
+    mend = f"use global_batch_size={' or '.join(map(str, sizes))}"
+    if global_batch_size % replicas == 0:
+        mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
+    raise ValueError(
+        f"global_batch_size={global_batch_size} is not divisible by {field} * data_parallel_size = {value} * {replicas}; {mend}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampUp:
+    """A global batch that grows from ``start`` to ``stop`` in equal steps over the first ``samples`` samples.
+
+    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165, section 2.3). The size of a step depends on
+    nothing but the samples consumed before it, so that the position in the data is one number in every layout. With ``start`` equal to
+    ``stop`` the size is constant.
+
+    Attributes:
+        start: Global batch of the first step.
+        stop: Global batch after the ramp.
+        increment: By how much it grows at once.
+        samples: Over how many samples.
+
+    Raises:
+        ValueError: A field is not positive, ``stop`` is smaller than ``start``, or the increment does not fit between them.
+    """
+
+    start: Size
+    stop: Size
+    increment: Size
+    samples: Size
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.stop < self.start:
+            raise ValueError(f"stop={self.stop} is smaller than start={self.start}; the global batch can only grow")
+        if (self.stop - self.start) % self.increment:
+            near = nearest_divisors(self.stop - self.start, self.increment)
+            raise ValueError(
+                f"increment={self.increment} does not divide stop - start = {self.stop} - {self.start}; use increment="
+                f"{' or '.join(map(str, near))}"
+            )
+        if self._growths > _MOST_GROWTHS:
+            raise ValueError(
+                f"increment={self.increment} makes {self._growths} steps from start={self.start} to stop={self.stop}: use at most "
+                f"{_MOST_GROWTHS}, so an increment of {-(-(self.stop - self.start) // _MOST_GROWTHS)} or more"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All global batches, in their order."""
+        return tuple(range(self.start, self.stop + 1, self.increment))
+
+    def plans(self, *, data_parallel_size: int, micro_batch_size: int) -> tuple[BatchPlan, ...]:
+        """The plan of every size.
+
+        Raises:
+            ValueError: A size is not divisible by ``micro_batch_size * data_parallel_size``.
+        """
+        return tuple(
+            BatchPlan.derive(data_parallel_size=data_parallel_size, global_batch_size=size, micro_batch_size=micro_batch_size)
+            for size in self.sizes
+        )
+
+    def global_batch(self, consumed: int) -> int:
+        """The size of the step that begins after ``consumed`` samples."""
+        return self.start + self.increment * min(self._growths, consumed * self._growths // self.samples)
+
+    def stretch(self, consumed: int) -> tuple[int, int | None]:
+        """The size of the step that begins after ``consumed`` samples, and how many steps from there on have it (None: all)."""
+        size = self.global_batch(consumed)
+        if size == self.stop:
+            return size, None
+        grows_at = -(-((size - self.start) // self.increment + 1) * self.samples // self._growths)
+        return size, -(-(grows_at - consumed) // size)
+
+    def consumed(self, steps: int, *, start: int = 0) -> int:
+        """Samples that ``steps`` steps take, the first of which begins after ``start`` samples."""
+        end = start
+        while steps:
+            size, alike = self.stretch(end)
+            alike = steps if alike is None else min(alike, steps)
+            end, steps = end + alike * size, steps - alike
+        return end - start
+
+    def steps(self, samples: int, *, start: int = 0) -> int:
+        """Whole steps that ``samples`` samples are enough for, the first of which begins after ``start`` samples."""
+        steps = 0
+        while True:
+            size, alike = self.stretch(start)
+            enough = samples // size
+            if alike is None or enough < alike:
+                return steps + enough
+            steps, start, samples = steps + alike, start + alike * size, samples - alike * size
+
+    def epoch_steps(self, consumed: int, *, samples: int) -> int:
+        """Steps of the epoch in which the step after ``consumed`` samples is.
+
+        An epoch has as many whole steps as ``samples`` samples, the size of the data, are enough for; the next one begins where it ends.
+        """
+        for first, steps in self._epochs(samples):
+            if consumed < first + self.consumed(steps, start=first) or self.global_batch(first) == self.stop:
+                return steps
+        raise AssertionError  # there is no end of epochs
+
+    def steps_of_epochs(self, epochs: int, *, samples: int) -> int:
+        """Steps of the first ``epochs`` epochs over data of ``samples`` samples."""
+        return sum(steps for _, steps in islice(self._epochs(samples), epochs))
+
+    def _epochs(self, samples: int) -> Iterator[tuple[int, int]]:
+        """Yield the number of samples before each epoch, and its steps."""
+        first = 0
+        while True:
+            steps = self.steps(samples, start=first)
+            yield first, steps
+            first += self.consumed(steps, start=first)
+
+    @property
+    def _growths(self) -> int:
+        return (self.stop - self.start) // self.increment
