@@ -2,9 +2,10 @@
 # The main job and the quick tests on every interpreter that is installed, with the lowest declared versions, the lowest torch, and the
 # newest releases. Prints the table of docs/quickstart.md.
 #
-# usage: ci/versions.sh [--full] [--oldest] [--resolution lowest|torch|newest] [FOLDER]
+# usage: ci/versions.sh [--full] [--oldest] [--python VERSION] [--resolution lowest|torch|newest] [FOLDER]
 #   --full        all tests instead of the quick ones
 #   --oldest      only the oldest interpreter
+#   --python      only the interpreter of this version, such as 3.12.1
 #   --resolution  only this one
 #   FOLDER        place of the environments and logs (default: a temporary folder)
 set -uo pipefail
@@ -12,14 +13,16 @@ cd "$(dirname "$0")/.."
 
 tests="-m quick"
 oldest=""
+only=""
 resolutions="lowest torch newest"
 scratch=""
 while [ $# -gt 0 ]; do
     case "$1" in
         --full) tests="" ;;
         --oldest) oldest=1 ;;
+        --python) only="${2:?--python needs a version}"; shift ;;
         --resolution) resolutions="${2:?--resolution lowest, torch or newest}"; shift ;;
-        -*) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2 ;;
+        -*) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
         *) scratch="$1" ;;
     esac
     shift
@@ -82,6 +85,7 @@ table="$scratch/table.md"
 printf '| Python | resolution | torch | lightning | transformers | main job | tests |\n|---|---|---|---|---|---|---|\n' > "$table"
 failed=0
 while read -r -u 3 version python; do
+    [ -n "$only" ] && [ "$only" != "$version" ] && continue
     for resolution in $resolutions; do
         name="$version-$resolution"
         log="$scratch/$name.log"
