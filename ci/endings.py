@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""End trainings in every way while a checkpoint is being written in the background, and count those that are lost.
+"""End trainings in every way while a checkpoint is being written in the background, and count those
+that are lost.
 
     python ci/endings.py --runs 200
 
-Every run begins a save (``async_save=True``, slowed down), or has just begun one, when it ends: by returning, ``sys.exit``, an exception,
-SIGTERM or one Ctrl-C; in the middle of fit, in its last hooks or after it; on all ranks or on one; alone, or as two ranks that torchrun,
-Lightning's scripts, fork or spawn have started. Exit code 1 if a save that had begun is not whole afterwards, or something hangs.
-"""
+Every run begins a save (``async_save=True``, slowed down), or has just begun one, when it ends: by
+returning, ``sys.exit``, an exception, SIGTERM or one Ctrl-C; in the middle of fit, in its last
+hooks or after it; on all ranks or on one; alone, or as two ranks that torchrun, Lightning's
+scripts, fork or spawn have started. Exit code 1 if a save that had begun is not whole afterwards,
+or something hangs."""
 
 from __future__ import annotations
 
@@ -48,10 +50,12 @@ class Case:
     """One run.
 
     Attributes:
-        launcher: "one" process, two "ranks" of an environment as torchrun's, or the way in which two are started.
+        launcher: "one" process, two "ranks" of an environment as torchrun's, or the way in which
+            two are started.
         way: How it ends.
         hook: Where.
-        on_ranks: Who ends, where all could ("exit", "exception"), and who gets a signal that is for one.
+        on_ranks: Who ends, where all could ("exit", "exception"), and who gets a signal that is for
+            one.
         saves: Whether there is the callback ``SaveOnSignal``.
     """
 
@@ -103,7 +107,9 @@ def end(case: Case, trainer: pl.Trainer, folder: Path) -> None:
     if case.way == "Ctrl-C to one" and trainer.global_rank == case.on_ranks[0]:
         os.kill(os.getpid(), signal.SIGINT)
     if case.way == "Ctrl-C" and trainer.is_global_zero:  # as a terminal does
-        os.kill(os.getppid(), signal.SIGINT) if case.launcher == "torchrun" else os.killpg(0, signal.SIGINT)
+        os.kill(os.getppid(), signal.SIGINT) if case.launcher == "torchrun" else os.killpg(
+            0, signal.SIGINT
+        )
 
 
 def train(case: Case, folder: Path) -> None:
@@ -160,11 +166,14 @@ def cases(launchers: Sequence[str], seed: int) -> Iterator[Case]:
             if hook == "after fit" and launcher in ("fork", "spawn"):
                 hook = "on_train_end"
             on_ranks = draw.choice([(0, 1), (0,), (1,)]) if launcher != "one" else (0,)
-            yield Case(launcher=launcher, way=way, hook=hook, on_ranks=on_ranks, saves=draw.random() < 0.5)
+            yield Case(
+                launcher=launcher, way=way, hook=hook, on_ranks=on_ranks, saves=draw.random() < 0.5
+            )
 
 
 def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
-    """Fork a process that trains and then ends as Python ends: what is imported here need not be imported again."""
+    """Fork a process that trains and then ends as Python ends: what is imported here need not be
+    imported again."""
     process = os.fork()
     if process:
         return process
@@ -176,7 +185,14 @@ def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
     os.dup2(output, 2)
     sys.argv = [__file__, "--only", json.dumps(asdict(case)), str(folder)]
     if case.launcher == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", *sys.argv]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            f"--master-port={free_port()}",
+            *sys.argv,
+        ]
         os.execv(sys.executable, command)
     torch.set_num_threads(1)
     train(case, folder)
@@ -187,7 +203,12 @@ def run(case: Case, folder: Path, limit_s: float) -> str:
     """Run a case and return the fault, or "". After ``limit_s`` seconds it counts as a hang."""
     environments: list[dict[str, str]] = [{}]
     if case.launcher == "ranks":
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+        }
         common |= {"TORCHELASTIC_RUN_ID": "endings", "LOCAL_WORLD_SIZE": "2"}
         environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     processes = [begin(case, folder, environment) for environment in environments]
@@ -223,17 +244,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--launchers", nargs="+", default=["one", "ranks", "fork"] * 8 + ["popen", "torchrun", "spawn"])
     parser.add_argument(
-        "--limit-s", type=float, default=150.0, help="of a run; on a busy machine an import alone may take a minute"
+        "--launchers",
+        nargs="+",
+        default=["one", "ranks", "fork"] * 8 + ["popen", "torchrun", "spawn"],
     )
-    parser.add_argument("--only", nargs=2, metavar=("CASE", "FOLDER"), help="one case, in this process")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=150.0,
+        help="of a run; on a busy machine an import alone may take a minute",
+    )
+    parser.add_argument(
+        "--only", nargs=2, metavar=("CASE", "FOLDER"), help="one case, in this process"
+    )
     options = parser.parse_args()
     if options.only:
         train(Case(**json.loads(options.only[0])), Path(options.only[1]))
         return 0
     wrong, began, here = 0, time.monotonic(), os.getpid()
-    for number, case in enumerate(itertools.islice(cases(options.launchers, options.seed), options.runs)):
+    for number, case in enumerate(
+        itertools.islice(cases(options.launchers, options.seed), options.runs)
+    ):
         folder = Path(tempfile.mkdtemp(prefix="endings-"))
         try:
             what = run(case, folder, options.limit_s)

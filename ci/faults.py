@@ -1,25 +1,32 @@
-"""A training whose ranks are killed or frozen again and again, and checkpoints that are damaged: what survives.
+"""A training whose ranks are killed or frozen again and again, and checkpoints that are damaged:
+what survives.
 
-    python ci/faults.py [--kills 50] [--seed 0] [--layouts d2,p2] [--kinds "save: renames,load"] [--faults kill,stop] [--timeout-s 20]
+    python ci/faults.py [--kills 50] [--seed 0] [--layouts d2,p2] [--kinds "save: renames,load"]
+    [--faults kill,stop] [--timeout-s 20]
                         [--allow-s 0] [--folder DIR] [--verbose]
 
-In every layout a tiny GPT is trained by real processes over gloo, with a checkpoint every few steps, as torchrun, Lightning or SLURM would
-start them. One rank, drawn at random, is lost at an instant of a drawn kind (fault_campaign/kinds.py), by SIGKILL or SIGSTOP; the training
-goes on from the newest complete checkpoint, from `latest` or from the folder, and so forth. Every process has a clock of its own, up to a
+In every layout a tiny GPT is trained by real processes over gloo, with a checkpoint every few
+steps, as torchrun, Lightning or SLURM would start them. One rank, drawn at random, is lost at an
+instant of a drawn kind (fault_campaign/kinds.py), by SIGKILL or SIGSTOP; the training goes on from
+the newest complete checkpoint, from `latest` or from the folder, and so forth. Every process has a
+clock of its own, up to a
 day off, as on other machines. Checked every time:
 
-- the other ranks end by themselves with an error that names the lost one: within 2 s if it was killed, within 1.3 times the strategy's
-  limit if it was frozen, or killed before it had come to rank 0 (and rank 0: before it had answered): then only what started it
-  (torchrun, Lightning, `srun --kill-on-bad-exit`) could know, which nothing here does. Who had finished before has nothing to say;
-- `latest` is a whole checkpoint (every byte is compared with its checksum), and neither it nor the newest whole one is older than before;
+- the other ranks end by themselves with an error that names the lost one: within 2 s if it was
+  killed, within 1.3 times the strategy's limit if it was frozen, or killed before it had come to
+  rank 0 (and rank 0: before it had answered): then only what started it (torchrun, Lightning, `srun
+  --kill-on-bad-exit`) could know, which nothing here does. Who had finished before has nothing to
+  say;
+- `latest` is a whole checkpoint (every byte is compared with its checksum), and neither it nor the
+  newest whole one is older than before;
 - what stands under a checkpoint's own name is whole.
 
-At the end the weights must be those of a training that nobody disturbed, bit for bit, and nothing may be left under a temporary name. Then
-every file of a checkpoint is damaged, and all of that must be noticed. The exit code is 1 if anything was not as it should be; what the
-ranks of a wrong attempt printed is shown. On a machine with other work `--allow-s` is what may be added to the two bounds. One after the
-other 300 take about an hour and a half with `--timeout-s 20`, most of it waiting for limits; several runs with a layout each go beside each
-other.
-"""
+At the end the weights must be those of a training that nobody disturbed, bit for bit, and nothing
+may be left under a temporary name. Then every file of a checkpoint is damaged, and all of that must
+be noticed. The exit code is 1 if anything was not as it should be; what the ranks of a wrong
+attempt printed is shown. On a machine with other work `--allow-s` is what may be added to the two
+bounds. One after the other 300 take about an hour and a half with `--timeout-s 20`, most of it
+waiting for limits; several runs with a layout each go beside each other."""
 
 from __future__ import annotations
 
@@ -56,7 +63,8 @@ _TABLE = "What each rank did last:"
 _BLAMED = re.compile(
     r"rank (\d+): (?:last heard|has told nothing)|rank (\d+), which keeps the store"
     r"|(?:[Nn]o answer from|did not hear from|without) ranks? ([\d, ]+)"
-    r"|ranks? ([\d, ]+?) (?:did not come|came and was lost|does not answer|do not answer|is gone|are gone|was lost|has ended|was killed)"
+    r"|ranks? ([\d, ]+?) (?:did not come|came and was lost|does not answer|do not answer|is "
+    r"gone|are gone|was lost|has ended|was killed)"
 )
 
 
@@ -108,7 +116,15 @@ class Campaign:
             call = self.draw.randint(1, KINDS[kind].most)
             behind = self.draw.random() < 0.5 and not KINDS[kind].alone
             step = first + self.draw.randrange(SAVE_EVERY + 1)
-            trap = Trap(kind=kind, fault=fault, note=note, victim=victim, step=step, call=call, behind=behind)
+            trap = Trap(
+                kind=kind,
+                fault=fault,
+                note=note,
+                victim=victim,
+                step=step,
+                call=call,
+                behind=behind,
+            )
         else:
             shot = Shot(fault=fault, victim=victim, after_s=self.draw.uniform(0.0, _LONGEST_S))
         launcher = self.draw.choice(list(LAUNCHERS))
@@ -125,11 +141,19 @@ class Campaign:
         if ended.lost is None:
             self.wrong.append(f"{what}: nobody was lost; {ended.errors}{_PRINTED}{ended.printed}")
             return
-        named = self._judge(what, victim, ended, soon=self.allow_s + _KILLED_S if fault == "kill" else slowly, late=slowly)
+        named = self._judge(
+            what,
+            victim,
+            ended,
+            soon=self.allow_s + _KILLED_S if fault == "kill" else slowly,
+            late=slowly,
+        )
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{what}: {text}" for text in self.standing.wrong]
         lost = max(ended.steps[victim], 0) - max(self.standing.newest_step, 0)
-        self.kills.append(Kill(kind=kind, fault=fault, named_after_s=named, steps_lost=max(lost, 0)))
+        self.kills.append(
+            Kill(kind=kind, fault=fault, named_after_s=named, steps_lost=max(lost, 0))
+        )
 
     def finish(self) -> None:
         """Train undisturbed to the end, and from the beginning, and compare."""
@@ -137,13 +161,23 @@ class Campaign:
         killed = self._attempt(steps)
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{self.layout}, at the end: {text}" for text in self.standing.wrong]
-        self.wrong += [f"{self.layout}, at the end: {name} is left" for name in leftovers(self.folder / "checkpoints")]
+        self.wrong += [
+            f"{self.layout}, at the end: {name} is left"
+            for name in leftovers(self.folder / "checkpoints")
+        ]
         whole = self._attempt(steps, folder=self.folder / "undisturbed")
         for name, ended in (("the last attempt", killed), ("the undisturbed training", whole)):
             if len(ended.weights) != world_size_of(self.layout):
-                self.wrong.append(f"{self.layout}: {name} did not finish: {ended.errors}{_PRINTED}{ended.printed}")
-        if {*killed.weights.values()} != {*whole.weights.values()} or len({*whole.weights.values()}) != 1:
-            self.wrong.append(f"{self.layout}: after {steps} steps the weights are not those of an undisturbed training")
+                self.wrong.append(
+                    f"{self.layout}: {name} did not finish: {ended.errors}{_PRINTED}{ended.printed}"
+                )
+        if {*killed.weights.values()} != {*whole.weights.values()} or len(
+            {*whole.weights.values()}
+        ) != 1:
+            self.wrong.append(
+                f"{self.layout}: after {steps} steps the weights are not those of an undisturbed "
+                "training"
+            )
 
     def _attempt(
         self,
@@ -159,7 +193,9 @@ class Campaign:
         where = folder or self.folder / "checkpoints"
         resume = None
         if folder is None and self.standing.newest is not None:
-            ways = [self.standing.newest, where] + [where / "latest"] * (self.standing.latest_step >= 0)
+            ways = [self.standing.newest, where] + [where / "latest"] * (
+                self.standing.latest_step >= 0
+            )
             resume = self.draw.choice(ways)
         ranks = range(world_size_of(self.layout))
         with LAUNCHERS[launcher](len(ranks)) as environment:
@@ -176,8 +212,11 @@ class Campaign:
             )
             return self._processes.run(attempt, shot=shot, patience_s=patience_s)
 
-    def _judge(self, what: str, victim: int, ended: Ended, *, soon: float, late: float) -> tuple[float, ...]:
-        """Check the time that each of the other ranks took to name the lost one: ``soon`` if it could know of it, else ``late``."""
+    def _judge(
+        self, what: str, victim: int, ended: Ended, *, soon: float, late: float
+    ) -> tuple[float, ...]:
+        """Check the time that each of the other ranks took to name the lost one: ``soon`` if it
+        could know of it, else ``late``."""
         times = []
         for rank in {*ended.steps} - {victim, *ended.finished}:
             said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
@@ -188,18 +227,21 @@ class Campaign:
             times.append(after_s)
             bound = soon if _had_met(rank, victim, ended) else late
             if victim not in blamed(said, by=rank):
-                self.wrong.append(f"{what}: rank {rank} does not name the lost rank {victim}. It said: {said}{_PRINTED}{printed}")
+                self.wrong.append(
+                    f"{what}: rank {rank} does not name the lost rank {victim}. It said: "
+                    f"{said}{_PRINTED}{printed}"
+                )
             elif after_s > bound:
                 self.wrong.append(
-                    f"{what}: rank {rank} named the lost rank after {after_s:.1f} s, the bound is {bound:g} s: {said}"
+                    f"{what}: rank {rank} named the lost rank after {after_s:.1f} s, the bound is "
+                    f"{bound:g} s: {said}"
                 )
         return tuple(times)
 
 
 def _had_met(rank: int, victim: int, ended: Ended) -> bool:
-    """Return True if ``rank`` could know that ``victim`` had been there: rank 0, which answers all, knows who came; the others know it
-    by that.
-    """
+    """Return True if ``rank`` could know that ``victim`` had been there: rank 0, which answers all,
+    knows who came; the others know it by that."""
     known = [ended.met.get(victim, math.inf)] + [ended.met.get(rank, math.inf)] * (victim == 0)
     return max(known) < ended.lost_at
 
@@ -243,14 +285,19 @@ def main() -> int:
                 print(f"\nWRONG  {text}", flush=True)
             if options.verbose:
                 print(
-                    f"{time.monotonic() - began:6.1f} s  {campaign.layout:<12}{campaign.kills[-1:]}, {len(campaign.wrong)} wrong",
+                    f"{time.monotonic() - began:6.1f} s  "
+                    f"{campaign.layout:<12}{campaign.kills[-1:]}, {len(campaign.wrong)} wrong",
                     flush=True,
                 )
         for campaign in campaigns:
             campaign.finish()
         wrong = [text for campaign in campaigns for text in campaign.wrong]
         _report(campaigns, time.monotonic() - began)
-        newest = next(campaign.standing.newest for campaign in reversed(campaigns) if campaign.standing.newest is not None)
+        newest = next(
+            campaign.standing.newest
+            for campaign in reversed(campaigns)
+            if campaign.standing.newest is not None
+        )
         wrong += _damage(newest, root, draw)
     print(f"\n{'all survived' if not wrong else f'{len(wrong)} things went wrong:'}")
     for text in wrong:
@@ -259,15 +306,35 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="in all layouts together (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default 0)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills", type=int, default=50, help="in all layouts together (default 50)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of everything that is drawn (default 0)"
+    )
     parser.add_argument("--layouts", help=f"some of: {', '.join(LAYOUTS)} (default: all)")
     parser.add_argument("--kinds", help=f"some of: {', '.join(KINDS)} (default: all)")
-    parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of: {', '.join(FAULTS)} (default: all)")
-    parser.add_argument("--allow-s", type=float, default=0.0, help="added to the bounds on a machine with other work (default 0)")
-    parser.add_argument("--timeout-s", type=float, default=20.0, help="the strategy's limit of every wait (default 20)")
-    parser.add_argument("--folder", help="an empty folder to keep everything in (default: a temporary one)")
+    parser.add_argument(
+        "--faults", default=",".join(FAULTS), help=f"some of: {', '.join(FAULTS)} (default: all)"
+    )
+    parser.add_argument(
+        "--allow-s",
+        type=float,
+        default=0.0,
+        help="added to the bounds on a machine with other work (default 0)",
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=20.0,
+        help="the strategy's limit of every wait (default 20)",
+    )
+    parser.add_argument(
+        "--folder", help="an empty folder to keep everything in (default: a temporary one)"
+    )
     parser.add_argument("--verbose", action="store_true", help="a line a kill")
     return parser.parse_args()
 
@@ -285,16 +352,27 @@ def _report(campaigns: Sequence[Campaign], seconds: float) -> None:
     print(f"{'lost in':<18}{'by':<6}{'times':>6}{'others named it after, s':>28}{'steps lost':>14}")
     for kind, fault in [(kind, fault) for kind in KINDS for fault in FAULTS]:
         if found := [kill for kill in kills if (kill.kind, kill.fault) == (kind, fault)]:
-            times, steps = [time for kill in found for time in kill.named_after_s], [kill.steps_lost for kill in found]
-            spread = f"{statistics.median(times):.1f}, at most {max(times):.1f}" if times else "all had finished"
-            print(f"{kind:<18}{fault:<6}{len(found):>6}{spread:>28}{f'{statistics.mean(steps):.1f}, {max(steps)}':>14}")
+            times, steps = (
+                [time for kill in found for time in kill.named_after_s],
+                [kill.steps_lost for kill in found],
+            )
+            spread = (
+                f"{statistics.median(times):.1f}, at most {max(times):.1f}"
+                if times
+                else "all had finished"
+            )
+            print(
+                f"{kind:<18}{fault:<6}{len(found):>6}{spread:>28}{f'{statistics.mean(steps):.1f}, {max(steps)}':>14}"
+            )
 
 
 def _damage(checkpoint: Path, folder: Path, draw: random.Random) -> list[str]:
     print(f"\n{'damaged':<16}{'bytes':>9}{'bits flipped':>14}{'cut short':>11}{'not noticed':>13}")
     wrong = []
     for damage in damage_every_file(checkpoint, folder, draw, places=_PLACES):
-        print(f"{damage.file:<16}{damage.size:>9}{damage.flips:>14}{damage.cuts:>11}{len(damage.unseen):>13}")
+        print(
+            f"{damage.file:<16}{damage.size:>9}{damage.flips:>14}{damage.cuts:>11}{len(damage.unseen):>13}"
+        )
         wrong += [f"{damage.file}: {text} was not noticed" for text in damage.unseen]
     return wrong
 

@@ -2,11 +2,12 @@
 
     python ci/hostile_files.py [--only TEXT] [--show] [--folder DIR]
 
-Every kind of file that is read (tests/hostile/): damaged, cut off, grown, and consistent lies, which agree with their own checksums. Each
-is read in a process of its own, beside a canary. It is to end in one sentence that names the file, within a second of a processor and 200
-MB; nothing may be started, and nothing read, written or removed outside of the case's folder. What is odd and true may be accepted: these
-cases are declared so. The exit code is 1 if anything was not as it should be.
-"""
+Every kind of file that is read (tests/hostile/): damaged, cut off, grown, and consistent lies,
+which agree with their own checksums. Each is read in a process of its own, beside a canary. It is
+to end in one sentence that names the file, within a second of a processor and 200 MB; nothing may
+be started, and nothing read, written or removed outside of the case's folder. What is odd and true
+may be accepted: these cases are declared so. The exit code is 1 if anything was not as it should
+be."""
 
 from __future__ import annotations
 
@@ -25,12 +26,29 @@ import tests.hostile
 from tests.hostile import Case
 from tests.hostile.confined import MOST_MB, MOST_S, Confinement, Outcome
 
-_COLUMNS = ("kind", "cases", "refused", "harmless", "wrong", "slow", "memory", "outside", "started", "longest", "most")
+_COLUMNS = (
+    "kind",
+    "cases",
+    "refused",
+    "harmless",
+    "wrong",
+    "slow",
+    "memory",
+    "outside",
+    "started",
+    "longest",
+    "most",
+)
 
 
 def all_cases(folder: Path) -> list[Case]:
-    """Return the cases of every module of ``tests.hostile``; ``folder`` keeps the files they are made of."""
-    names = [module.name for module in pkgutil.iter_modules(tests.hostile.__path__) if not module.name.startswith("test_")]
+    """Return the cases of every module of ``tests.hostile``; ``folder`` keeps the files they are
+    made of."""
+    names = [
+        module.name
+        for module in pkgutil.iter_modules(tests.hostile.__path__)
+        if not module.name.startswith("test_")
+    ]
     modules = [importlib.import_module(f"tests.hostile.{name}") for name in names]
     return [case for module in modules if hasattr(module, "cases") for case in module.cases(folder)]
 
@@ -40,13 +58,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="only cases whose name holds this text")
     parser.add_argument("--show", action="store_true", help="print what every case was told")
-    parser.add_argument("--folder", type=Path, default=None, help="where the cases are written; a temporary folder by default")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where the cases are written; a temporary folder by default",
+    )
     options = parser.parse_args()
     # What a reader imports when it is used, so that its time and memory are the file's.
     for module in ("sentencepiece", "litdata.streaming.downloader"):
         importlib.import_module(module)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        cases = [case for case in all_cases(Path(folder).resolve() / "made") if options.only in case.name]
+        cases = [
+            case for case in all_cases(Path(folder).resolve() / "made") if options.only in case.name
+        ]
         assert len({case.name for case in cases}) == len(cases), "two cases of one name"
         gc.freeze()
         confinement = Confinement(Path(folder).resolve() / "cases")
@@ -54,7 +79,10 @@ def main() -> int:
         for case in cases:
             outcomes.append(confinement.run(case))
             if options.show or outcomes[-1].wrong:
-                print(f"{case.name}: {outcomes[-1].wrong or outcomes[-1].said or 'accepted'}", flush=True)
+                print(
+                    f"{case.name}: {outcomes[-1].wrong or outcomes[-1].said or 'accepted'}",
+                    flush=True,
+                )
     print(_table(outcomes))
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)
     print(f"\n{len(outcomes)} files, {wrong} not as promised")
@@ -63,7 +91,9 @@ def main() -> int:
 
 def _table(outcomes: Sequence[Outcome]) -> str:
     kinds = sorted({outcome.kind for outcome in outcomes})
-    groups = {kind: [outcome for outcome in outcomes if outcome.kind == kind] for kind in kinds} | {"all": list(outcomes)}
+    groups = {kind: [outcome for outcome in outcomes if outcome.kind == kind] for kind in kinds} | {
+        "all": list(outcomes)
+    }
     rows = [_COLUMNS, *(_row(kind, group) for kind, group in groups.items() if group)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
     lines = [

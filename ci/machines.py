@@ -1,11 +1,12 @@
-"""The main job in forty environments of ordinary machines: it trains, or says in at most five lines why it cannot.
+"""The main job in forty environments of ordinary machines: it trains, or says in at most five lines
+why it cannot.
 
 usage: ci/machines.sh [NAME …]   (default: all cases)
 
-Each case is a shell line that runs ``$FIT``, the main job for two steps. A case passes if it ends with exit code 0, or with another
-code, at most five lines of errors and no traceback. Cases that need root, network or mount namespaces are skipped, by name, where the
-machine does not allow them. A case may name words that its output must contain.
-"""
+Each case is a shell line that runs ``$FIT``, the main job for two steps. A case passes if it ends
+with exit code 0, or with another code, at most five lines of errors and no traceback. Cases that
+need root, network or mount namespaces are skipped, by name, where the machine does not allow them.
+A case may name words that its output must contain."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ CASES = {
     # Language, encoding and time.
     "locale C": Case(line="env -u LANG LC_ALL=C $FIT"),
     "locale that is not installed": Case(line="env LC_ALL=xx_YY.UTF-8 $FIT"),
-    "ASCII output": Case(line="env LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii $FIT"),
+    "ASCII output": Case(
+        line="env LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii $FIT"
+    ),
     "Latin-1 output": Case(line="env PYTHONIOENCODING=latin-1 $FIT"),
     "time zone that does not exist": Case(line="env TZ=Nowhere/Never $FIT"),
     # Environment variables.
@@ -64,7 +67,9 @@ CASES = {
     "no OMP_NUM_THREADS": Case(line="env -u OMP_NUM_THREADS $FIT"),
     "CUDA_VISIBLE_DEVICES empty": Case(line="env CUDA_VISIBLE_DEVICES= $FIT"),
     "MASTER_ADDR left over": Case(line="env MASTER_ADDR=localhost MASTER_PORT=29517 $FIT"),
-    "proxy variables": Case(line="env http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 $FIT"),
+    "proxy variables": Case(
+        line="env http_proxy=http://127.0.0.1:9 https_proxy=http://127.0.0.1:9 $FIT"
+    ),
     "TERM unknown": Case(line="env -u COLUMNS TERM=unknown $FIT"),
     # Interpreter.
     "python -O": Case(line="env PYTHONOPTIMIZE=1 $FIT"),
@@ -73,22 +78,39 @@ CASES = {
     "no byte code": Case(line="env PYTHONDONTWRITEBYTECODE=1 $FIT"),
     "development mode": Case(line="env PYTHONDEVMODE=1 $FIT"),
     # Folders.
-    "odd working directory": Case(line=f'mkdir "{ODD}" && cd "{ODD}" && cp -r ../ptdp-data . && $FIT'),
-    "long working directory": Case(line='d="$(printf "%0120d/%0120d" 1 2)"; mkdir -p "$d" && cd "$d" && $FIT'),
-    "working directory behind a link": Case(line="mkdir real && ln -s real link && cd link && $FIT"),
-    "read-only HOME": Case(line=mounted("mount -t tmpfs -o ro none /root", "env HOME=/root $FIT_AWAY"), needs=(IS_ROOT, MOUNTS)),
+    "odd working directory": Case(
+        line=f'mkdir "{ODD}" && cd "{ODD}" && cp -r ../ptdp-data . && $FIT'
+    ),
+    "long working directory": Case(
+        line='d="$(printf "%0120d/%0120d" 1 2)"; mkdir -p "$d" && cd "$d" && $FIT'
+    ),
+    "working directory behind a link": Case(
+        line="mkdir real && ln -s real link && cd link && $FIT"
+    ),
+    "read-only HOME": Case(
+        line=mounted("mount -t tmpfs -o ro none /root", "env HOME=/root $FIT_AWAY"),
+        needs=(IS_ROOT, MOUNTS),
+    ),
     "read-only working directory": Case(
-        line=mounted("mount -t tmpfs -o ro none $HERE; cd $HERE"), needs=(IS_ROOT, MOUNTS), refused="cannot be written"
+        line=mounted("mount -t tmpfs -o ro none $HERE; cd $HERE"),
+        needs=(IS_ROOT, MOUNTS),
+        refused="cannot be written",
     ),
     "TMPDIR of 64 KiB": Case(
-        line=mounted("mkdir -p $HERE/t; mount -t tmpfs -o size=64k none $HERE/t", "env TMPDIR=$HERE/t $FIT"),
+        line=mounted(
+            "mkdir -p $HERE/t; mount -t tmpfs -o size=64k none $HERE/t", "env TMPDIR=$HERE/t $FIT"
+        ),
         needs=(IS_ROOT, MOUNTS),
     ),
     "TMPDIR that does not exist": Case(line="env TMPDIR=/nonexistent $FIT"),
     # Shared memory, files, memory, processors.
-    "/dev/shm of 1 MiB": Case(line=mounted("mount -o remount,size=1m /dev/shm"), needs=(IS_ROOT, MOUNTS)),
+    "/dev/shm of 1 MiB": Case(
+        line=mounted("mount -o remount,size=1m /dev/shm"), needs=(IS_ROOT, MOUNTS)
+    ),
     "/dev/shm read-only": Case(
-        line=mounted("mount -t tmpfs -o ro none /dev/shm"), needs=(IS_ROOT, MOUNTS), refused="needs semaphores"
+        line=mounted("mount -t tmpfs -o ro none /dev/shm"),
+        needs=(IS_ROOT, MOUNTS),
+        refused="needs semaphores",
     ),
     "64 open files": Case(line="ulimit -n 64; $FIT", refused="open files"),
     "256 open files": Case(line="ulimit -n 256; $FIT"),
@@ -96,16 +118,22 @@ CASES = {
     "one core": Case(line="taskset -c 0 $FIT"),
     "nice 19": Case(line="nice -n 19 $FIT"),
     # Network and users.
-    "no loopback interface": Case(line="unshare --net $FIT", needs=(IS_ROOT, NETWORK), refused="loopback"),
+    "no loopback interface": Case(
+        line="unshare --net $FIT", needs=(IS_ROOT, NETWORK), refused="loopback"
+    ),
     "only a loopback interface": Case(
         line="unshare --net sh -c 'ip link set lo up; exec $FIT'", needs=(IS_ROOT, NETWORK, "ip -V")
     ),
     "unknown host name": Case(
-        line="unshare --uts sh -c 'hostname no-such-host; exec $FIT'", needs=(IS_ROOT, "unshare --uts true", "hostname")
+        line="unshare --uts sh -c 'hostname no-such-host; exec $FIT'",
+        needs=(IS_ROOT, "unshare --uts true", "hostname"),
     ),
     "user other than root": Case(
         line="chmod -R a+rwX . && setpriv --reuid 65534 --regid 65534 --clear-groups env HOME=/nonexistent $FIT",
-        needs=(IS_ROOT, "setpriv --reuid 65534 --regid 65534 --clear-groups env $PYTHON -c 'import torch'"),
+        needs=(
+            IS_ROOT,
+            "setpriv --reuid 65534 --regid 65534 --clear-groups env $PYTHON -c 'import torch'",
+        ),
     ),
     # Output and neighbours.
     "output into a pipe that closes": Case(line="set -o pipefail; $FIT 2>&1 | head -1"),
@@ -119,14 +147,17 @@ CASES = {
 def possible(case: Case, environment: dict[str, str]) -> str | None:
     """Return the first command that the case needs and that fails here; None if there is none."""
     for command in case.needs:
-        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command], env=environment, capture_output=True, check=False
+        )
         if done.returncode:
             return command
     return None
 
 
 def run(case: Case, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Run a case in its folder; the exit code (-1: it ran past the limit), and what it printed to standard error or output."""
+    """Run a case in its folder; the exit code (-1: it ran past the limit), and what it printed to
+    standard error or output."""
     output = folder.with_suffix(".log")
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -174,10 +205,22 @@ def main(names: list[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="machines-"))
     root.chmod(0o755)
     job = f"{ptdp} fit --config gpt/nano --trainer.max_steps 2 --trainer.limit_val_batches 1"
-    environment = {**os.environ, "FIT": job, "FIT_AWAY": job, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "FIT": job,
+        "FIT_AWAY": job,
+        "PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+    }
     prepared = root / "prepared"
     prepared.mkdir()
-    subprocess.run([ptdp, "prepare", "--config", "gpt/nano"], cwd=prepared, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        [ptdp, "prepare", "--config", "gpt/nano"],
+        cwd=prepared,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
     passed = skipped = 0
     chosen = names or list(CASES)
     for number, name in enumerate(chosen, 1):
@@ -194,11 +237,15 @@ def main(names: list[str]) -> int:
         problem = judge(case, code, output)
         passed += not problem
         print(
-            f"{number:3}  {'FAILED ' if problem else 'right  '}  {name} ({time.monotonic() - started:.0f} s) {problem}",
+            f"{number:3}  {'FAILED ' if problem else 'right  '}  {name} "
+            f"({time.monotonic() - started:.0f} s) {problem}",
             flush=True,
         )
         if problem:
-            print("\n".join(f"       | {line[:160]}" for line in output.strip().splitlines()[-6:]), flush=True)
+            print(
+                "\n".join(f"       | {line[:160]}" for line in output.strip().splitlines()[-6:]),
+                flush=True,
+            )
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(root, ignore_errors=True)
     print(f"{passed} of {len(chosen) - skipped} right, {skipped} skipped")

@@ -17,5 +17,7 @@ def write_between_marks(page: Path, name: str, text: str) -> None:
     before, opened, rest = page.read_text().partition(begin)
     _, closed, after = rest.partition(end)
     if not opened or not closed:
-        raise ValueError(f"{page} has no lines {begin} and {end}, between which the table is written")
+        raise ValueError(
+            f"{page} has no lines {begin} and {end}, between which the table is written"
+        )
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")

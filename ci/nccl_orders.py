@@ -1,11 +1,13 @@
-"""Run every schedule of every size on NCCL's rules, on paper (tests/schedule/nccl.py): which ones would hang?
+"""Run every schedule of every size on NCCL's rules, on paper (tests/schedule/nccl.py): which ones
+would hang?
 
-    python ci/nccl_orders.py [--ranks 2-16] [--chunks 1-4] [--microbatches 1-64] [--schedules 1f1b,zb_v] [--own-queues]
+    python ci/nccl_orders.py [--ranks 2-16] [--chunks 1-4] [--microbatches 1-64] [--schedules
+    1f1b,zb_v] [--own-queues]
 
-The first step, in which shapes are learnt, and a later one, in training and in evaluation, with all streams of a rank on one hardware
-queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). What runs there runs where streams have queues of their own, which only removes waiting;
-``--own-queues`` runs that, too. Exit code 1 if anything hangs. All sizes take about an hour.
-"""
+The first step, in which shapes are learnt, and a later one, in training and in evaluation, with all
+streams of a rank on one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). What runs there runs
+where streams have queues of their own, which only removes waiting; ``--own-queues`` runs that, too.
+Exit code 1 if anything hangs. All sizes take about an hour."""
 
 from __future__ import annotations
 
@@ -36,16 +38,28 @@ def main() -> int:
                     count += 1
                     if any(stuck_operations(given, one_queue=one_queue)):
                         hanging += 1
-                        print(f"HANGS  {schedule.describe()} first_step={first_step} one_queue={one_queue}", flush=True)
+                        print(
+                            f"HANGS  {schedule.describe()} first_step={first_step} "
+                            f"one_queue={one_queue}",
+                            flush=True,
+                        )
         print(f"{name:<20} {count:>6} steps, {time.monotonic() - began:.0f} s", flush=True)
     print(f"{hanging} hang")
     return bool(hanging)
 
 
 def _schedules(name: str, options: argparse.Namespace) -> Iterator[Schedule]:
-    for p, v, m, training in itertools.product(options.ranks, options.chunks, options.microbatches, (True, False)):
+    for p, v, m, training in itertools.product(
+        options.ranks, options.chunks, options.microbatches, (True, False)
+    ):
         try:
-            yield build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+            yield build_schedule(
+                name,
+                pipeline_parallel_size=p,
+                virtual_pipeline_size=v,
+                num_microbatches=m,
+                training=training,
+            )
         except ValueError:
             continue  # a size that the schedule refuses
 
@@ -55,7 +69,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=_range, default="2-16")
     parser.add_argument("--chunks", type=_range, default="1-4")
     parser.add_argument("--microbatches", type=_range, default="1-64")
-    parser.add_argument("--schedules", type=lambda text: text.split(","), default=[name for name in SCHEDULES if name != "auto"])
+    parser.add_argument(
+        "--schedules",
+        type=lambda text: text.split(","),
+        default=[name for name in SCHEDULES if name != "auto"],
+    )
     parser.add_argument("--own-queues", action="store_true")
     return parser.parse_args()
 

@@ -1,11 +1,12 @@
-"""Layouts and options drawn at random, each trained beside one process: the same losses, norms and weights, or a refusal by name.
+"""Layouts and options drawn at random, each trained beside one process: the same losses, norms and
+weights, or a refusal by name.
 
 ::
 
     python ci/random_layouts.py --seed 7 --limit-s 600
 
-What the tests fix by hand is a grid with one option varied at a time; here options meet. Exit code 1 if an answer differs or an error
-is none of the user's; what was refused is listed, to be read.
+What the tests fix by hand is a grid with one option varied at a time; here options meet. Exit code
+1 if an answer differs or an error is none of the user's; what was refused is listed, to be read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.parity import Run, assert_same, fit
 from tests.pool import Pool, WorkerFailure
 
-SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v"), 3: ("interleaved_1f1b",)}
+SCHEDULES = {
+    1: ("gpipe", "1f1b", "zb_h1"),
+    2: ("interleaved_1f1b", "zb_v", "dualpipe_v"),
+    3: ("interleaved_1f1b",),
+}
 Draw = random.Random
 
 
@@ -61,17 +66,27 @@ def draw_run(draw: Draw) -> Run:
         layers=draw.randrange(p * v, p * v + 6) if p > 1 else draw.randrange(1, 5),
         llama=experts is not None or draw.random() < 0.4,
         experts=experts,
-        precision="32-true" if experts is None else "64-true",  # rounding would decide which expert is chosen
+        precision="32-true"
+        if experts is None
+        else "64-true",  # rounding would decide which expert is chosen
         accumulate=draw.choice((1, 1, 2, 3)),
         clip=draw.choice((None, 0.05)),
         global_batch=d * m * draw.choice((1, 1, 2, 3)),
         count_tokens=draw.random() < 0.8,
         validate_every=draw.choice((None, None, 1, 2)),
     )
-    # Replicas are given the same number of samples, repeating some, where one process has a shorter last batch.
-    samples = draw.choice((29, 3 * run.global_batch)) if d == 1 and run.count_tokens else 3 * run.global_batch
+    # Replicas are given the same number of samples, repeating some, where one process has a shorter
+    # last batch.
+    samples = (
+        draw.choice((29, 3 * run.global_batch))
+        if d == 1 and run.count_tokens
+        else 3 * run.global_batch
+    )
     run = replace(
-        run, samples=max(samples, run.global_batch), steps=run.accumulate * draw.choice((3, 4)), ignore_padding=run.count_tokens
+        run,
+        samples=max(samples, run.global_batch),
+        steps=run.accumulate * draw.choice((3, 4)),
+        ignore_padding=run.count_tokens,
     )
     if c == 1 and draw.random() < 0.25:
         return replace(run, layout={**layout, "keyed_dropout": True}, dropout=0.2)

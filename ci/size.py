@@ -28,7 +28,11 @@ def count_tokens(source: str) -> int:
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
         # A docstring, or a string below an attribute that documents it.
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             docstrings.add((node.lineno, node.col_offset))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type not in NOT_CODE and token.start not in docstrings for token in tokens)

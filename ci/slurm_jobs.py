@@ -1,4 +1,5 @@
-"""Jobs on the cluster that ci/slurm.sh brings up: generated, documented, requeued, with a lost node, and of two experiments."""
+"""Jobs on the cluster that ci/slurm.sh brings up: generated, documented, requeued, with a lost
+node, and of two experiments."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def main() -> None:
     (folder / "paced.py").write_text(PACED)
     draw = random.Random(0)
     words = ["the", "a", "stage", "rank", "layer", "sends", "waits", "holds"]
-    (folder / "corpus.txt").write_text("\n".join(" ".join(draw.choices(words, k=12)) + "." for _ in range(2000)))
+    (folder / "corpus.txt").write_text(
+        "\n".join(" ".join(draw.choices(words, k=12)) + "." for _ in range(2000))
+    )
     run("scontrol", "show", "nodes")
     wait(lambda: run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "2", "two idle nodes")
     whole = config(folder, "whole")
@@ -81,12 +84,19 @@ def main() -> None:
 
 
 def requeued(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The signal comes within a minute, and the job has five more to start and save; both depend on the machine's load."""
+    """The signal comes within a minute, and the job has five more to start and save; both depend on
+    the machine's load."""
     job = generated(
-        folder, config(folder, "requeued", seconds=4.0), "--time=0:06:00", "--sbatch=--signal=SIGUSR1@300", finish=False
+        folder,
+        config(folder, "requeued", seconds=4.0),
+        "--time=0:06:00",
+        "--sbatch=--signal=SIGUSR1@300",
+        finish=False,
     )
     wait(lambda: restarts(job) == 1, "a requeue")
-    run("scontrol", "update", f"JobId={job}", "TimeLimit=0:30:00")  # else a start of a minute is signalled again at its end
+    run(
+        "scontrol", "update", f"JobId={job}", "TimeLimit=0:30:00"
+    )  # else a start of a minute is signalled again at its end
     finish(job)
     log = output(folder, job)
     assert "continuing from" in log, log
@@ -115,7 +125,13 @@ def two_experiments(folder: Path, first: Path) -> None:
 
 def config(folder: Path, name: str, *, seconds: float = 0.0) -> Path:
     path = folder / f"{name}.yaml"
-    values = {"steps": STEPS, "root": folder / name, "seconds": seconds, "data": folder / "data", "source": folder / "corpus.txt"}
+    values = {
+        "steps": STEPS,
+        "root": folder / name,
+        "seconds": seconds,
+        "data": folder / "data",
+        "source": folder / "corpus.txt",
+    }
     path.write_text(CONFIG.format(**values))
     return path
 
@@ -129,7 +145,9 @@ def generated(folder: Path, path: Path, *options: str, finish: bool = True) -> s
 def documented(folder: Path, path: Path) -> str:
     """Submit the script of the page, on this cluster."""
     text = DOCUMENTED.read_text().partition('title="train.sbatch"\n')[2].partition("```")[0]
-    text = text.replace("/shared/project", str(folder)).replace("/shared/venv/bin/python", sys.executable)
+    text = text.replace("/shared/project", str(folder)).replace(
+        "/shared/venv/bin/python", sys.executable
+    )
     text = re.sub(r"#SBATCH --gpus-per-node.*\n", "", text).replace("gpt/124m", str(path))
     for name, value in {
         "nodes": 2,
@@ -140,7 +158,9 @@ def documented(folder: Path, path: Path) -> str:
     }.items():
         text, count = re.subn(rf"--{name}=\d+", f"--{name}={value}", text)
         assert count == 1, f"the page's script has no --{name}"
-    done = subprocess.run(["sbatch"], input=text, cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["sbatch"], input=text, cwd=folder, capture_output=True, text=True, check=True
+    )
     return submitted(done.stdout, True)
 
 
@@ -154,7 +174,10 @@ def submitted(said: str, wait_for_end: bool) -> str:
 
 def finish(job: str) -> None:
     wait(
-        lambda: field(job, "JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"),
+        lambda: (
+            field(job, "JobState")
+            not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+        ),
         f"the end of job {job}",
     )
 
@@ -177,7 +200,9 @@ def weights(folder: Path, name: str, job: str) -> dict[str, torch.Tensor]:
     """Return the last weights of a job that has trained to its end."""
     assert field(job, "JobState") == "COMPLETED", output(folder, job)
     newest = newest_checkpoint(folder / name)
-    assert newest is not None and read_metadata(newest).run["global_step"] == STEPS, output(folder, job)
+    assert newest is not None and read_metadata(newest).run["global_step"] == STEPS, output(
+        folder, job
+    )
     return read_full(newest)
 
 

@@ -1,4 +1,5 @@
-"""LightningModules of other people's packages, each trained in several layouts beside one process: equal, or told by name why not.
+"""LightningModules of other people's packages, each trained in several layouts beside one process:
+equal, or told by name why not.
 
 ::
 
@@ -6,9 +7,9 @@
     python ci/third_party.py --only "timm ViT" --only "PyG GIN"
     python ci/third_party.py --table docs/models.md
 
-Every layout of a module is trained as a user would, and then compared with one process by ``lightning_ptdp.verify``. Packages that are not
-installed are left out and named. Exit code 1 if a layout differs in silence, hangs, or ends with an error that is not ours.
-"""
+Every layout of a module is trained as a user would, and then compared with one process by
+``lightning_ptdp.verify``. Packages that are not installed are left out and named. Exit code 1 if a
+layout differs in silence, hangs, or ends with an error that is not ours."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Without a driver torch asks for GPUs in a way after which no process can be forked from a forked one.
+# Without a driver torch asks for GPUs in a way after which no process can be forked from a forked
+# one.
 os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
 import lightning.pytorch as L
@@ -65,8 +67,9 @@ class Outcome:
     """Result of a module in a layout.
 
     Attributes:
-        kind: "equal", "refused" (before launch), "late" (refused by the ranks), "warned" (differs, which the run said), "different" (in
-            silence), "random" (draws other numbers), "obscure" (another error) or "hung".
+        kind: "equal", "refused" (before launch), "late" (refused by the ranks), "warned" (differs,
+            which the run said), "different" (in silence), "random" (draws other numbers), "obscure"
+            (another error) or "hung".
         text: The refusal, warning, error, or report of what differs.
     """
 
@@ -74,11 +77,12 @@ class Outcome:
     text: str = ""
 
 
-# ---- one layout of one module -----------------------------------------------------------------------------------------
+# ---- one layout of one module --------------------------------------------------------------------
 
 
 def measure(module: Any, data: Any, layout: str, limit_s: float) -> Outcome:
-    """Return the result of a layout, each half of which has a process of its own and ``limit_s`` seconds."""
+    """Return the result of a layout, each half of which has a process of its own and ``limit_s``
+    seconds."""
     trained: Outcome = call_in_child(partial(train, module, data, layout), limit_s)
     if trained.kind != "trained":
         return trained
@@ -89,7 +93,8 @@ def measure(module: Any, data: Any, layout: str, limit_s: float) -> Outcome:
 
 
 def train(module: Any, data: Any, layout: str) -> Outcome:
-    """Train as a user would; the text is that of warnings which tell of a result that is not one process's."""
+    """Train as a user would; the text is that of warnings which tell of a result that is not one
+    process's."""
     namespace = namespace_of(module)
     names = lightning_names(namespace)
     with tempfile.TemporaryDirectory() as folder:
@@ -118,24 +123,43 @@ def compare(module: Any, data: Any, layout: str) -> Outcome:
     """Compare with one process."""
     namespace = namespace_of(module)
     strategy = strategy_class(namespace)(**LAYOUTS[layout])
-    source = {"datamodule": data} if hasattr(data, "train_dataloader") else {"train_dataloaders": data}
+    source = (
+        {"datamodule": data} if hasattr(data, "train_dataloader") else {"train_dataloaders": data}
+    )
     try:
-        report = verify(module, strategy=strategy, steps=STEPS, **source, **_options(layout, lightning_names(namespace)))
+        report = verify(
+            module,
+            strategy=strategy,
+            steps=STEPS,
+            **source,
+            **_options(layout, lightning_names(namespace)),
+        )
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         return Outcome("obscure", f"in verify: {type(error).__name__}: {error}\n{notes}")
-    # Where one process accumulates over batches that cannot be joined, verify compares losses and logged values of single batches.
+    # Where one process accumulates over batches that cannot be joined, verify compares losses and
+    # logged values of single batches.
     accumulates = any("one process accumulates" in note for note in report.notes)
-    differing = {each.kind for each in report.differences} - ({"loss", "logged value", "metric"} if accumulates else set())
+    differing = {each.kind for each in report.differences} - (
+        {"loss", "logged value", "metric"} if accumulates else set()
+    )
     if not differing:
         return Outcome("equal")
-    if any(cause.name == "random numbers" for cause in report.causes) and report.first.kind != "random numbers":
-        return Outcome("random", f"the step draws random numbers for a batch, which are others for each part of it. {report}")
+    if (
+        any(cause.name == "random numbers" for cause in report.causes)
+        and report.first.kind != "random numbers"
+    ):
+        return Outcome(
+            "random",
+            "the step draws random numbers for a batch, which are others for each part of it. "
+            f"{report}",
+        )
     return Outcome("different", str(report))
 
 
 def describe(error: Exception, text: str, *, launched: bool) -> Outcome:
-    """Return the result of a training that ended with an error, of which ``text`` is the traceback."""
+    """Return the result of a training that ended with an error, of which ``text`` is the
+    traceback."""
     message = str(error)
     if type(error).__name__ == "ProcessRaisedException":
         name, _, message = last_error(message)
@@ -143,7 +167,9 @@ def describe(error: Exception, text: str, *, launched: bool) -> Outcome:
         name = type(error).__name__
     ours = isinstance(error, PTDPError) or raised_in_package(text)
     if ours and (
-        isinstance(error, PTDPError) or name.endswith(("ValueError", "MisconfigurationException")) or "lightning_ptdp" in name
+        isinstance(error, PTDPError)
+        or name.endswith(("ValueError", "MisconfigurationException"))
+        or "lightning_ptdp" in name
     ):
         return Outcome("late" if launched else "refused", message)
     return Outcome("obscure", f"{name}: {message}\n{text}")
@@ -151,7 +177,9 @@ def describe(error: Exception, text: str, *, launched: bool) -> Outcome:
 
 def last_error(text: str) -> tuple[str, str, str]:
     """Return (name, ": ", message) of the error that a traceback ends with."""
-    starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(?=(: |$))", text, re.MULTILINE)]
+    starts = [
+        match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(?=(: |$))", text, re.MULTILINE)
+    ]
     return text[starts[-1] :].strip().partition(": ") if starts else ("", "", text)
 
 
@@ -164,7 +192,11 @@ def raised_in_package(text: str) -> bool:
 def namespace_of(module: Any) -> str:
     """Return the namespace of Lightning that a module belongs to."""
     origins = {base.__module__ for base in type(module).__mro__}
-    return next(namespace for namespace in NAMESPACES if any(origin.startswith(namespace) for origin in origins))
+    return next(
+        namespace
+        for namespace in NAMESPACES
+        if any(origin.startswith(namespace) for origin in origins)
+    )
 
 
 def _options(layout: str, names: Any) -> dict[str, Any]:
@@ -175,7 +207,9 @@ def _keep_warning(file: Path, message: Warning | str, *_: object, **__: object) 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith("warnings.py"):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_name == "__torch_function__":  # torch's own, of a call that the package looks at
+    if (
+        frame is None or frame.f_code.co_name == "__torch_function__"
+    ):  # torch's own, of a call that the package looks at
         return
     origin = Path(frame.f_code.co_filename)
     if any(origin.is_relative_to(PACKAGE / part) for part in EXPLAINING):
@@ -184,7 +218,8 @@ def _keep_warning(file: Path, message: Warning | str, *_: object, **__: object) 
 
 
 def call_in_child(function: Callable[[], Any], limit_s: float) -> Any:
-    """Return the result of ``function``, called in a forked process, or an ``Outcome`` if it is late or lost."""
+    """Return the result of ``function``, called in a forked process, or an ``Outcome`` if it is
+    late or lost."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryFile("w+b") as log:
@@ -204,7 +239,9 @@ def call_in_child(function: Callable[[], Any], limit_s: float) -> Any:
         except EOFError:
             child.join()
             log.seek(0)
-            return Outcome("obscure", f"the process ended: {log.read().decode(errors='replace')[-2000:]}")
+            return Outcome(
+                "obscure", f"the process ended: {log.read().decode(errors='replace')[-2000:]}"
+            )
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(child.pid).children(recursive=True):
@@ -213,7 +250,7 @@ def call_in_child(function: Callable[[], Any], limit_s: float) -> Any:
             child.join()
 
 
-# ---- all layouts, and the table ---------------------------------------------------------------------------------------
+# ---- all layouts, and the table ------------------------------------------------------------------
 
 
 def measure_all(third: ThirdParty, limit_s: float) -> dict[str, Outcome]:
@@ -223,14 +260,19 @@ def measure_all(third: ThirdParty, limit_s: float) -> dict[str, Outcome]:
     return {layout: measure(module, data, layout, limit_s) for layout in LAYOUTS}
 
 
-def measure_in_children(names: list[str], limit_s: float, workers: int) -> Iterator[tuple[str, dict[str, Outcome]]]:
-    """Yield (module, its results), ``workers`` modules at a time, each in a process in which its package alone is imported."""
+def measure_in_children(
+    names: list[str], limit_s: float, workers: int
+) -> Iterator[tuple[str, dict[str, Outcome]]]:
+    """Yield (module, its results), ``workers`` modules at a time, each in a process in which its
+    package alone is imported."""
     context = multiprocessing.get_context("fork")
     todo, done = context.SimpleQueue(), context.SimpleQueue()
 
     def work() -> None:
         while (name := todo.get()) is not None:
-            result = call_in_child(partial(measure_all, MODULES[name], limit_s), 2 * limit_s * (len(LAYOUTS) + 1))
+            result = call_in_child(
+                partial(measure_all, MODULES[name], limit_s), 2 * limit_s * (len(LAYOUTS) + 1)
+            )
             done.put((name, result if isinstance(result, dict) else dict.fromkeys(LAYOUTS, result)))
 
     for name in (*names, *[None] * workers):
@@ -246,16 +288,23 @@ def measure_in_children(names: list[str], limit_s: float, workers: int) -> Itera
 
 def show(name: str, outcomes: dict[str, Outcome]) -> None:
     """Print the results of a module, with all of a defect."""
-    print(f"{name}: {', '.join(f'{layout} {outcome.kind}' for layout, outcome in outcomes.items())}")
+    print(
+        f"{name}: {', '.join(f'{layout} {outcome.kind}' for layout, outcome in outcomes.items())}"
+    )
     for layout, outcome in outcomes.items():
         if outcome.text:
-            print(f"  {layout} {outcome.kind}: {outcome.text if outcome.kind in FAILURES else first_sentence(outcome.text)}")
+            print(
+                f"  {layout} {outcome.kind}: "
+                f"{outcome.text if outcome.kind in FAILURES else first_sentence(outcome.text)}"
+            )
     sys.stdout.flush()
 
 
 def first_sentence(text: str) -> str:
     """Return the first sentence, in one line."""
-    line = re.sub(r"^saving the checkpoint \S+ failed: rank \d+: ", "when saving, ", " ".join(text.split()))
+    line = re.sub(
+        r"^saving the checkpoint \S+ failed: rank \d+: ", "when saving, ", " ".join(text.split())
+    )
     line = re.sub(r"^.* normalize over", "batch normalization is over", line)
     line = re.sub(r" found in \w+$| found in \w+(?=[:;.] )", " found", line)
     return re.split(r"(?<=[^.])[.:;] (?=[A-Za-z])|; ", line, maxsplit=1)[0].rstrip(".")
@@ -275,18 +324,33 @@ def table_of(found: dict[str, dict[str, Outcome]]) -> str:
             cells.append(f"{outcome.kind} [{number}]")
         rows.append(f"| {name} | {MODULES[name].package} | {' | '.join(cells)} |")
     heading = [f"| module | package | {' | '.join(LAYOUTS)} |", f"|---|---|{'---|' * len(LAYOUTS)}"]
-    return "\n".join([*heading, *rows, "", *(f"{number}. {text}" for text, number in notes.items())])
+    return "\n".join(
+        [*heading, *rows, "", *(f"{number}. {text}" for text, number in notes.items())]
+    )
 
 
 def is_installed(third: ThirdParty) -> bool:
     """Return True if everything that a module imports can be found."""
-    return all(importlib.util.find_spec(name.partition(".")[0]) is not None for name in third.imports)
+    return all(
+        importlib.util.find_spec(name.partition(".")[0]) is not None for name in third.imports
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", action="append", choices=list(MODULES), metavar="NAME", help="this module (may be repeated)")
-    parser.add_argument("--limit-s", type=float, default=180.0, help="of the training and of the comparison of one layout")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(MODULES),
+        metavar="NAME",
+        help="this module (may be repeated)",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=180.0,
+        help="of the training and of the comparison of one layout",
+    )
     parser.add_argument("--workers", type=int, default=1, help="modules at a time")
     parser.add_argument("--table", type=Path, help="write the table into this page")
     options = parser.parse_args()
@@ -304,7 +368,11 @@ def main() -> int:
             write_between_marks(options.table, "third_party", table_of(ordered))
     if missing:
         print(f"not installed: {', '.join(sorted(missing))}")
-    return int(any(outcome.kind in FAILURES for outcomes in found.values() for outcome in outcomes.values()))
+    return int(
+        any(
+            outcome.kind in FAILURES for outcomes in found.values() for outcome in outcomes.values()
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """LightningModules of other people's packages, small, with data made in code.
 
-A package's own LightningModule is taken where there is one; its modules are wrapped as its documentation does where there is none. Packages
-are imported by the functions, so that those that are not installed are left out.
-"""
+A package's own LightningModule is taken where there is one; its modules are wrapped as its
+documentation does where there is none. Packages are imported by the functions, so that those that
+are not installed are left out."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-# ---- Lightning's demos ------------------------------------------------------------------------------------------------
+# ---- Lightning's demos ---------------------------------------------------------------------------
 
 
 def _boring() -> Built:
@@ -128,14 +128,20 @@ def _lstm() -> Built:
     return module, _loader(_tokens(), _tokens())
 
 
-# ---- images -----------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
 
 def _torchvision_vit() -> Built:
     from torchvision.models import VisionTransformer
 
     model = VisionTransformer(
-        image_size=PIXELS, patch_size=8, num_layers=4, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=CLASSES
+        image_size=PIXELS,
+        patch_size=8,
+        num_layers=4,
+        num_heads=2,
+        hidden_dim=16,
+        mlp_dim=32,
+        num_classes=CLASSES,
     )
     return Wrapped(model, _classify), _loader(_images(), _classes())
 
@@ -143,7 +149,9 @@ def _torchvision_vit() -> Built:
 def _torchvision_shufflenet() -> Built:
     from torchvision.models import shufflenet_v2_x0_5
 
-    return Wrapped(shufflenet_v2_x0_5(num_classes=CLASSES), _classify), _loader(_images(), _classes())
+    return Wrapped(shufflenet_v2_x0_5(num_classes=CLASSES), _classify), _loader(
+        _images(), _classes()
+    )
 
 
 def _timm(name: str, **options: Any) -> Callable[[], Built]:
@@ -160,22 +168,30 @@ def _smp_unet() -> Built:
     import segmentation_models_pytorch as smp
 
     dice = smp.losses.DiceLoss(mode="binary")
-    model = smp.Unet("tu-test_resnet", encoder_weights=None, decoder_channels=(32, 16, 16, 8, 8), classes=1)
+    model = smp.Unet(
+        "tu-test_resnet", encoder_weights=None, decoder_channels=(32, 16, 16, 8, 8), classes=1
+    )
     masks = _classes(1, PIXELS, PIXELS, count=2).float()
-    return Wrapped(model, lambda model, batch: dice(model(batch[0]), batch[1])), _loader(_images(), masks)
+    return Wrapped(model, lambda model, batch: dice(model(batch[0]), batch[1])), _loader(
+        _images(), masks
+    )
 
 
 def _torchgeo_classification() -> Built:
     from torchgeo.trainers import ClassificationTask
 
-    task = ClassificationTask(model="test_resnet", weights=None, in_channels=3, task="multiclass", num_classes=CLASSES)
+    task = ClassificationTask(
+        model="test_resnet", weights=None, in_channels=3, task="multiclass", num_classes=CLASSES
+    )
     return task, _named(image=_images(), label=_classes())
 
 
 def _torchgeo_segmentation() -> Built:
     from torchgeo.trainers import SemanticSegmentationTask
 
-    task = SemanticSegmentationTask(model="unet", backbone="tu-test_resnet", weights=None, in_channels=3, num_classes=CLASSES)
+    task = SemanticSegmentationTask(
+        model="unet", backbone="tu-test_resnet", weights=None, in_channels=3, num_classes=CLASSES
+    )
     return task, _named(image=_images(), mask=_classes(PIXELS, PIXELS))
 
 
@@ -195,7 +211,15 @@ def _torchgeo_byol() -> Built:
 def _torchgeo_moco() -> Built:
     from torchgeo.trainers import MoCoTask
 
-    task = MoCoTask(model="test_resnet", weights=None, in_channels=3, version=2, size=PIXELS, layers=2, memory_bank_size=16)
+    task = MoCoTask(
+        model="test_resnet",
+        weights=None,
+        in_channels=3,
+        version=2,
+        size=PIXELS,
+        layers=2,
+        memory_bank_size=16,
+    )
     return task, _named(image=_images())
 
 
@@ -215,7 +239,9 @@ def _monai_unetr() -> Built:
     from monai.networks.nets import UNETR
 
     loss = DiceCELoss(to_onehot_y=True, softmax=True)
-    model = UNETR(1, 2, PIXELS, feature_size=4, hidden_size=16, mlp_dim=32, num_heads=2, spatial_dims=2)
+    model = UNETR(
+        1, 2, PIXELS, feature_size=4, hidden_size=16, mlp_dim=32, num_heads=2, spatial_dims=2
+    )
     masks = _classes(1, PIXELS, PIXELS, count=2)
     module = Wrapped(model, lambda model, batch: loss(model(batch["image"]), batch["label"]))
     return module, _named(image=_images(1), label=masks)
@@ -232,7 +258,9 @@ def _open_clip() -> Built:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return contrast(*model(*batch))
 
-    return Wrapped(CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text), loss), _loader(_images(), _tokens())
+    return Wrapped(CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text), loss), _loader(
+        _images(), _tokens()
+    )
 
 
 def _lightly_simclr() -> Built:
@@ -240,7 +268,11 @@ def _lightly_simclr() -> Built:
     from lightly.models import ResNetGenerator
     from lightly.models.modules import SimCLRProjectionHead
 
-    backbone = nn.Sequential(*list(ResNetGenerator("resnet-9", 0.125).children())[:-1], nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    backbone = nn.Sequential(
+        *list(ResNetGenerator("resnet-9", 0.125).children())[:-1],
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
     model = nn.Sequential(backbone, SimCLRProjectionHead(64, 32, 16))
     contrast = NTXentLoss()
 
@@ -250,7 +282,7 @@ def _lightly_simclr() -> Built:
     return Wrapped(model, loss), _loader(_images(), _images())
 
 
-# ---- text -------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def _litgpt() -> Built:
@@ -259,7 +291,13 @@ def _litgpt() -> Built:
     from litgpt.utils import chunked_cross_entropy
 
     config = Config(
-        block_size=LENGTH, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, n_layer=4, n_head=2, n_embd=16, n_query_groups=2
+        block_size=LENGTH,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
+        n_layer=4,
+        n_head=2,
+        n_embd=16,
+        n_query_groups=2,
     )
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -274,7 +312,9 @@ def _x_transformers() -> Built:
 
     layers = Decoder(dim=16, depth=2, heads=2, attn_dim_head=8, rotary_pos_emb=True)
     network = TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=layers)
-    return Wrapped(AutoregressiveWrapper(network), lambda model, batch: model(batch[0])), _loader(_tokens(LENGTH + 1))
+    return Wrapped(AutoregressiveWrapper(network), lambda model, batch: model(batch[0])), _loader(
+        _tokens(LENGTH + 1)
+    )
 
 
 def _peft_lora() -> Built:
@@ -292,10 +332,12 @@ def _peft_lora() -> Built:
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(LlamaForCausalLM(config), adapter)
     tokens = _tokens()
-    return Wrapped(model, lambda model, batch: model(**batch).loss), _named(input_ids=tokens, labels=tokens)
+    return Wrapped(model, lambda model, batch: model(**batch).loss), _named(
+        input_ids=tokens, labels=tokens
+    )
 
 
-# ---- graphs and molecules ---------------------------------------------------------------------------------------------
+# ---- graphs and molecules ------------------------------------------------------------------------
 
 
 class GraphClassifier(nn.Module):
@@ -335,11 +377,17 @@ def _chemprop() -> Built:
     parts = ("C", "CC", "CO", "CN", "c1ccccc1", "C(Cl)", "C(=O)O", "CC(C)")
     smiles = [parts[index % 8] + parts[index // 8] for index in range(SAMPLES)]
     points = [data.MoleculeDatapoint.from_smi(one, [float(len(one))]) for one in smiles]
-    module = models.MPNN(layers.BondMessagePassing(d_h=16), layers.MeanAggregation(), layers.RegressionFFN(input_dim=16))
-    return module, data.build_dataloader(data.MoleculeDataset(points), batch_size=BATCH, shuffle=False)
+    module = models.MPNN(
+        layers.BondMessagePassing(d_h=16),
+        layers.MeanAggregation(),
+        layers.RegressionFFN(input_dim=16),
+    )
+    return module, data.build_dataloader(
+        data.MoleculeDataset(points), batch_size=BATCH, shuffle=False
+    )
 
 
-# ---- time series ------------------------------------------------------------------------------------------------------
+# ---- time series ---------------------------------------------------------------------------------
 
 
 def _frame() -> Any:
@@ -373,7 +421,9 @@ def _pytorch_forecasting(name: str, **options: Any) -> Callable[[], Built]:
             **fixed,
             **lags,
         )
-        module = getattr(pytorch_forecasting, name).from_dataset(dataset, learning_rate=1e-3, **options)
+        module = getattr(pytorch_forecasting, name).from_dataset(
+            dataset, learning_rate=1e-3, **options
+        )
         return module, dataset.to_dataloader(train=False, batch_size=BATCH, num_workers=0)
 
     return build
@@ -388,13 +438,22 @@ def _gluonts(name: str, module: str, **options: Any) -> Callable[[], Built]:
         from gluonts.itertools import Cached
 
         estimators = importlib.import_module(f"gluonts.torch.model.{module}")
-        estimator = getattr(estimators, name)(prediction_length=4, context_length=8, batch_size=BATCH, **options)
+        estimator = getattr(estimators, name)(
+            prediction_length=4, context_length=8, batch_size=BATCH, **options
+        )
         values = numpy.random.default_rng(0).normal(size=(8, 48)).astype("float32")
         dataset = ListDataset([{"start": "2020-01-01", "target": row} for row in values], freq="D")
         transformation = estimator.create_transformation()
         transformed = Cached(transformation.apply(dataset, is_train=True))
         lightning = estimator.create_lightning_module()
-        batches = list(_first(estimator.create_training_data_loader(transformed, lightning, shuffle_buffer_length=None), BATCHES))
+        batches = list(
+            _first(
+                estimator.create_training_data_loader(
+                    transformed, lightning, shuffle_buffer_length=None
+                ),
+                BATCHES,
+            )
+        )
         stacked = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
         return lightning, _named(**stacked)
 
@@ -438,10 +497,18 @@ def _darts(name: str, **options: Any) -> Callable[[], Built]:
 
         values = numpy.random.default_rng(0).normal(size=48).astype("float32")
         model = getattr(darts.models, name)(
-            input_chunk_length=8, output_chunk_length=4, batch_size=BATCH, random_state=0, force_reset=True, **options
+            input_chunk_length=8,
+            output_chunk_length=4,
+            batch_size=BATCH,
+            random_state=0,
+            force_reset=True,
+            **options,
         )
         try:
-            model.fit(TimeSeries.from_values(values), trainer=Catch(logger=False, enable_checkpointing=False))
+            model.fit(
+                TimeSeries.from_values(values),
+                trainer=Catch(logger=False, enable_checkpointing=False),
+            )
         except _Given as given:
             return given.args
         raise RuntimeError("darts did not train")
@@ -449,7 +516,7 @@ def _darts(name: str, **options: Any) -> Callable[[], Built]:
     return build
 
 
-# ---- single cells -----------------------------------------------------------------------------------------------------
+# ---- single cells --------------------------------------------------------------------------------
 
 
 def _scvi() -> Built:
@@ -462,7 +529,9 @@ def _scvi() -> Built:
     scvi.model.SCVI.setup_anndata(data)
     model = scvi.model.SCVI(data, n_hidden=8, n_latent=4)
     plan = scvi.train.TrainingPlan(model.module)
-    splitter = scvi.dataloaders.DataSplitter(model.adata_manager, train_size=0.5, batch_size=BATCH, shuffle_set_split=False)
+    splitter = scvi.dataloaders.DataSplitter(
+        model.adata_manager, train_size=0.5, batch_size=BATCH, shuffle_set_split=False
+    )
     return plan, splitter
 
 
@@ -480,9 +549,20 @@ MODULES: dict[str, ThirdParty] = {
     "torchvision ViT": _module(_torchvision_vit, "torchvision", "torchvision"),
     "torchvision ShuffleNet": _module(_torchvision_shufflenet, "torchvision", "torchvision"),
     "timm ViT": _module(
-        _timm("vit_tiny_patch16_224", img_size=PIXELS, patch_size=8, depth=4, embed_dim=16, num_heads=2), "timm", "timm"
+        _timm(
+            "vit_tiny_patch16_224",
+            img_size=PIXELS,
+            patch_size=8,
+            depth=4,
+            embed_dim=16,
+            num_heads=2,
+        ),
+        "timm",
+        "timm",
     ),
-    "timm ConvNeXt": _module(_timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)), "timm", "timm"),
+    "timm ConvNeXt": _module(
+        _timm("convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)), "timm", "timm"
+    ),
     "timm ResNet": _module(_timm("test_resnet"), "timm", "timm"),
     "smp Unet": _module(_smp_unet, "segmentation-models-pytorch", "segmentation_models_pytorch"),
     "torchgeo ClassificationTask": _module(_torchgeo_classification, "torchgeo", "torchgeo"),
@@ -500,36 +580,64 @@ MODULES: dict[str, ThirdParty] = {
     "PyG GIN": _module(_graphs, "torch-geometric", "torch_geometric"),
     "chemprop MPNN": _module(_chemprop, "chemprop", "chemprop"),
     "pytorch-forecasting TFT": _module(
-        _pytorch_forecasting("TemporalFusionTransformer", hidden_size=8, attention_head_size=2, dropout=0.0),
+        _pytorch_forecasting(
+            "TemporalFusionTransformer", hidden_size=8, attention_head_size=2, dropout=0.0
+        ),
         "pytorch-forecasting",
         "pytorch_forecasting",
     ),
     "pytorch-forecasting NBeats": _module(
-        _pytorch_forecasting("NBeats", widths=[8, 8], num_blocks=[1, 1]), "pytorch-forecasting", "pytorch_forecasting"
+        _pytorch_forecasting("NBeats", widths=[8, 8], num_blocks=[1, 1]),
+        "pytorch-forecasting",
+        "pytorch_forecasting",
     ),
     "pytorch-forecasting DeepAR": _module(
-        _pytorch_forecasting("DeepAR", hidden_size=8, rnn_layers=2, dropout=0.0), "pytorch-forecasting", "pytorch_forecasting"
+        _pytorch_forecasting("DeepAR", hidden_size=8, rnn_layers=2, dropout=0.0),
+        "pytorch-forecasting",
+        "pytorch_forecasting",
     ),
     "gluonts DeepAR": _module(
-        _gluonts("DeepAREstimator", "deepar", freq="D", hidden_size=8, dropout_rate=0.0), "gluonts", "gluonts.torch"
+        _gluonts("DeepAREstimator", "deepar", freq="D", hidden_size=8, dropout_rate=0.0),
+        "gluonts",
+        "gluonts.torch",
     ),
     "gluonts PatchTST": _module(
-        _gluonts("PatchTSTEstimator", "patch_tst", patch_len=4, d_model=8, dim_feedforward=16, dropout=0.0),
+        _gluonts(
+            "PatchTSTEstimator",
+            "patch_tst",
+            patch_len=4,
+            d_model=8,
+            dim_feedforward=16,
+            dropout=0.0,
+        ),
         "gluonts",
         "gluonts.torch",
     ),
     "gluonts SimpleFeedForward": _module(
         _gluonts("SimpleFeedForwardEstimator", "simple_feedforward"), "gluonts", "gluonts.torch"
     ),
-    "neuralforecast NHITS": _module(_neuralforecast("NHITS", mlp_units=3 * [[8, 8]]), "neuralforecast", "neuralforecast"),
+    "neuralforecast NHITS": _module(
+        _neuralforecast("NHITS", mlp_units=3 * [[8, 8]]), "neuralforecast", "neuralforecast"
+    ),
     "neuralforecast PatchTST": _module(
-        _neuralforecast("PatchTST", encoder_layers=2, n_heads=2, hidden_size=8, linear_hidden_size=16, patch_len=4),
+        _neuralforecast(
+            "PatchTST",
+            encoder_layers=2,
+            n_heads=2,
+            hidden_size=8,
+            linear_hidden_size=16,
+            patch_len=4,
+        ),
         "neuralforecast",
         "neuralforecast",
     ),
-    "darts NBEATSModel": _module(_darts("NBEATSModel", num_stacks=2, layer_widths=8), "darts", "darts"),
+    "darts NBEATSModel": _module(
+        _darts("NBEATSModel", num_stacks=2, layer_widths=8), "darts", "darts"
+    ),
     "darts TransformerModel": _module(
-        _darts("TransformerModel", d_model=8, nhead=2, dim_feedforward=16, dropout=0.0), "darts", "darts"
+        _darts("TransformerModel", d_model=8, nhead=2, dim_feedforward=16, dropout=0.0),
+        "darts",
+        "darts",
     ),
     "darts TiDEModel": _module(_darts("TiDEModel", hidden_size=8, dropout=0.0), "darts", "darts"),
     "scvi SCVI": _module(_scvi, "scvi-tools", "scvi"),

@@ -1,6 +1,8 @@
-"""Architectures of Hugging Face, layouts, options and habits drawn at random, each trained beside one process.
+"""Architectures of Hugging Face, layouts, options and habits drawn at random, each trained beside
+one process.
 
-A run must have the same losses and weights, or be refused in one sentence: before launch, or for a habit where the module shows it.
+A run must have the same losses and weights, or be refused in one sentence: before launch, or for a
+habit where the module shows it.
 
 ::
 
@@ -8,8 +10,8 @@ A run must have the same losses and weights, or be refused in one sentence: befo
     python ci/unseen_models.py --only falcon --runs 20
     python ci/unseen_models.py --table docs/models.md
 
-A difference, or an error that comes after the checks before launch, is printed with what repeats it. Exit code 1 if there was one.
-"""
+A difference, or an error that comes after the checks before launch, is printed with what repeats
+it. Exit code 1 if there was one."""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ def draw_run(draw: Draw, name: str) -> Run:
     if c > 1:
         layout["context_parallel_attention"] = draw.choice(("ring", "all_to_all"))
     padded = found.task in COUNTED and draw.random() < 0.4
-    # Under context parallelism a step's loss counts as the mean over its slice's labels, which a term over all tokens is not.
+    # Under context parallelism a step's loss counts as the mean over its slice's labels, which a
+    # term over all tokens is not.
     hidden = found.task in WHOLE_STATES and not padded and c == 1 and draw.random() < 0.2
     options: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
     if found.task in ("causal", "masked") and draw.random() < 0.5:
@@ -128,7 +131,11 @@ def _last_line(failure: WorkerFailure) -> str:
         for line in str(failure).splitlines()
         if line and line[0].isalpha() and ": " in line and "Error" in line.split(": ")[0]
     ]
-    return max(lines, key=lambda line: ("Connection" not in line, -lines.index(line)), default=str(failure)[-500:])
+    return max(
+        lines,
+        key=lambda line: ("Connection" not in line, -lines.index(line)),
+        default=str(failure)[-500:],
+    )
 
 
 def _is_refusal(error: VerificationError) -> bool:
@@ -141,11 +148,14 @@ def draw_runs(seed: int, names: list[str]) -> Iterator[tuple[str, Run]]:
     index = 0
     while True:
         order = random.Random(f"{seed} {index // len(names)}").sample(names, len(names))
-        yield f"--seed {seed} --skip {index}", draw_run(Draw(f"{seed} {index}"), order[index % len(names)])
+        yield (
+            f"--seed {seed} --skip {index}",
+            draw_run(Draw(f"{seed} {index}"), order[index % len(names)]),
+        )
         index += 1
 
 
-# ---- the table --------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 COLUMNS: dict[str, dict[str, Any]] = {
@@ -181,7 +191,9 @@ def around(pool: Pool, names: list[str]) -> dict[str, Outcome]:
         with tempfile.TemporaryDirectory() as folder:
             unlike = differences_around(pool, name, Path(folder))
         found[name] = Outcome("different", "; ".join(unlike[:3])) if unlike else Outcome("equal")
-        print(f"{name}, from a folder to a folder: {found[name].kind} {found[name].text}", flush=True)
+        print(
+            f"{name}, from a folder to a folder: {found[name].kind} {found[name].text}", flush=True
+        )
     return found
 
 
@@ -195,10 +207,16 @@ def table_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> st
             if outcome.kind == "refused":
                 cells[column] = f"[{notes.setdefault(_reason(outcome.text, name), len(notes) + 1)}]"
         rows.append(
-            f"| {name} | `{ARCHITECTURES[name].model}` | {_plan_of(name)} | {' | '.join(cells)} | {_circle(circles.get(name))} |"
+            f"| {name} | `{ARCHITECTURES[name].model}` | {_plan_of(name)} | {' | '.join(cells)} | "
+            f"{_circle(circles.get(name))} |"
         )
     listed = "\n".join(f"{number}. {text}" for text, number in notes.items())
-    return TABLE.format(columns=" | ".join(COLUMNS), rules="|".join("---" for _ in COLUMNS), rows="\n".join(rows), notes=listed)
+    return TABLE.format(
+        columns=" | ".join(COLUMNS),
+        rules="|".join("---" for _ in COLUMNS),
+        rows="\n".join(rows),
+        notes=listed,
+    )
 
 
 def _reason(text: str, name: str) -> str:
@@ -219,7 +237,11 @@ def _plan_of(name: str) -> str:
     model = build(name)
     if find_plan(model) is None:
         return "-"
-    return "ours" if type(model).__module__.split(".")[2] in (*FAMILIES, *ENCODER_DECODERS) else "declared"
+    return (
+        "ours"
+        if type(model).__module__.split(".")[2] in (*FAMILIES, *ENCODER_DECODERS)
+        else "declared"
+    )
 
 
 def main() -> int:
@@ -228,7 +250,12 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--runs", type=int, default=None)
     parser.add_argument("--skip", type=int, default=0, help="runs that are drawn but not made")
-    parser.add_argument("--only", action="append", choices=sorted(ARCHITECTURES), help="this architecture (may be repeated)")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=sorted(ARCHITECTURES),
+        help="this architecture (may be repeated)",
+    )
     parser.add_argument("--table", type=Path, help="write the table of what works into this page")
     options = parser.parse_args()
     names, deadline = options.only or list(ARCHITECTURES), time.monotonic() + options.limit_s
@@ -236,7 +263,11 @@ def main() -> int:
         with contextlib.closing(Pool()) as pool:
             found, circles = measure(pool, names), around(pool, names)
         write_between_marks(options.table, "unseen_models", table_of(found, circles))
-        every = [outcome for outcomes in (*found.values(), list(circles.values())) for outcome in outcomes]
+        every = [
+            outcome
+            for outcomes in (*found.values(), list(circles.values()))
+            for outcome in outcomes
+        ]
         return int(any(outcome.kind not in ("equal", "refused") for outcome in every))
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """Pipeline, tensor, sequence and data parallel training (PTD-P) as a PyTorch Lightning strategy.
 
-Importing this package registers ``Trainer(strategy="ptdp")``; an installed package is registered without the import.
-"""
+Importing this package registers ``Trainer(strategy="ptdp")``; an installed package is registered
+without the import."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,9 +1,11 @@
-"""Makes ``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints work without an import in the user's script.
+"""Makes ``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints work without
+an import in the user's script.
 
-torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``; TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off).
-It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the strategy's name, and has Lightning take
-our folders where it takes a checkpoint file and leave compiled modules to the strategy.
-"""
+torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``;
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off).
+It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the
+strategy's name, and has Lightning take our folders where it takes a checkpoint file and leave
+compiled modules to the strategy."""
 
 from __future__ import annotations
 
@@ -16,17 +18,28 @@ from types import ModuleType
 
 from lightning_ptdp.base.requirements import check_core
 from lightning_ptdp.checkpoint_folders import parse_folders, read_folders, upload_folders
-from lightning_ptdp.shims.lightning import CLIS, LOADERS, TRAINERS, UPLOADERS, StrategyBase, replace_once
+from lightning_ptdp.shims.lightning import (
+    CLIS,
+    LOADERS,
+    TRAINERS,
+    UPLOADERS,
+    StrategyBase,
+    replace_once,
+)
 
 __all__ = ["install", "register"]
 
-_REGISTRIES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
+_REGISTRIES = {
+    "lightning.pytorch.strategies": "lightning.pytorch",
+    "pytorch_lightning.strategies": "pytorch_lightning",
+}
 _FABRICS = ("lightning.fabric.strategies", "lightning_fabric.strategies")
 _START_METHODS = {"ptdp": "popen", "ptdp_spawn": "spawn", "ptdp_fork": "fork"}
 
 
 def install() -> None:
-    """Change Lightning's modules, now or when they are imported. Never raises: torch's import must not fail."""
+    """Change Lightning's modules, now or when they are imported. Never raises: torch's import must
+    not fail."""
     try:
         for name in _CHANGES:
             if name in sys.modules:
@@ -38,8 +51,8 @@ def install() -> None:
 
 
 def register(strategies: ModuleType) -> None:
-    """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace, as factories that import nothing yet; to
-    Fabric's, as one that says what to use."""
+    """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace, as
+    factories that import nothing yet; to Fabric's, as one that says what to use."""
     fabric = strategies.__name__ in _FABRICS
     registry = getattr(strategies, "STRATEGY_REGISTRY" if fabric else "StrategyRegistry", None)
     if registry is None:
@@ -53,8 +66,10 @@ def register(strategies: ModuleType) -> None:
 
 def _refuse_fabric(**_: object) -> StrategyBase:
     raise ValueError(
-        "strategy='ptdp' does not work with Fabric: the schedule runs a LightningModule's training_step once a microbatch on every stage, "
-        "and in Fabric the loop around the model is yours. Use lightning.pytorch.Trainer(strategy='ptdp')"
+        "strategy='ptdp' does not work with Fabric: the schedule runs a LightningModule's "
+        "training_step once a microbatch on every stage, "
+        "and in Fabric the loop around the model is yours. Use "
+        "lightning.pytorch.Trainer(strategy='ptdp')"
     )
 
 
@@ -69,11 +84,14 @@ def _factory(namespace: str) -> Callable[..., StrategyBase]:
 
 
 def take_compiled(trainer: ModuleType) -> None:
-    """Have a module with a Trainer leave it to this package's strategy, which checks before launch, what it does with compiled modules."""
+    """Have a module with a Trainer leave it to this package's strategy, which checks before launch,
+    what it does with compiled modules."""
     replace_once(trainer, TRAINERS[trainer.__name__], _verify_others)
 
 
-def _verify_others(verify: Callable[[object, object], None], model: object, strategy: object) -> None:
+def _verify_others(
+    verify: Callable[[object, object], None], model: object, strategy: object
+) -> None:
     if getattr(strategy, "strategy_name", None) != "ptdp":
         verify(model, strategy)
 

@@ -1,4 +1,5 @@
-"""Lightning reads and uploads checkpoint files: these changes have it do the same with the folders of this package.
+"""Lightning reads and uploads checkpoint files: these changes have it do the same with the folders
+of this package.
 
 Imports nothing heavy: see autoload.py, which applies them when a module of Lightning is imported.
 """
@@ -28,16 +29,27 @@ def read_folders(reader: ModuleType) -> None:
 
 
 def _load_file_or_folder(
-    load: Callable[..., object], path_or_url: object, map_location: Any = None, weights_only: bool | None = None
+    load: Callable[..., object],
+    path_or_url: object,
+    map_location: Any = None,
+    weights_only: bool | None = None,
 ) -> object:
-    path = os.fspath(path_or_url).removeprefix("file://") if isinstance(path_or_url, str | os.PathLike) else ""
+    path = (
+        os.fspath(path_or_url).removeprefix("file://")
+        if isinstance(path_or_url, str | os.PathLike)
+        else ""
+    )
     if not _is_checkpoint(path):
         if "://" in path:
             from lightning_ptdp.base.requirements import check_url
 
             check_url(path)
         found = load(path_or_url, map_location=map_location, weights_only=weights_only)
-        return found if not isinstance(found, dict) or _TYPES not in found else _with_types(found, path)
+        return (
+            found
+            if not isinstance(found, dict) or _TYPES not in found
+            else _with_types(found, path)
+        )
     from lightning_ptdp.checkpoint import read_whole
 
     return read_whole(path, map_location, trusted=weights_only is False)
@@ -58,10 +70,14 @@ def upload_folders(logger: ModuleType) -> None:
 
 
 def _scan_files_and_folders(
-    scan: Callable[..., list[Found]], checkpoint_callback: object, logged_model_time: dict[str, float]
+    scan: Callable[..., list[Found]],
+    checkpoint_callback: object,
+    logged_model_time: dict[str, float],
 ) -> list[Found]:
     folders = _new_folders(checkpoint_callback, logged_model_time)
-    return sorted([*scan(checkpoint_callback, logged_model_time), *folders], key=lambda entry: entry[0])
+    return sorted(
+        [*scan(checkpoint_callback, logged_model_time), *folders], key=lambda entry: entry[0]
+    )
 
 
 def _upload_files_and_folders(upload: Callable[..., None], *args: object) -> None:
@@ -70,7 +86,8 @@ def _upload_files_and_folders(upload: Callable[..., None], *args: object) -> Non
 
 
 def parse_folders(cli: ModuleType) -> None:
-    """Have a module with a command line take hyperparameters from a folder, which is given to it as a file for that time."""
+    """Have a module with a command line take hyperparameters from a folder, which is given to it as
+    a file for that time."""
     class_name, method = CLIS[cli.__name__]
     replace_once(getattr(cli, class_name, None), method, _parse_file_or_folder)
 
@@ -86,7 +103,9 @@ def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningC
     from lightning_ptdp.checkpoint import portable, read_state
 
     with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:
-        torch.save({"hyper_parameters": portable(read_state(path).get("hyper_parameters", {}))}, file)
+        torch.save(
+            {"hyper_parameters": portable(read_state(path).get("hyper_parameters", {}))}, file
+        )
         file.flush()
         cli.config[subcommand]["ckpt_path"] = file.name
         parse(cli)
@@ -96,9 +115,18 @@ def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningC
 def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Found]:
     """Every folder that a checkpoint callback keeps and that has not been uploaded."""
     kept: dict[str, tuple[object, str]] = {
-        getattr(callback, "last_model_path", ""): (getattr(callback, "current_score", None), "latest"),
-        getattr(callback, "best_model_path", ""): (getattr(callback, "best_model_score", None), "best"),
-        **{path: (score, "best_k") for path, score in getattr(callback, "best_k_models", {}).items()},
+        getattr(callback, "last_model_path", ""): (
+            getattr(callback, "current_score", None),
+            "latest",
+        ),
+        getattr(callback, "best_model_path", ""): (
+            getattr(callback, "best_model_score", None),
+            "best",
+        ),
+        **{
+            path: (score, "best_k")
+            for path, score in getattr(callback, "best_k_models", {}).items()
+        },
     }
     for path, (score, what) in kept.items():
         if _is_checkpoint(path) and (written := os.stat(path).st_mtime) > uploaded.get(path, 0.0):

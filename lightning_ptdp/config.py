@@ -53,79 +53,111 @@ class PTDPConfig:
     """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
 
     Args:
-        layout: Of the strategy alone: "auto" chooses the fastest layout that fits by the planner's estimate, where none of the sizes, the
-            schedule, recomputation and sharding of the optimizer is given, and says which.
+        layout: Of the strategy alone: "auto" chooses the fastest layout that fits by the planner's
+            estimate, where none of the sizes, the schedule, recomputation and sharding of the
+            optimizer is given, and says which.
         tensor_parallel_size: t, ranks that share one layer's matrices.
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
-        context_parallel_size: c, ranks that share every sequence along time, through the whole network.
-        expert_parallel_size: e, ranks that share the experts of a mixture, of those of data and context parallelism: each has 1/e of
-            the experts, and tokens travel to them.
-        expert_tensor_parallel_size: 1 (every tensor rank computes its part of the tokens with whole experts), or t: each expert is split
-            over the tensor ranks, for experts that are too wide or too few for e ranks.
-        context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or "all_to_all" (heads are traded for the
-            sequence; arXiv 2309.14509).
-        context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence; False for one that
-            needs none.
-        sequence_dims: Under context parallelism, the dimension along time of tensors in the batch under these keys (None: none),
-            where it is not dimension 1.
-        sequence_parallel: Split the activations between tensor-parallel regions along the sequence over the t ranks.
-        tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which linear layers gather their input, or sum
-            their output, beside their products with the other pieces; 1: before, or after, one product. "symmetric": by torch's
-            symmetric memory, where a tensor group's GPUs are joined by NVLink.
-        num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline, else 1.
-        micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may grow during training.
-        schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto" (1F1B, interleaved if v > 1); the
-            path of a CSV file; or a ``CustomSchedule``.
-        microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in interleaved schedules. Default: p.
-        partition: Number of layers of each of the p*v stages, or the name of each stage's first block; default: balanced by cost.
-        recompute: "none", "full" (every block's activations are computed again in the backward), or "selective" (only those of the
-            modules that the plan calls selective); "offload" recomputes nothing, but keeps every block's in host memory meanwhile.
-        recompute_layers: How many blocks of a stage are recomputed or offloaded, for all stages or one number a stage. Default: all.
-        distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a block's input on each tensor rank
-            and gather it for the recomputation (under sequence parallelism it is split anyway).
-        scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a hidden state on each tensor rank and
-            gather it behind the boundary (arXiv 2104.04473, section 4.1).
-        channel_ctas: Thread blocks of a GPU (1 to 32) that NCCL may use for a message between pipeline stages: fewer leave more of the
-            GPU to the computation beside it. Default: NCCL decides.
-        fp8: Let the linear layers of the repeated blocks multiply in float8, by torchao, with a scale for each operand ("tensorwise") or
-            for each of its rows ("rowwise": more exact).
-        compile: Hand each repeated block to ``torch.compile`` when it is sharded: "blocks", "none", or "auto" (those on CUDA, unless the
-            schedule splits the backward).
-        compile_options: Arguments of ``torch.compile``, such as {"mode": "max-autotune-no-cudagraphs"} or {"backend": "aot_eager"}.
-        plan: Which submodules are sharded how, and where the repeated container is. Default: the module's own
-            ``configure_parallel()``, else found automatically (pipeline) or an error (tensor parallelism).
-        meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only ever holds its own part.
-        seed: Decides initial weights of such modules and dropout; default: torch's seed (``seed_everything``) on rank 0.
-        keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower (``lightning_ptdp.keyed_dropout``).
-        bucket_mb: Size of a gradient bucket in MiB. Default: 25, or with many replicas 4 for each of them.
-        shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only, updates that part, and gathers
-            the rest (ZeRO-1, arXiv 1910.02054). The optimizer must work element by element.
-        master_weights: Let the optimizer step on float32 copies of parameters in half precision ("bf16-true", "16-true").
-        gradient_dtype: In what the gradients of such parameters are accumulated: "float32" or the "parameter" dtype.
-        reduce_dtype: In what gradients are summed over the replicas: "float32", "bfloat16" or "float16". Default: as accumulated.
-        data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas stand in, in order; gradients are
-            then summed in two levels, and a sharded optimizer is sharded inside a node only.
+        context_parallel_size: c, ranks that share every sequence along time, through the whole
+            network.
+        expert_parallel_size: e, ranks that share the experts of a mixture, of those of data and
+            context parallelism: each has 1/e of the experts, and tokens travel to them.
+        expert_tensor_parallel_size: 1 (every tensor rank computes its part of the tokens with whole
+            experts), or t: each expert is split over the tensor ranks, for experts that are too
+            wide or too few for e ranks.
+        context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or
+            "all_to_all" (heads are traded for the sequence; arXiv 2309.14509).
+        context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the
+            whole sequence; False for one that needs none.
+        sequence_dims: Under context parallelism, the dimension along time of tensors in the batch
+            under these keys (None: none), where it is not dimension 1.
+        sequence_parallel: Split the activations between tensor-parallel regions along the sequence
+            over the t ranks.
+        tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which
+            linear layers gather their input, or sum their output, beside their products with the
+            other pieces; 1: before, or after, one product. "symmetric": by torch's symmetric
+            memory, where a tensor group's GPUs are joined by NVLink.
+        num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline,
+            else 1.
+        micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may
+            grow during training.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto"
+            (1F1B, interleaved if v > 1); the path of a CSV file; or a ``CustomSchedule``.
+        microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in
+            interleaved schedules. Default: p.
+        partition: Number of layers of each of the p*v stages, or the name of each stage's first
+            block; default: balanced by cost.
+        recompute: "none", "full" (every block's activations are computed again in the backward), or
+            "selective" (only those of the modules that the plan calls selective); "offload"
+            recomputes nothing, but keeps every block's in host memory meanwhile.
+        recompute_layers: How many blocks of a stage are recomputed or offloaded, for all stages or
+            one number a stage. Default: all.
+        distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a
+            block's input on each tensor rank and gather it for the recomputation (under sequence
+            parallelism it is split anyway).
+        scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a
+            hidden state on each tensor rank and gather it behind the boundary (arXiv 2104.04473,
+            section 4.1).
+        channel_ctas: Thread blocks of a GPU (1 to 32) that NCCL may use for a message between
+            pipeline stages: fewer leave more of the GPU to the computation beside it. Default: NCCL
+            decides.
+        fp8: Let the linear layers of the repeated blocks multiply in float8, by torchao, with a
+            scale for each operand ("tensorwise") or for each of its rows ("rowwise": more exact).
+        compile: Hand each repeated block to ``torch.compile`` when it is sharded: "blocks", "none",
+            or "auto" (those on CUDA, unless the schedule splits the backward).
+        compile_options: Arguments of ``torch.compile``, such as {"mode":
+            "max-autotune-no-cudagraphs"} or {"backend": "aot_eager"}.
+        plan: Which submodules are sharded how, and where the repeated container is. Default: the
+            module's own ``configure_parallel()``, else found automatically (pipeline) or an error
+            (tensor parallelism).
+        meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only
+            ever holds its own part.
+        seed: Decides initial weights of such modules and dropout; default: torch's seed
+            (``seed_everything``) on rank 0.
+        keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower
+            (``lightning_ptdp.keyed_dropout``).
+        bucket_mb: Size of a gradient bucket in MiB. Default: 25, or with many replicas 4 for each
+            of them.
+        shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only,
+            updates that part, and gathers the rest (ZeRO-1, arXiv 1910.02054). The optimizer must
+            work element by element.
+        master_weights: Let the optimizer step on float32 copies of parameters in half precision
+            ("bf16-true", "16-true").
+        gradient_dtype: In what the gradients of such parameters are accumulated: "float32" or the
+            "parameter" dtype.
+        reduce_dtype: In what gradients are summed over the replicas: "float32", "bfloat16" or
+            "float16". Default: as accumulated.
+        data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas
+            stand in, in order; gradients are then summed in two levels, and a sharded optimizer is
+            sharded inside a node only.
         inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
-        broadcast_buffers: Give all replicas rank 0's buffers (BatchNorm's statistics, codebooks) before the first batch of each optimizer
-            step and before validation, as DDP does. With False each replica keeps its own. Checkpoints hold rank 0's. A stage's
-            buffers are on the ranks that hold the stage, and are broadcast among these.
-        overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default: if nobody but Lightning reads
-            them between the steps.
-        check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise" NonFiniteError with the first parameter,
-            rank and microbatch, "skip" the update with a warning that says the same, or nothing. Under float16 the loss scale skips.
+        broadcast_buffers: Give all replicas rank 0's buffers (BatchNorm's statistics, codebooks)
+            before the first batch of each optimizer step and before validation, as DDP does. With
+            False each replica keeps its own. Checkpoints hold rank 0's. A stage's buffers are on
+            the ranks that hold the stage, and are broadcast among these.
+        overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default:
+            if nobody but Lightning reads them between the steps.
+        check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise"
+            NonFiniteError with the first parameter, rank and microbatch, "skip" the update with a
+            warning that says the same, or nothing. Under float16 the loss scale skips.
         timeout_s: Limit in seconds of every wait for another rank.
-        start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or "forkserver".
+        start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or
+            "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
-        on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one before it in its folder, with a
-            warning) or "refuse".
-        async_save: Training waits only until a checkpoint's tensors are copied to host memory; they are written in the background.
-        checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's single file), or "auto": a file where
-            every rank holds the whole model and optimizer, saves wait, no callback has ``needs_checkpoint_folders = True``
-            (ExportHuggingFace, SaveOnSignal), and ``ptdp`` does not run the training; else a folder.
-        verify: "first_step": before training, compare the first step with one process, and end with the reason if they differ.
+        on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one
+            before it in its folder, with a warning) or "refuse".
+        async_save: Training waits only until a checkpoint's tensors are copied to host memory; they
+            are written in the background.
+        checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's
+            single file), or "auto": a file where every rank holds the whole model and optimizer,
+            saves wait, no callback has ``needs_checkpoint_folders = True`` (ExportHuggingFace,
+            SaveOnSignal), and ``ptdp`` does not run the training; else a folder.
+        verify: "first_step": before training, compare the first step with one process, and end with
+            the reason if they differ.
 
-    The data-parallel size is what remains of the world. Without sizes, the strategy is data parallel over all devices.
+    The data-parallel size is what remains of the world. Without sizes, the strategy is data
+    parallel over all devices.
 
     Raises:
         ValueError: A size or name is impossible; says what would work.
@@ -188,7 +220,8 @@ class PTDPConfig:
         self.layout(self.smallest_world_size)  # all checks that do not need the world's size
         if self.num_microbatches is not None and self.micro_batch_size is not None:
             raise ValueError(
-                f"num_microbatches={self.num_microbatches} and micro_batch_size={self.micro_batch_size}: give one of them, the other "
+                f"num_microbatches={self.num_microbatches} and "
+                f"micro_batch_size={self.micro_batch_size}: give one of them, the other "
                 "follows from the batch (replica's batch = micro_batch_size * num_microbatches)"
             )
         for field, most in _MOST.items():
@@ -196,17 +229,21 @@ class PTDPConfig:
                 raise ValueError(f"{field}={value!r} must be greater than 0 and at most {most:g}")
         if self.channel_ctas is not None and self.pipeline_parallel_size == 1:
             raise ValueError(
-                f"channel_ctas={self.channel_ctas} is for messages between stages, but pipeline_parallel_size=1: leave it out"
+                f"channel_ctas={self.channel_ctas} is for messages between stages, but "
+                "pipeline_parallel_size=1: leave it out"
             )
         if self.inter_node_reduce_dtype is not None and self.data_parallel_replicas == 1:
             raise ValueError(
-                f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between nodes, but data_parallel_replicas=1: set "
+                f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between "
+                "nodes, but data_parallel_replicas=1: set "
                 "it to the number of nodes, or use reduce_dtype"
             )
         if self.partition is not None and len(self.partition) != self.num_stages:
             raise ValueError(
-                f"partition={list(self.partition)} has {len(self.partition)} entries, but pipeline_parallel_size * "
-                f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each stage"
+                f"partition={list(self.partition)} has {len(self.partition)} entries, but "
+                "pipeline_parallel_size * "
+                f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each "
+                "stage"
             )
         self._check_overlap()
         self._check_distribution()
@@ -240,7 +277,9 @@ class PTDPConfig:
             ValueError: The degrees do not fit the world size.
         """
         placement = schedule_placement(self.schedule) if self.pipeline_parallel_size > 1 else "loop"
-        return replace(ParallelLayout.chosen(vars(self), world_size=world_size), placement=placement)
+        return replace(
+            ParallelLayout.chosen(vars(self), world_size=world_size), placement=placement
+        )
 
     def build_schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """The proven schedule of a step of ``num_microbatches``.
@@ -259,8 +298,9 @@ class PTDPConfig:
 
     @property
     def usual_microbatches(self) -> int | None:
-        """m of a batch that is large enough: as asked, else what a schedule from a file is for, else 4p with a pipeline (bubble under a
-        quarter) and 1 without; None if it follows from the batch (``micro_batch_size``)."""
+        """m of a batch that is large enough: as asked, else what a schedule from a file is for,
+        else 4p with a pipeline (bubble under a quarter) and 1 without; None if it follows from the
+        batch (``micro_batch_size``)."""
         if self.micro_batch_size is not None:
             return None
         default = 4 * self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1
@@ -273,18 +313,20 @@ class PTDPConfig:
 
     @property
     def runs_backward(self) -> bool:
-        """Return True if the schedule runs a batch's backward inside ``training_step``, because there can be more than one microbatch,
-        stage, or slice of time. Otherwise Lightning runs it.
+        """Return True if the schedule runs a batch's backward inside ``training_step``, because
+        there can be more than one microbatch, stage, or slice of time. Otherwise Lightning runs it.
         """
         return self.has_microbatches or self.cuts_forward
 
     @property
     def cuts_forward(self) -> bool:
-        """Return True if one forward is split over stages or slices of time, so that the schedule runs evaluation steps too."""
+        """Return True if one forward is split over stages or slices of time, so that the schedule
+        runs evaluation steps too."""
         return self.pipeline_parallel_size > 1 or self.context_parallel_size > 1
 
     def microbatches(self, samples: int) -> int:
-        """m for a replica's batch of ``samples``: as many as ``micro_batch_size`` asks, else the usual number; never more than samples."""
+        """m for a replica's batch of ``samples``: as many as ``micro_batch_size`` asks, else the
+        usual number; never more than samples."""
         usual = self.usual_microbatches
         if usual is None:
             assert self.micro_batch_size is not None
@@ -301,32 +343,46 @@ class PTDPConfig:
         is_ours = isinstance(self.schedule, str) and schedule_microbatches(self.schedule) is None
         if is_ours and may_split_backward(self.schedule):
             return (
-                f"schedule={self.schedule!r}: weight gradients of compiled blocks are not put off, of which it lives. Use schedule='1f1b' "
+                f"schedule={self.schedule!r}: weight gradients of compiled blocks are not put "
+                "off, of which it lives. Use schedule='1f1b' "
                 "or 'interleaved_1f1b'"
             )
-        return "keyed_dropout=True, which follows every call. Use keyed_dropout=False" if self.keyed_dropout else ""
+        return (
+            "keyed_dropout=True, which follows every call. Use keyed_dropout=False"
+            if self.keyed_dropout
+            else ""
+        )
 
     def _check_compilation(self) -> None:
         if self.compile == "blocks" and self._why_not_compiled:
             raise ValueError(f"compile='blocks' with {self._why_not_compiled}, or compile='none'")
         if self.compile_options is not None and self.compile == "none":
-            raise ValueError("compile_options is for compiled blocks, but compile='none': use compile='blocks', or leave it out")
+            raise ValueError(
+                "compile_options is for compiled blocks, but compile='none': use "
+                "compile='blocks', or leave it out"
+            )
         known = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
         unknown = [name for name in self.compile_options or () if name not in known]
         if unknown:
-            raise ValueError(f"compile_options has {unknown[0]!r}, but torch.compile takes {', '.join(sorted(known))}")
+            raise ValueError(
+                f"compile_options has {unknown[0]!r}, but torch.compile takes "
+                f"{', '.join(sorted(known))}"
+            )
 
     def _check_overlap(self) -> None:
         if self.tensor_overlap == 1:
             return
         if not self.sequence_parallel:
             raise ValueError(
-                f"tensor_overlap={self.tensor_overlap!r} is for what is gathered and summed along the sequence, but "
-                "sequence_parallel=False: use sequence_parallel=True with tensor_parallel_size > 1, or tensor_overlap=1"
+                f"tensor_overlap={self.tensor_overlap!r} is for what is gathered and summed along "
+                "the sequence, but "
+                "sequence_parallel=False: use sequence_parallel=True with tensor_parallel_size > "
+                "1, or tensor_overlap=1"
             )
         if self.fp8 is not None:
             raise ValueError(
-                f"tensor_overlap={self.tensor_overlap!r} multiplies a piece of the sequence at a time, but fp8={self.fp8!r} scales all of "
+                f"tensor_overlap={self.tensor_overlap!r} multiplies a piece of the sequence at a "
+                f"time, but fp8={self.fp8!r} scales all of "
                 "it: use tensor_overlap=1, or fp8=None"
             )
 
@@ -339,9 +395,12 @@ class PTDPConfig:
         if self.tensor_parallel_size == 1:
             needed.append("tensor_parallel_size > 1 (it is 1)")
         if self.sequence_parallel:
-            needed.append("sequence_parallel=False (with it, inputs are split already, and the option can be left out)")
+            needed.append(
+                "sequence_parallel=False (with it, inputs are split already, and the option can "
+                "be left out)"
+            )
         if needed:
             raise ValueError(
-                "distribute_saved_activations=True splits the inputs of recomputed blocks, which all tensor ranks hold: it needs "
-                + " and ".join(needed)
+                "distribute_saved_activations=True splits the inputs of recomputed blocks, which "
+                "all tensor ranks hold: it needs " + " and ".join(needed)
             )

@@ -1,10 +1,11 @@
-"""From an ordinary module to this rank's part of it: converted, cut into stages, given values, sharded.
+"""From an ordinary module to this rank's part of it: converted, cut into stages, given values,
+sharded.
 
-Read ``parallelize`` as the order in which parallelism is applied. Gradients are made last, by the engine, because
-``configure_optimizers`` may still say what is trained; a parameter that appears behind ``parallelize`` is refused by name. Afterwards the
-module is the user's own object, holding only what this rank needs, under the names of the uncut model; the returned record says how every
-local parameter sits in the whole.
-"""
+Read ``parallelize`` as the order in which parallelism is applied. Gradients are made last, by the
+engine, because ``configure_optimizers`` may still say what is trained; a parameter that appears
+behind ``parallelize`` is refused by name. Afterwards the module is the user's own object, holding
+only what this rank needs, under the names of the uncut model; the returned record says how every
+local parameter sits in the whole."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ class ParallelModel:
         names: Of all parameters of the uncut model, tied ones once.
         whole: The uncut module's structure; None if every rank has all of it.
         notes: Remarks for the user.
-        split_blocks: Dotted name of the container outside of which sequence parallelism leaves the sequence whole; None: there is
-            none.
+        split_blocks: Dotted name of the container outside of which sequence parallelism leaves the
+            sequence whole; None: there is none.
     """
 
     module: nn.Module
@@ -68,24 +69,33 @@ class ParallelModel:
     split_blocks: str | None = None
 
     def check(self, *, frozen: bool = True) -> None:
-        """Check that every parameter of the module is recorded, or with ``frozen=False`` every one that is trained.
+        """Check that every parameter of the module is recorded, or with ``frozen=False`` every one
+        that is trained.
 
         Raises:
             ValueError: Some are not; names them.
         """
-        held = [(name, p) for name, p in self.module.named_parameters() if frozen or p.requires_grad]
+        held = [
+            (name, p) for name, p in self.module.named_parameters() if frozen or p.requires_grad
+        ]
         unknown = [name for name, parameter in held if parameter not in self.records]
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced after the model was laid out over the "
-                "ranks, so nothing would sum or save it. Make parameters in __init__ or configure_model, before the optimizer"
+                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced "
+                "after the model was laid out over the "
+                "ranks, so nothing would sum or save it. Make parameters in __init__ or "
+                "configure_model, before the optimizer"
             )
 
     @cached_property
     def kept(self) -> dict[str, nn.Parameter]:
         """Parameters of the modules that every pipeline stage keeps, by name."""
         everywhere = self.cut.parts.everywhere if self.cut is not None else ()
-        return {f"{top}.{name}": one for top in everywhere for name, one in self.module.get_submodule(top).named_parameters()}
+        return {
+            f"{top}.{name}": one
+            for top in everywhere
+            for name, one in self.module.get_submodule(top).named_parameters()
+        }
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -112,7 +122,8 @@ def parallelize(
         convert: Puts other modules and parameters into it, where something asks for them.
         plan: What becomes of the submodules of the converted module.
         mesh: This rank's place and groups.
-        partition: Layers a stage, or the name of each stage's first layer, for an uneven cut on purpose.
+        partition: Layers a stage, or the name of each stage's first layer, for an uneven cut on
+            purpose.
         seed: Decides the initial values of meta modules.
         device: Where parameters go.
         left: Names of meta parameters for which no initial values are drawn: somebody fills them.
@@ -131,7 +142,11 @@ def parallelize(
     if layout.divides_model:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
         keep_padded(module)
-    built = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    built = [
+        (name, t)
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+        if not t.is_meta
+    ]
     differing = agree_on_values(built, device=device)
     whole = _Whole.of(module)
     view = WholeView(module, whole.names) if layout.divides_model else None
@@ -142,12 +157,18 @@ def parallelize(
         parts = KnownParts.of(module, planned, known).parts
         ranges = layer_ranges(module, parts=parts, layout=layout, partition=partition)
         stages = layout.stages_of(pipeline.rank)
-        cut = PipelineCut(module, parts=parts, ranges=ranges, stages=stages, collects=planned.collects)
+        cut = PipelineCut(
+            module, parts=parts, ranges=ranges, stages=stages, collects=planned.collects
+        )
 
     shardings = _build_local(module, planned, kinds, materialize, whole, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
-    make_room(module, device=device, padded={parameter for parameter, one in shardings.items() if one.num_padding})
+    make_room(
+        module,
+        device=device,
+        padded={parameter for parameter, one in shardings.items() if one.num_padding},
+    )
     copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     records = _records(module, shardings, whole, cut, mesh, copy_groups)
@@ -155,7 +176,11 @@ def parallelize(
         differing=differing,
         everywhere=cut.parts.everywhere if cut is not None else (),
         shardings={record.name: record.sharding for record in records.values()},
-        padded={name for name, users in whole.users.items() if any(user in kinds and kinds[user].pads for user in users)},
+        padded={
+            name
+            for name, users in whole.users.items()
+            if any(user in kinds and kinds[user].pads for user in users)
+        },
         size=tensor.size,
     )
     parallel = ParallelModel(
@@ -167,7 +192,9 @@ def parallelize(
         names=tuple(whole.order),
         whole=view,
         notes=tuple(notes),
-        split_blocks=planned.split_blocks if layout.sequence_parallel and planned.sequence == "blocks" else None,
+        split_blocks=planned.split_blocks
+        if layout.sequence_parallel and planned.sequence == "blocks"
+        else None,
     )
     parallel.check()
     return parallel
@@ -175,7 +202,8 @@ def parallelize(
 
 @dataclass(frozen=True)
 class KnownParts:
-    """Places of a whole model's modules, kept because it takes several runs without data to find them.
+    """Places of a whole model's modules, kept because it takes several runs without data to find
+    them.
 
     Attributes:
         parts: The places.
@@ -186,16 +214,29 @@ class KnownParts:
     found_for: tuple[object, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None) -> KnownParts:
-        """Find the places by the plan and the model, unless ``known`` has them; hooks may have changed the model since.
+    def of(
+        cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None
+    ) -> KnownParts:
+        """Find the places by the plan and the model, unless ``known`` has them; hooks may have
+        changed the model since.
 
         Raises:
             ValueError: Of ``find_parts``.
         """
-        said = {name: getattr(plan, name) for name in ("blocks", "before", "between", "after", "everywhere")}
-        modules = (f"{name}: {type(child).__qualname__}" for name, child in module.named_modules(remove_duplicate=False))
+        said = {
+            name: getattr(plan, name)
+            for name in ("blocks", "before", "between", "after", "everywhere")
+        }
+        modules = (
+            f"{name}: {type(child).__qualname__}"
+            for name, child in module.named_modules(remove_duplicate=False)
+        )
         found_for = (*said.values(), *modules)
-        return known if known is not None and known.found_for == found_for else cls(find_parts(module, **said), found_for)
+        return (
+            known
+            if known is not None and known.found_for == found_for
+            else cls(find_parts(module, **said), found_for)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +265,12 @@ class _Whole:
                 if parameter is not None:
                     users.setdefault(names[parameter], []).append(name)
         tied = module.named_parameters(remove_duplicate=False)
-        return cls(names=names, order=order, users=users, aliases={n: names[p] for n, p in tied if n not in order})
+        return cls(
+            names=names,
+            order=order,
+            users=users,
+            aliases={n: names[p] for n, p in tied if n not in order},
+        )
 
 
 def _build_local(
@@ -235,19 +281,29 @@ def _build_local(
     whole: _Whole,
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Sharding]:
-    """Give values to and shard what is left in the tree, one module at a time; keeps ``whole.names`` up to date."""
-    tensor, sequence_parallel = mesh.group("tensor"), mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
+    """Give values to and shard what is left in the tree, one module at a time; keeps
+    ``whole.names`` up to date."""
+    tensor, sequence_parallel = (
+        mesh.group("tensor"),
+        mesh.layout.sequence_parallel and mesh.group("tensor").size > 1,
+    )
     shared: dict[int, nn.Parameter] = {}
     shardings: dict[nn.Parameter, Sharding] = {}
     places, names = _places(module), whole.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may speak for a module with children, which then need their values first.
-        for suffix, part in [("", child)] if kind is None or kind.keeps_children else child.named_modules():
+        for suffix, part in (
+            [("", child)] if kind is None or kind.keeps_children else child.named_modules()
+        ):
             before = dict(part._parameters)
             materialize(part, f"{name}.{suffix}" if suffix else name)
             names.update(
-                {p: names[old] for p, old in zip(part._parameters.values(), before.values(), strict=True) if p is not None}
+                {
+                    p: names[old]
+                    for p, old in zip(part._parameters.values(), before.values(), strict=True)
+                    if p is not None
+                }
             )
         if kind is None:
             continue
@@ -269,18 +325,23 @@ def _build_local(
             parameter = new.get_parameter(key)
             names[parameter], shardings[parameter] = names[old[key]], sharding
             if parameter is not old[key] and len(whole.users[names[parameter]]) == 1:
-                old[key].data = old[key].data.new_empty(0)  # the slice is a copy: the full value is not held any longer
+                old[key].data = old[key].data.new_empty(
+                    0
+                )  # the slice is a copy: the full value is not held any longer
     replace_aliases(module, shared)
     for name, parameter in module.named_parameters():
         if parameter not in shardings:
-            shardings[parameter] = Sharding.replicated(parameter.shape, partial=plan.partial(name, sequence_parallel))
+            shardings[parameter] = Sharding.replicated(
+                parameter.shape, partial=plan.partial(name, sequence_parallel)
+            )
     if sequence_parallel:
         split_sequence(module, plan, group=tensor)
     return shardings
 
 
 def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the parents and names under which each module is registered; a module may have several names."""
+    """Return the parents and names under which each module is registered; a module may have several
+    names."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():
@@ -297,47 +358,81 @@ def _records(
     mesh: ProcessMesh,
     copy_groups: Mapping[int, Group],
 ) -> dict[nn.Parameter, ParameterRecord]:
-    """Records of the local parameters; makes the groups of shared ones (in the same order on all ranks of a pipeline)."""
+    """Records of the local parameters; makes the groups of shared ones (in the same order on all
+    ranks of a pipeline)."""
     pipeline, layout = mesh.group("pipeline"), mesh.layout
     same = [axis.name for axis in layout.axes if axis.reads == "same"]
     stages_of: dict[str, set[int]] = {}
     for name, holders in whole.users.items():
-        found = [cut.module_stages[holder] or range(layout.num_stages) for holder in holders] if cut is not None else [(0,)]
+        found = (
+            [cut.module_stages[holder] or range(layout.num_stages) for holder in holders]
+            if cut is not None
+            else [(0,)]
+        )
         stages_of[name] = {stage for stages in found for stage in stages}
-    ranks_of = {name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages})) for name, stages in stages_of.items()}
-    groups = {ranks: _holders(mesh, ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1}
+    ranks_of = {
+        name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages}))
+        for name, stages in stages_of.items()
+    }
+    groups = {
+        ranks: _holders(mesh, ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1
+    }
     records = {}
     for parameter in module.parameters():
         name, sharding = whole.names[parameter], shardings[parameter]
         data_axes = layout.summed(sharding.sharded)
-        sharding = replace(sharding, sharded=(*sharding.sharded, "pipeline"), partial=(*sharding.partial, *data_axes))
+        sharding = replace(
+            sharding,
+            sharded=(*sharding.sharded, "pipeline"),
+            partial=(*sharding.partial, *data_axes),
+        )
         ranks = ranks_of[name]
         alike = [mesh.group(axis) for axis in same if axis not in sharding.sharded]
-        sums: list[Sum] = [((), mesh.group(axis)) for axis in sharding.partial if axis in same and mesh.group(axis).size > 1]
-        sums += [(piece.local_slices, copy_groups[piece.copies]) for piece in sharding.pieces if piece.copies > 1]
+        sums: list[Sum] = [
+            ((), mesh.group(axis))
+            for axis in sharding.partial
+            if axis in same and mesh.group(axis).size > 1
+        ]
+        sums += [
+            (piece.local_slices, copy_groups[piece.copies])
+            for piece in sharding.pieces
+            if piece.copies > 1
+        ]
         sums += [((), groups[ranks])] if ranks in groups else []
         records[parameter] = ParameterRecord(
             name=name,
             order=whole.order[name],
             sharding=sharding,
-            stages=tuple(sorted(stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline.rank)),
+            stages=tuple(
+                sorted(
+                    stage
+                    for stage in stages_of[name]
+                    if layout.rank_of_stage(stage) == pipeline.rank
+                )
+            ),
             data_axes=data_axes,
             sums=tuple(sums),
             tied=ranks in groups,
             counted=pipeline.rank == ranks[0] and all(group.rank == 0 for group in alike),
-            leads=all(mesh.group(axis.name).rank == 0 for axis in layout.blocked if axis.name not in sharding.sharded),
+            leads=all(
+                mesh.group(axis.name).rank == 0
+                for axis in layout.blocked
+                if axis.name not in sharding.sharded
+            ),
         )
     return records
 
 
 def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
-    """The group of the pipeline ranks at ``places``; on another rank one of the others among themselves, which has no use."""
+    """The group of the pipeline ranks at ``places``; on another rank one of the others among
+    themselves, which has no use."""
     pipeline = mesh.group("pipeline")
     others = tuple(place for place in range(pipeline.size) if place not in places)
     return mesh.subgroup("pipeline", places if pipeline.rank in places else others)
 
 
 def _copies(mesh: ProcessMesh, copies: int) -> Group:
-    """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the same heads."""
+    """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the
+    same heads."""
     start = mesh.group("tensor").rank // copies * copies
     return mesh.subgroup("tensor", tuple(range(start, start + copies)))

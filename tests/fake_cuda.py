@@ -1,8 +1,8 @@
-"""A GPU that is not there: what is put on it has values, which are computed on the CPU, but whoever asks is told "cuda", and whatever would
-make the host wait for the device is noted.
+"""A GPU that is not there: what is put on it has values, which are computed on the CPU, but whoever
+asks is told "cuda", and whatever would make the host wait for the device is noted.
 
-Which tensors are on the device is known by their memory. An operation that takes tensors of both sides is an error, as on a GPU.
-"""
+Which tensors are on the device is known by their memory. An operation that takes tensors of both
+sides is an error, as on a GPU."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ class Waits:
 
 @dataclass
 class _Memory:
-    """Tensors on the device, by their memory, which is kept so that its address stands for no other tensor."""
+    """Tensors on the device, by their memory, which is kept so that its address stands for no other
+    tensor."""
 
     device: torch.device
     waits: Waits
@@ -100,7 +101,11 @@ class _Memory:
     _copies_to_host: int = 0
 
     def has(self, tensor: object) -> bool:
-        return isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self.held
+        return (
+            isinstance(tensor, Tensor)
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata in self.held
+        )
 
     def move(self, copy: Callable[[], Tensor], *, to_host: bool, waits: bool) -> Tensor:
         """Return the tensor that ``copy`` makes on the other side.
@@ -133,13 +138,29 @@ def _claims(memory: _Memory) -> dict[str, Any]:
     They report the device of a tensor, move it, and note when the host reads it.
     """
 
-    def moved(tensor: Tensor, device: torch.device | None, dtype: Any, non_blocking: bool, copy: bool, form: Any) -> Tensor:
+    def moved(
+        tensor: Tensor,
+        device: torch.device | None,
+        dtype: Any,
+        non_blocking: bool,
+        copy: bool,
+        form: Any,
+    ) -> Tensor:
         here, options = memory.has(tensor), {} if form is None else {"memory_format": form}
         kind = device.type if device is not None else "cuda" if here else "cpu"
         dtype = tensor.dtype if dtype is None else dtype
         if "meta" in (kind, _DEVICE(tensor).type) or here == (kind == "cuda"):
-            return _TO(tensor, "meta" if kind == "meta" else _DEVICE(tensor), dtype, non_blocking, copy, **options)
-        return memory.move(lambda: _TO(tensor, dtype, False, True, **options), to_host=here, waits=not non_blocking)
+            return _TO(
+                tensor,
+                "meta" if kind == "meta" else _DEVICE(tensor),
+                dtype,
+                non_blocking,
+                copy,
+                **options,
+            )
+        return memory.move(
+            lambda: _TO(tensor, dtype, False, True, **options), to_host=here, waits=not non_blocking
+        )
 
     def to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
@@ -187,7 +208,9 @@ class _Notes(TorchDispatchMode):
         super().__init__()
         self._memory = memory
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, memory, name = dict(kwargs or {}), self._memory, function.overloadpacket.__name__
         asked = kwargs.get("device")
         if on_device := asked is not None and asked.type == "cuda":
@@ -195,16 +218,30 @@ class _Notes(TorchDispatchMode):
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         here = [tensor for tensor in tensors if memory.has(tensor)]
         if name == "_to_copy" and on_device and not here:
-            return memory.move(lambda: function(*args, **kwargs), to_host=False, waits=not kwargs.get("non_blocking"))
-        others = [tensor for tensor in tensors if tensor.dim() and not memory.has(tensor) and tensor.device.type == "cpu"]
+            return memory.move(
+                lambda: function(*args, **kwargs),
+                to_host=False,
+                waits=not kwargs.get("non_blocking"),
+            )
+        others = [
+            tensor
+            for tensor in tensors
+            if tensor.dim() and not memory.has(tensor) and tensor.device.type == "cpu"
+        ]
         if here and others:
             self._mixed(function, args, kwargs)
         if name in _READS and here:
             memory.waits.note("item" if name == "_local_scalar_dense" else name)
-        if name in _INDEXES and here and any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1]):
+        if (
+            name in _INDEXES
+            and here
+            and any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1])
+        ):
             memory.waits.note("nonzero")
         widens = any(argument.name == "out_dtype" for argument in function._schema.arguments)
-        made = _in_float(function, *args, **kwargs) if here and widens else function(*args, **kwargs)
+        made = (
+            _in_float(function, *args, **kwargs) if here and widens else function(*args, **kwargs)
+        )
         if name != "copy_" and (on_device or (here and (asked is None or name == "_to_copy"))):
             memory.put(made)
         return made
@@ -214,11 +251,16 @@ class _Notes(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if name == "copy_":
             if not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
-                self._memory.waits.note("copy to the host" if self._memory.has(args[1]) else "copy from the host")
+                self._memory.waits.note(
+                    "copy to the host" if self._memory.has(args[1]) else "copy from the host"
+                )
         elif name in _INDEXES:
             self._memory.waits.note("copy from the host")
         elif function.namespace != "c10d":
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found both cuda and cpu")
+            raise RuntimeError(
+                f"{name}: expected all tensors to be on the same device, but found both cuda and "
+                "cpu"
+            )
 
 
 @contextlib.contextmanager
@@ -234,9 +276,13 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
     with contextlib.ExitStack() as stack:
         for name, stub in _stubs(memory.device, memory.waits).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
-        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream))
+        stack.enter_context(
+            mock.patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream)
+        )
         stack.enter_context(mock.patch.object(torch.futures, "Future", _Future))
-        stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
+        stack.enter_context(
+            mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped)
+        )
         for name, claim in _claims(memory).items():
             stack.enter_context(mock.patch.object(Tensor, name, claim))
         for name in ("tensor", "as_tensor"):
@@ -251,7 +297,11 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
 def _in_float(function: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
     """A product of half precision with a result in float32, which CPUs have not."""
     (dtype,) = (value for value in args if isinstance(value, torch.dtype))
-    wide = [value.to(dtype) if isinstance(value, Tensor) else value for value in args if value is not dtype]
+    wide = [
+        value.to(dtype) if isinstance(value, Tensor) else value
+        for value in args
+        if value is not dtype
+    ]
     made: Tensor = function.overloadpacket(*wide, **kwargs)
     return made if out is None else out.copy_(made)
 
@@ -268,7 +318,9 @@ def _made_on_host(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def make(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor) and function is not torch.tensor:
-            return data.to(data.device if device is None else device, kwargs.get("dtype") or data.dtype)
+            return data.to(
+                data.device if device is None else device, kwargs.get("dtype") or data.dtype
+            )
         made = function(data, **kwargs)
         return made if device is None else made.to(device)
 
@@ -301,7 +353,10 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None: ...
 
         def synchronize(self) -> None:
-            if self._at in (-1, waits.count):  # else the host has waited for all of the device since
+            if self._at in (
+                -1,
+                waits.count,
+            ):  # else the host has waited for all of the device since
                 waits.note("synchronize")
 
         def query(self) -> bool:
@@ -335,7 +390,9 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
         "device": lambda *_: contextlib.nullcontext(),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: "fake",
-        "get_device_properties": lambda *_: SimpleNamespace(name="fake", total_memory=80 * 2**30, major=9, minor=0),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            name="fake", total_memory=80 * 2**30, major=9, minor=0
+        ),
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
         "empty_cache": lambda: None,

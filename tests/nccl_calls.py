@@ -1,4 +1,5 @@
-"""Calls that the host of a rank has given to its communicators (queued.py notes them), run by NCCL's rules (schedule/streams.py)."""
+"""Calls that the host of a rank has given to its communicators (queued.py notes them), run by
+NCCL's rules (schedule/streams.py)."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ __all__ = ["Call", "operations_of"]
 @dataclass(frozen=True)
 class Call:
     """Attributes:
-    what: "send", "recv", "batch" (messages that start together), a collective, "wait", or "read": the host reads a tensor;
-        "side": the stream beside the computation waits for it, "join": it waits for that.
+    what: "send", "recv", "batch" (messages that start together), a collective, "wait", or "read":
+        the host reads a tensor; "side": the stream beside the computation waits for it, "join": it
+        waits for that.
     group: Its group's name and global ranks.
-    parts: What it moves: elements and dtype of a collective's tensors; (source, destination, elements) of messages.
+    parts: What it moves: elements and dtype of a collective's tensors; (source, destination,
+    elements) of messages.
     waits: Of "wait", the place of what is waited for in the rank's calls.
     stream: In which it is issued, and waited for.
     """
@@ -41,10 +44,17 @@ def operations_of(calls: Sequence[Call]) -> list[Operation]:
     latest = {"compute": -1, "side": -1}
 
     def give(
-        name: str, stream: Hashable, waits: Sequence[int], meets: Hashable = None, parts: int = 1, holds: bool = False
+        name: str,
+        stream: Hashable,
+        waits: Sequence[int],
+        meets: Hashable = None,
+        parts: int = 1,
+        holds: bool = False,
     ) -> int:
         waits = tuple(place for place in waits if place >= 0)
-        given.append(Operation(name=name, stream=stream, waits=waits, meets=meets, parts=parts, holds=holds))
+        given.append(
+            Operation(name=name, stream=stream, waits=waits, meets=meets, parts=parts, holds=holds)
+        )
         return len(given) - 1
 
     before: dict[Hashable, list[int]] = {}
@@ -59,14 +69,27 @@ def operations_of(calls: Sequence[Call]) -> list[Operation]:
             latest[stream] = give("wait", stream, (latest[stream], *ends[call.waits]))
         else:
             messages = call.what in ("send", "recv", "batch")
-            meetings = [(call.group, part[:2]) for part in call.parts] if messages else [(call.group, "all")]
-            # What is issued as a batch starts together: as streams of their own behind all that the communicator had.
+            meetings = (
+                [(call.group, part[:2]) for part in call.parts]
+                if messages
+                else [(call.group, "all")]
+            )
+            # What is issued as a batch starts together: as streams of their own behind all that the
+            # communicator had.
             held, now = before.get(call.group, []), []
             for index, meeting in enumerate(meetings):
                 counts[meeting] += 1
                 detail = call.parts[index][2] if messages else (call.what, call.parts)
                 meets = (meeting, counts[meeting], detail)
                 size = 2 if messages else len(call.group[1])
-                now.append(give(f"{call.what} {call.group[1]}", (call.group, index), (latest[stream], *held), meets, size))
+                now.append(
+                    give(
+                        f"{call.what} {call.group[1]}",
+                        (call.group, index),
+                        (latest[stream], *held),
+                        meets,
+                        size,
+                    )
+                )
             before[call.group] = ends[place] = now
     return given

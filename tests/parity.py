@@ -43,15 +43,19 @@ class Run:
 
 
 class PaddedTokens(Dataset):
-    """Sequences of different true lengths: what is ignored differs between samples, microbatches and replicas.
+    """Sequences of different true lengths: what is ignored differs between samples, microbatches
+    and replicas.
 
     Args:
         count: Number of samples.
         ignore_padding: Whether labels behind the true length are ignored.
-        batch: If given, a batch of this many samples is a token shorter than the one before it; the fourth is long again.
+        batch: If given, a batch of this many samples is a token shorter than the one before it; the
+            fourth is long again.
     """
 
-    def __init__(self, count: int, *, ignore_padding: bool = True, batch: int | None = None) -> None:
+    def __init__(
+        self, count: int, *, ignore_padding: bool = True, batch: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
         self.lengths = torch.randint(1, LENGTH + 1, (count,), generator=generator)
@@ -79,7 +83,12 @@ def gpt_config(run: Run) -> GPTConfig:
         "dropout": run.dropout,
     }
     if run.llama:
-        return GPTConfig.llama(**sizes, num_kv_heads=2, num_experts=run.experts, init_std=0.02 if run.experts is None else 0.3)
+        return GPTConfig.llama(
+            **sizes,
+            num_kv_heads=2,
+            num_experts=run.experts,
+            init_std=0.02 if run.experts is None else 0.3,
+        )
     return GPTConfig.gpt2(**sizes)
 
 
@@ -100,7 +109,11 @@ class LitTiny(L.LightningModule):
         return gpt_plan(gpt_config(self.run))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(
+            self.model(batch["input_ids"]).flatten(0, 1),
+            batch["labels"].flatten(),
+            ignore_index=-100,
+        )
         self.log("train_loss", loss, prog_bar=True)
         if self.run.count_tokens:
             return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
@@ -110,9 +123,13 @@ class LitTiny(L.LightningModule):
         decay = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() <= 1]
         optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=5e-3, eps=1e-5
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+            lr=5e-3,
+            eps=1e-5,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 5)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -120,7 +137,11 @@ class LitValidated(LitTiny):
     """Evaluates too."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(
+            self.model(batch["input_ids"]).flatten(0, 1),
+            batch["labels"].flatten(),
+            ignore_index=-100,
+        )
         self.log("val_loss", loss)
         return {"num_tokens": (batch["labels"] != -100).sum()}
 
@@ -142,7 +163,8 @@ class Recorder(L.Callback):
             self.norms.append(float(trainer.strategy.gradient_norm))
 
     def _over_replicas(self, trainer: Any, outputs: Any) -> float:
-        """Mean over the counted tokens of all replicas; without a schedule Lightning's loss is this replica's own."""
+        """Mean over the counted tokens of all replicas; without a schedule Lightning's loss is this
+        replica's own."""
         group = trainer.strategy.mesh.group("replica_sum")
         weight = float(outputs.get("num_tokens", 1.0))
         sums = torch.tensor([float(outputs["loss"]) * weight, weight], dtype=torch.float64)
@@ -172,7 +194,11 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, _loader(run, trainer, run.samples), _loader(run, trainer, 5) if run.validate_every else None)
+    trainer.fit(
+        module,
+        _loader(run, trainer, run.samples),
+        _loader(run, trainer, 5) if run.validate_every else None,
+    )
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
@@ -184,11 +210,16 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
 
 
 def _loader(run: Run, trainer: Any, samples: int) -> DataLoader:
-    """Lightning's injected sampler shuffles for training; this keeps the order, so that batches have the same samples everywhere."""
+    """Lightning's injected sampler shuffles for training; this keeps the order, so that batches
+    have the same samples everywhere."""
     batch = run.global_batch if run.changing_lengths else None
     data = PaddedTokens(samples, ignore_padding=run.ignore_padding, batch=batch)
-    sampler = torch.utils.data.DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    return DataLoader(data, batch_size=run.global_batch // trainer.strategy.layout.num_replicas, sampler=sampler)
+    sampler = torch.utils.data.DistributedSampler(
+        data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+    )
+    return DataLoader(
+        data, batch_size=run.global_batch // trainer.strategy.layout.num_replicas, sampler=sampler
+    )
 
 
 class Frozen(Run):
@@ -199,13 +230,20 @@ class Frozen(Run):
 
 
 def assert_same(
-    found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5, of_weights: float | None = None
+    found: dict[str, Any],
+    expected: dict[str, Any],
+    tolerance: float = 1e-5,
+    of_weights: float | None = None,
 ) -> None:
     assert found["initial"].keys() == expected["initial"].keys()
     for name, value in expected["initial"].items():
         assert torch.equal(found["initial"][name], value), f"{name} starts differently"
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=0)
-    torch.testing.assert_close(torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=0
+    )
+    torch.testing.assert_close(
+        torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=tolerance, atol=0
+    )
     for name, value in expected["final"].items():
         difference = (found["final"][name] - value).norm() / value.norm()
         assert difference < (of_weights or tolerance), f"{name} ends {difference:.1e} away"

@@ -1,10 +1,10 @@
 """A persistent pool of worker processes for distributed tests.
 
-``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on that many real processes joined by gloo and returns
-the results by rank. Workers are forked from a server that has torch and Lightning loaded, so that a test costs milliseconds and
-not the 8 seconds of an import; every call has a hard time limit, after which all workers are killed and the test fails, with the
-stacks of those that did not answer and of the processes that they had started.
-"""
+``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on that many real
+processes joined by gloo and returns the results by rank. Workers are forked from a server that has
+torch and Lightning loaded, so that a test costs milliseconds and not the 8 seconds of an import;
+every call has a hard time limit, after which all workers are killed and the test fails, with the
+stacks of those that did not answer and of the processes that they had started."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
 def _left_as_it_was() -> Iterator[None]:
     """The environment, and what is logged: the next test in this process is another one."""
     environment, disabled = dict(os.environ), logging.root.manager.disable
-    loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    loggers = [
+        one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)
+    ]
     levels = [one.level for one in loggers]
     try:
         yield
@@ -98,7 +100,11 @@ def _call(
     os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if world_size > 1:
         dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=limit)
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=limit),
         )
     try:
         with habits():
@@ -111,7 +117,8 @@ def _call(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Trainers are cycles, and keep process groups: their threads pile up, and spin once the other ends of their sockets are gone.
+        # Trainers are cycles, and keep process groups: their threads pile up, and spin once the
+        # other ends of their sockets are gone.
         gc.collect()
 
 
@@ -134,24 +141,42 @@ class Pool:
         env: dict[str, str] | None = None,
         backend: str = "gloo",
     ) -> list[Any]:
-        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds, ``backend`` "gloo" or "queued" (tests/queued.py)."""
+        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds, ``backend`` "gloo"
+        or "queued" (tests/queued.py)."""
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
-                task = (function, rank, world_size, os.path.join(folder, "store"), limit, args, env or {}, backend)
+                task = (
+                    function,
+                    rank,
+                    world_size,
+                    os.path.join(folder, "store"),
+                    limit,
+                    args,
+                    env or {},
+                    backend,
+                )
                 self._workers[rank][1].send_bytes(pickle.dumps(task))
-            return self._collect(world_size, time.monotonic() + limit, getattr(function, "__name__", "function"))
+            return self._collect(
+                world_size, time.monotonic() + limit, getattr(function, "__name__", "function")
+            )
 
     def _collect(self, world_size: int, deadline: float, name: str) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         while waiting:
-            # A failed peer leaves the others waiting for it: do not wait the whole limit for them too.
-            left = min(deadline - time.monotonic(), 5.0) if failures else deadline - time.monotonic()
+            # A failed peer leaves the others waiting for it: do not wait the whole limit for them
+            # too.
+            left = (
+                min(deadline - time.monotonic(), 5.0) if failures else deadline - time.monotonic()
+            )
             answered = wait(list(waiting), max(left, 0.05))
             if not answered:
-                late = {rank: f"no answer within the time limit\n{self._stacks(rank)}" for rank in waiting.values()}
+                late = {
+                    rank: f"no answer within the time limit\n{self._stacks(rank)}"
+                    for rank in waiting.values()
+                }
                 failures |= late
                 break
             for connection in answered:
@@ -163,7 +188,9 @@ class Pool:
                 (results if good else failures)[rank] = value
         if failures:
             self.close()
-            raise WorkerFailure(f"{name} failed:\n" + "\n".join(f"--- rank {r}:\n{t}" for r, t in failures.items()))
+            raise WorkerFailure(
+                f"{name} failed:\n" + "\n".join(f"--- rank {r}:\n{t}" for r, t in failures.items())
+            )
         return [results[rank] for rank in range(world_size)]
 
     def _grow(self, size: int) -> None:
@@ -189,7 +216,8 @@ class Pool:
                 with open(self._stacks_path(rank), "a") as file:
                     file.write(f"\nprocess {process.pid}: {' '.join(process.cmdline())[:80]}\n")
                 process.send_signal(signal.SIGUSR2)
-                # There is no word that a stack is written; a process in uninterruptible sleep writes none.
+                # There is no word that a stack is written; a process in uninterruptible sleep
+                # writes none.
                 time.sleep(0.5)
         with open(self._stacks_path(rank)) as file:
             return file.read()

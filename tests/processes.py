@@ -1,4 +1,5 @@
-"""Commands in a session of their own: every process of it is waited for within a limit, and shows where it stands if it is late."""
+"""Commands in a session of their own: every process of it is waited for within a limit, and shows
+where it stands if it is late."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class Session:
 
     def __init__(self, command: Sequence[str], *, folder: Path, **env: str) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR")
-        clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
+        clean = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in names and not key.startswith("SLURM")
+        }
         self._path = folder / f"output{len(list(folder.glob('output*.txt')))}.txt"
         with self._path.open("w") as output:
             self.process = subprocess.Popen(
@@ -34,7 +39,8 @@ class Session:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # What a shell starts in the background ignores SIGINT, and so would all that it starts.
+                # What a shell starts in the background ignores SIGINT, and so would all that it
+                # starts.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
@@ -49,15 +55,21 @@ class Session:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    os.getsid(process.pid) == self.process.pid
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
     def wait_until(self, reached: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-        """Return when ``reached()`` is true; fails if the command ends before that, or after ``limit`` seconds."""
+        """Return when ``reached()`` is true; fails if the command ends before that, or after
+        ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while not reached():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode} before: {what}\n{self.output}"
+            assert self.process.poll() is None, (
+                f"it ended with {self.process.returncode} before: {what}\n{self.output}"
+            )
             if time.monotonic() > deadline:
                 raise AssertionError(f"not within {limit} s: {what}\n{self.stacks()}")
             time.sleep(0.05)
@@ -75,7 +87,10 @@ class Session:
         """End every process; what was printed, and where each stood."""
         for process in self.alive:
             with contextlib.suppress(psutil.Error, OSError), self._path.open("a") as output:
-                output.write(f"\nprocess {process.pid}, {process.status()}: {' '.join(process.cmdline())[:100]}\n")
+                output.write(
+                    f"\nprocess {process.pid}, {process.status()}: "
+                    f"{' '.join(process.cmdline())[:100]}\n"
+                )
                 output.flush()
                 process.send_signal(signal.SIGABRT)
                 process.wait(5)
@@ -100,7 +115,8 @@ def session(command: Sequence[str], *, folder: Path, **env: str) -> Iterator[Ses
 
 
 def listening(pids: Sequence[int]) -> set[str]:
-    """The local addresses on which processes listen, "address:port"; IPv4 addresses mapped into IPv6 as they are written there."""
+    """The local addresses on which processes listen, "address:port"; IPv4 addresses mapped into
+    IPv6 as they are written there."""
     inodes = set()
     for pid in pids:
         for handle in Path(f"/proc/{pid}/fd").iterdir():
@@ -112,6 +128,8 @@ def listening(pids: Sequence[int]) -> set[str]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
                 address, port = words[1].split(":")
-                raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+                raw = b"".join(
+                    bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)
+                )
                 found.add(f"{socket.inet_ntop(family, raw)}:{int(port, 16)}")
     return found

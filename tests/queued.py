@@ -1,13 +1,17 @@
-"""A process group over gloo with NCCL's habits, registered as the backend "queued". What passes on it does not owe it to gloo's patience.
+"""A process group over gloo with NCCL's habits, registered as the backend "queued". What passes on
+it does not owe it to gloo's patience.
 
-- Each communicator runs its operations strictly in the order of issue; a message, or a collective, ends when all its ends have come to it.
-- The first use of a connection (two ranks' messages on a group, a group's collectives) holds every host until all ends have come to it.
-- ``wait`` returns at once. What is computed next with the tensors has to wait, and whatever is issued after it, on any communicator, as
-  behind a stream. Who reads or writes tensors of an operation that nobody has waited for is told so (``RaceError``), and finds NaN there.
+- Each communicator runs its operations strictly in the order of issue; a message, or a collective,
+  ends when all its ends have come to it.
+- The first use of a connection (two ranks' messages on a group, a group's collectives) holds every
+  host until all ends have come to it.
+- ``wait`` returns at once. What is computed next with the tensors has to wait, and whatever is
+  issued after it, on any communicator, as behind a stream. Who reads or writes tensors of an
+  operation that nobody has waited for is told so (``RaceError``), and finds NaN there.
 - An operation whose peer is gone never ends.
 
-Computation itself runs at once, on the host: an operation of torch that takes a tensor which is not there yet holds the host.
-"""
+Computation itself runs at once, on the host: an operation of torch that takes a tensor which is not
+there yet holds the host."""
 
 from __future__ import annotations
 
@@ -86,25 +90,38 @@ class Queued(dist.ProcessGroup):
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self.own, self.identity = self.ranks[self.rank()], (options.group_id, self.ranks)
         self._store, self._limit = options.store, min(LIMIT, options.timeout)
-        inner = dist.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), self.rank(), self.size(), timeout=_GLOO_LIMIT)
+        inner = dist.ProcessGroupGloo(
+            dist.PrefixStore("gloo", self._store), self.rank(), self.size(), timeout=_GLOO_LIMIT
+        )
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._batch: list[_Message] | None = None
         self._met: set[tuple[str, tuple[int, ...]]] = set()
         threading.Thread(target=_work, args=(inner, self._queue), daemon=True).start()
         weakref.finalize(self, self._queue.put, None)
 
-    # ---- issuing ------------------------------------------------------------------------------------------------------
+    # ---- issuing ---------------------------------------------------------------------------------
 
-    def _issue(self, what: str, parts: Sequence[Any], run: Run, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Transfer:
+    def _issue(
+        self,
+        what: str,
+        parts: Sequence[Any],
+        run: Run,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+    ) -> Transfer:
         transfer = Transfer(Call(what, self.identity, tuple(parts)), run, reads, writes)
         HOST.issue(transfer)
         self._queue.put(transfer)
         return transfer
 
-    def _collective(self, what: str, args: Sequence[Any], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Transfer:
+    def _collective(
+        self, what: str, args: Sequence[Any], reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> Transfer:
         self._meet("collectives", [self.ranks])
         parts = [(tensor.numel(), str(tensor.dtype)) for tensor in reads or writes]
-        return self._issue(what, parts, lambda inner: getattr(inner, what)(*args).wait(), reads, writes)
+        return self._issue(
+            what, parts, lambda inner: getattr(inner, what)(*args).wait(), reads, writes
+        )
 
     def _message(self, message: _Message) -> Transfer | None:
         if self._batch is not None:
@@ -116,10 +133,16 @@ class Queued(dist.ProcessGroup):
         ends = [(self.own, self.ranks[message.rank]) for message in messages]
         self._meet(kind, ends)
         sent, received = (
-            [t for message in messages if message.sends is sends for t in message.tensors] for sends in (True, False)
+            [t for message in messages if message.sends is sends for t in message.tensors]
+            for sends in (True, False)
         )
-        lines = [end if message.sends else end[::-1] for end, message in zip(ends, messages, strict=True)]
-        parts = [(*line, message.tensors[0].numel()) for line, message in zip(lines, messages, strict=True)]
+        lines = [
+            end if message.sends else end[::-1] for end, message in zip(ends, messages, strict=True)
+        ]
+        parts = [
+            (*line, message.tensors[0].numel())
+            for line, message in zip(lines, messages, strict=True)
+        ]
         what = "batch" if kind == "batches" else "send" if sent else "recv"
         return self._issue(what, parts, _exchange(messages), sent, received)
 
@@ -136,10 +159,11 @@ class Queued(dist.ProcessGroup):
                     self._store.wait([f"{connection}/{rank}"], self._limit)
                 except RuntimeError as error:
                     raise TimeoutError(
-                        f"rank {self.own} hangs: rank {rank} does not come to {kind} of {connection[1]}"
+                        f"rank {self.own} hangs: rank {rank} does not come to {kind} of "
+                        f"{connection[1]}"
                     ) from error
 
-    # ---- what torch.distributed calls ---------------------------------------------------------------------------------
+    # ---- what torch.distributed calls ------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Transfer:
         self._meet("collectives", [self.ranks])
@@ -150,32 +174,48 @@ class Queued(dist.ProcessGroup):
                 options.reduceOp = dist.ReduceOp.SUM  # gloo does not average integers
             inner.allreduce(tensors, options).wait()
             for tensor in tensors if averages else ():
-                tensor.div_(self.size(), rounding_mode=None if tensor.is_floating_point() else "floor")
+                tensor.div_(
+                    self.size(), rounding_mode=None if tensor.is_floating_point() else "floor"
+                )
 
         parts = [(tensor.numel(), str(tensor.dtype)) for tensor in tensors]
         return self._issue("allreduce", parts, run, tensors, tensors)
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Transfer:
         is_root = options.rootRank == self.rank()
-        return self._collective("broadcast", (tensors, options), *((tensors, ()) if is_root else ((), tensors)))
+        return self._collective(
+            "broadcast", (tensors, options), *((tensors, ()) if is_root else ((), tensors))
+        )
 
     def _allgather_base(self, output: Tensor, source: Tensor, options: Any = None) -> Transfer:
         return self._collective("_allgather_base", (output, source, options), [source], [output])
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: Any = None) -> Transfer:
-        return self._collective("_reduce_scatter_base", (output, source, options), [source], [output])
+        return self._collective(
+            "_reduce_scatter_base", (output, source, options), [source], [output]
+        )
 
     def alltoall_base(self, output: Tensor, source: Tensor, *rest: Any) -> Transfer:
         return self._collective("alltoall_base", (output, source, *rest), [source], [output])
 
     # The names since torch 2.13. The others are needed until torch 2.13.
-    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single, reduce_scatter_single, all_to_all_single = (
+        _allgather_base,
+        _reduce_scatter_base,
+        alltoall_base,
+    )
 
-    def allgather(self, outputs: list[list[Tensor]], sources: list[Tensor], options: Any = None) -> Transfer:
-        return self._collective("allgather", (outputs, sources, options), sources, list(chain(*outputs)))
+    def allgather(
+        self, outputs: list[list[Tensor]], sources: list[Tensor], options: Any = None
+    ) -> Transfer:
+        return self._collective(
+            "allgather", (outputs, sources, options), sources, list(chain(*outputs))
+        )
 
     def gather(self, outputs: list[list[Tensor]], sources: list[Tensor], options: Any) -> Transfer:
-        return self._collective("gather", (outputs, sources, options), sources, list(chain(*outputs)))
+        return self._collective(
+            "gather", (outputs, sources, options), sources, list(chain(*outputs))
+        )
 
     def barrier(self, opts: Any = None) -> Transfer:
         return self._collective("barrier", (opts,), (), ())

@@ -1,4 +1,5 @@
-"""Operations that a process has given to communicators with NCCL's habits (queued.py), and what its computation has to wait for."""
+"""Operations that a process has given to communicators with NCCL's habits (queued.py), and what its
+computation has to wait for."""
 
 from __future__ import annotations
 
@@ -40,12 +41,21 @@ class Span:
     @classmethod
     def of(cls, tensor: Tensor, is_written: bool) -> Span:
         """All between the first and the last element."""
-        start, last = tensor.data_ptr(), sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return cls(start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0), is_written)
+        start, last = (
+            tensor.data_ptr(),
+            sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)),
+        )
+        return cls(
+            start, start + (last + 1) * tensor.element_size() * (tensor.numel() > 0), is_written
+        )
 
     def disturbs(self, other: Span) -> bool:
         """Return True if both spans overlap and at least one is written."""
-        return (self.is_written or other.is_written) and self.start < other.end and other.start < self.end
+        return (
+            (self.is_written or other.is_written)
+            and self.start < other.end
+            and other.start < self.end
+        )
 
 
 class Transfer(dist.Work):
@@ -58,12 +68,21 @@ class Transfer(dist.Work):
         writes: Tensors that are filled.
     """
 
-    def __init__(self, call: Call, run: Run, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def __init__(
+        self, call: Call, run: Run, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         self.name, self.group, self.run = f"{call.what} of {call.group[1]}", call.group, run
-        self.after, self.holds, self.place = tuple(HOST.waited[HOST.stream]), call.what == "barrier", HOST.note(call)
+        self.after, self.holds, self.place = (
+            tuple(HOST.waited[HOST.stream]),
+            call.what == "barrier",
+            HOST.note(call),
+        )
         self.tensors = (*reads, *writes)
-        self.spans = [*(Span.of(tensor, False) for tensor in reads), *(Span.of(tensor, True) for tensor in writes)]
+        self.spans = [
+            *(Span.of(tensor, False) for tensor in reads),
+            *(Span.of(tensor, True) for tensor in writes),
+        ]
         self.error: Exception | None = None
         self.ordered: set[str] = set()
         """Streams that wait for it."""
@@ -84,7 +103,7 @@ class Transfer(dist.Work):
         if self.error is not None:
             raise self.error
 
-    # ---- what torch's callers see -------------------------------------------------------------------------------------
+    # ---- what torch's callers see ----------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         HOST.wait(self)
@@ -128,7 +147,10 @@ class Host:
         others = [other for other in self.open if any(map(other.disturbs, transfer.spans))]
         for other in others:
             if other.group != transfer.group and self.stream not in other.ordered:
-                raise RaceError(f"{transfer.name} is issued with tensors of {other.name}, which nobody has waited for")
+                raise RaceError(
+                    f"{transfer.name} is issued with tensors of {other.name}, which nobody has "
+                    "waited for"
+                )
         sent = [span for span in transfer.spans if not span.is_written]
         for tensor, span in zip(transfer.tensors, transfer.spans, strict=True):
             if span.is_written and not others and not any(span.disturbs(part) for part in sent):
@@ -152,12 +174,15 @@ class Host:
         span = Span.of(tensor, is_written)
         for transfer in [transfer for transfer in self.open if transfer.disturbs(span)]:
             if self.stream not in transfer.ordered:
-                raise RaceError(f"{what} uses tensors of {transfer.name}, which nobody has waited for")
+                raise RaceError(
+                    f"{what} uses tensors of {transfer.name}, which nobody has waited for"
+                )
             transfer.join()
         self._forget()
 
     def drain(self) -> None:
-        """Hold the host until all that computation waits for has ended: a GPU would do it also without its host."""
+        """Hold the host until all that computation waits for has ended: a GPU would do it also
+        without its host."""
         for transfer in self.waited["compute"]:
             transfer.join()
 
@@ -172,7 +197,11 @@ class Host:
     def _forget(self) -> None:
         for stream, waited in self.waited.items():
             self.waited[stream] = [transfer for transfer in waited if not transfer._ended.is_set()]
-        self.open = [transfer for transfer in self.open if not ("compute" in transfer.ordered and transfer._ended.is_set())]
+        self.open = [
+            transfer
+            for transfer in self.open
+            if not ("compute" in transfer.ordered and transfer._ended.is_set())
+        ]
 
 
 HOST = Host()
@@ -234,12 +263,15 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def habits() -> Iterator[Host]:
-    """In this context computation waits for what was waited for. A group outlives it, but what is computed with it is not looked at."""
+    """In this context computation waits for what was waited for. A group outlives it, but what is
+    computed with it is not looked at."""
     HOST.__init__()  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
         for name in ("numpy", "tolist"):  # they read memory without asking torch's dispatcher
             stack.enter_context(mock.patch.object(Tensor, name, _reading(getattr(Tensor, name))))
-        stack.enter_context(mock.patch.object(overlapped_reduction, "line_on", return_value=_Side()))
+        stack.enter_context(
+            mock.patch.object(overlapped_reduction, "line_on", return_value=_Side())
+        )
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", _issue_as_one))
         stack.enter_context(_Computation())
         yield HOST
@@ -248,8 +280,8 @@ def habits() -> Iterator[Host]:
 def _issue_as_one(operations: Sequence[dist.P2POp]) -> list[Any]:
     """Issue messages as one, as ``dist.batch_isend_irecv`` does on NCCL.
 
-    Needed until torch 2.14, since before it torch coalesces for no backend that is written in Python.
-    """
+    Needed until torch 2.14, since before it torch coalesces for no backend that is written in
+    Python."""
     group: Any = operations[0].group
     group._start_coalescing(operations[0].tensor.device)
     for operation in operations:

@@ -1,4 +1,5 @@
-"""Which tests are quick: those that a developer runs after every change, in about two minutes on two cores."""
+"""Which tests are quick: those that a developer runs after every change, in about two minutes on
+two cores."""
 
 from __future__ import annotations
 

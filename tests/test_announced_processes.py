@@ -12,8 +12,23 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 
 VARIABLES = (
-    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_JOB_NAME"),
-    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NNODES", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *(
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "MV2_COMM_WORLD_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_NTASKS",
+        "SLURM_JOB_NAME",
+    ),
+    *(
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+        "SLURM_NNODES",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+    ),
 )
 
 
@@ -50,9 +65,13 @@ def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) 
 
 @pytest.mark.parametrize("devices", ["auto", 2])
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_mpirun_is_refused_with_the_command_that_works(monkeypatch: pytest.MonkeyPatch, name: str, devices: Any) -> None:
+def test_mpirun_is_refused_with_the_command_that_works(
+    monkeypatch: pytest.MonkeyPatch, name: str, devices: Any
+) -> None:
     monkeypatch.setenv(name, "2")
-    with pytest.raises(ValueError, match=f"{name}=2.*Trainer\\(devices=2.*torchrun --nproc-per-node 2 --no-python"):
+    with pytest.raises(
+        ValueError, match=f"{name}=2.*Trainer\\(devices=2.*torchrun --nproc-per-node 2 --no-python"
+    ):
         trainer(devices=devices).fit(LitNet(), loader())
 
 
@@ -69,7 +88,9 @@ def test_mpirun_is_refused_with_the_command_that_works(monkeypatch: pytest.Monke
         },
     ],
 )
-def test_processes_that_could_join_are_told_how(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_processes_that_could_join_are_told_how(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"each of the 2 processes.*with devices \* num_nodes = 2"):
@@ -87,12 +108,22 @@ def test_an_environment_that_counts_more_processes_is_refused() -> None:
         {},
         {"WORLD_SIZE": "1"},
         {"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"},
-        {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-        {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},  # a batch script, or a shell of salloc, without srun
+        {
+            "SLURM_NTASKS": "1",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+        },
+        {
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "2",
+        },  # a batch script, or a shell of salloc, without srun
         {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"},
     ],
 )
-def test_one_process_trains_alone(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_one_process_trains_alone(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     one = trainer()
@@ -106,15 +137,24 @@ def test_one_process_of_several_may_evaluate(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_processes_that_join_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "SLURM_STEP_NUM_TASKS": "2"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     strategy: Any = trainer(devices=2).strategy
     strategy.check_processes()
 
 
-def test_a_process_on_each_node_that_starts_the_others_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_on_each_node_that_starts_the_others_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    strategy: Any = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False).strategy
+    strategy: Any = L.Trainer(
+        strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False
+    ).strategy
     with pytest.raises(ValueError, match="num_nodes=2, but MASTER_ADDR is not set"):
         strategy.check_processes()
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")

@@ -1,4 +1,5 @@
-"""Whatever is given for an option is accepted or refused, at once and by name: nothing crashes, and nothing is looked for for long.
+"""Whatever is given for an option is accepted or refused, at once and by name: nothing crashes, and
+nothing is looked for for long.
 
 More draws than the tests take: ``python -m tests.test_any_options 10000``.
 """
@@ -53,8 +54,41 @@ class Hostile:
 
 
 STRANGE: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, 2, 3, 4, 6, 8, 16, 64, -1, 2**31, 2**61 - 1, 10**12, 10**30, 10**5000),
-    *(0.0, 0.5, 1.0, 2.5, -1.0, 1e-9, 1e300, float("inf"), float("nan"), 1j, Fraction(1, 3), np.float32(0.5), np.int64(4)),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        16,
+        64,
+        -1,
+        2**31,
+        2**61 - 1,
+        10**12,
+        10**30,
+        10**5000,
+    ),
+    *(
+        0.0,
+        0.5,
+        1.0,
+        2.5,
+        -1.0,
+        1e-9,
+        1e300,
+        float("inf"),
+        float("nan"),
+        1j,
+        Fraction(1, 3),
+        np.float32(0.5),
+        np.int64(4),
+    ),
     *(
         "",
         "2",
@@ -90,7 +124,19 @@ STRANGE: tuple[Any, ...] = (
         [{"data_dir": 3, "weight": "x"}],
         [[1], [2]],
     ),
-    *(object(), int, len, gpipe, Hostile(), torch.ones(3), np.ones(3), torch.nn.Linear(1, 1), PLAN, TINY, DEVICE),
+    *(
+        object(),
+        int,
+        len,
+        gpipe,
+        Hostile(),
+        torch.ones(3),
+        np.ones(3),
+        torch.nn.Linear(1, 1),
+        PLAN,
+        TINY,
+        DEVICE,
+    ),
 )
 GOOD: dict[str, tuple[Any, ...]] = {
     "schedule": (*SCHEDULES, CustomSchedule("mine", lambda p, v, m: gpipe(p, v, m))),
@@ -106,7 +152,10 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "data_dir": ("folder",),
     "data_prefix": ("folder/x",),
     "corpora": ([{"data_dir": "x", "weight": 1.0}],),
-    "ramp_up": ({"start": 8, "increment": 8, "samples": 64}, {"start": 1, "increment": 1, "samples": 10**12}),
+    "ramp_up": (
+        {"start": 8, "increment": 8, "samples": 64},
+        {"start": 1, "increment": 1, "samples": 10**12},
+    ),
     "partition": ((1, 1), [2, 2], ("net.0", "net.4"), [1] * 8, [-1, 3], [0, 4]),
     "tensor": ({"a.*": "column"}, {"a": Column(parts=(4, 4))}, {"a": "colum"}, {"a": 3}),
     "betas": ((0.9, 0.95), [0.9, 0.95], (2, 3)),
@@ -146,10 +195,22 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
     "AdamW": (AdamWConfig, AdamWConfig.__init__, ()),
     "prepare": (PrepareConfig, PrepareConfig, ()),  # its fields stand in two modules
     "corpus": (Corpus, Corpus.__init__, ()),
-    "text": (TextDataModule, TextDataModule.__init__, ("sequence_length", "global_batch_size", "micro_batch_size", "ramp_up")),
+    "text": (
+        TextDataModule,
+        TextDataModule.__init__,
+        ("sequence_length", "global_batch_size", "micro_batch_size", "ramp_up"),
+    ),
     "pairs": (BertDataModule, BertDataModule.__init__, ("data_dir", "sequence_length")),
-    "mixture": (MixtureDataModule, MixtureDataModule.__init__, ("global_batch_size", "micro_batch_size", "ramp_up", "seed")),
-    "indexed": (IndexedDataModule, IndexedDataModule.__init__, ("sequence_length", "num_microbatches", "num_workers")),
+    "mixture": (
+        MixtureDataModule,
+        MixtureDataModule.__init__,
+        ("global_batch_size", "micro_batch_size", "ramp_up", "seed"),
+    ),
+    "indexed": (
+        IndexedDataModule,
+        IndexedDataModule.__init__,
+        ("sequence_length", "num_microbatches", "num_workers"),
+    ),
     "space": (Space, Space.__init__, ()),
     "job": (Job, Job.__init__, ()),
     "device": (Device, Device.__init__, ()),
@@ -175,18 +236,32 @@ def required(door: str) -> list[str]:
     signature = FRONT_DOORS[door][1]
     given = dict(getattr(signature, "__kwdefaults__", None) or {})
     fields = (
-        {f.name: f for f in dataclasses.fields(FRONT_DOORS[door][0])} if dataclasses.is_dataclass(FRONT_DOORS[door][0]) else {}
+        {f.name: f for f in dataclasses.fields(FRONT_DOORS[door][0])}
+        if dataclasses.is_dataclass(FRONT_DOORS[door][0])
+        else {}
     )
     optional = {name for name, f in fields.items() if f.default is not f.default_factory}
-    further = [name for name in FRONT_DOORS[door][2] if name in ("world_size", "samples", "num_replicas", "data_dir")]
-    return [name for name in options_of(door) if name in further or (name not in given and name not in optional)]
+    further = [
+        name
+        for name in FRONT_DOORS[door][2]
+        if name in ("world_size", "samples", "num_replicas", "data_dir")
+    ]
+    return [
+        name
+        for name in options_of(door)
+        if name in further or (name not in given and name not in optional)
+    ]
 
 
 def usual(name: str, hint: Any, draw: random.Random) -> Any:
     """Something that may work."""
     if name in GOOD:
         return draw.choice(GOOD[name])
-    hint = draw.choice(get_args(hint)) if get_args(hint) and not isinstance(get_args(hint)[0], str) else hint
+    hint = (
+        draw.choice(get_args(hint))
+        if get_args(hint) and not isinstance(get_args(hint)[0], str)
+        else hint
+    )
     if get_args(hint) and all(isinstance(value, str) for value in get_args(hint)):
         return draw.choice(get_args(hint))
     return {bool: draw.random() < 0.5, str: "text", float: draw.choice((0.1, 0.5, 1, 20.0))}.get(
@@ -203,7 +278,10 @@ def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         names = options_of(door)
         chosen = draw.sample(names, k=min(len(names), draw.choice((1, 1, 2, 3, 5))))
         strangeness = draw.choice((0.0, 0.3, 0.7))
-        values = {name: usual(name, hints[door].get(name, int), draw) for name in {*required(door), *chosen}}
+        values = {
+            name: usual(name, hints[door].get(name, int), draw)
+            for name in {*required(door), *chosen}
+        }
         for name in chosen:
             if name in INNER:
                 values[name] = draw.choice(INNER[name])
@@ -245,7 +323,9 @@ def campaign(count: int, seed: int) -> tuple[Counter[str], list[str]]:
             # A pause of the machine is no fault of the options.
             found = verdict(door, values) and verdict(door, values)
             if found:
-                wrong.append(f"{door}({', '.join(f'{name}={shown(value)}' for name, value in values.items())}): {found}")
+                wrong.append(
+                    f"{door}({', '.join(f'{name}={shown(value)}' for name, value in values.items())}): {found}"
+                )
     return doors, wrong
 
 
@@ -272,5 +352,8 @@ if __name__ == "__main__":
     number = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
     found, faults = campaign(number, seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     print("\n".join(faults[:40]))
-    print(f"{sum(found.values())} drawn from {len(found)} front doors, {len(faults)} neither accepted nor refused in {LIMIT_S} s")
+    print(
+        f"{sum(found.values())} drawn from {len(found)} front doors, {len(faults)} neither "
+        f"accepted nor refused in {LIMIT_S} s"
+    )
     raise SystemExit(bool(faults))

@@ -18,7 +18,13 @@ from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.auto import ChosenLayout
-from lightning_ptdp.strategy.layout_choice import Forecast, Training, choose, fastest_layouts, refuse_given
+from lightning_ptdp.strategy.layout_choice import (
+    Forecast,
+    Training,
+    choose,
+    fastest_layouts,
+    refuse_given,
+)
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
@@ -39,7 +45,9 @@ class Metrics(Logger):
         pass
 
 
-def trained(rank: int, options: dict[str, Any], world_size: int) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, float]]:
+def trained(
+    rank: int, options: dict[str, Any], world_size: int
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, float]]:
     """All weights, the options that were chosen, and what was logged."""
     logger, strategy = Metrics(), PTDPStrategy(**options)
     trainer = L.Trainer(
@@ -55,8 +63,19 @@ def trained(rank: int, options: dict[str, Any], world_size: int) -> tuple[dict[s
     L.seed_everything(3)
     trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(64), batch_size=8))
     config = strategy.config
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "num_microbatches", "recompute", "shard_optimizer", "schedule")
-    return strategy.gather_state_dict(), {name: getattr(config, name) for name in names}, logger.logged
+    names = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "num_microbatches",
+        "recompute",
+        "shard_optimizer",
+        "schedule",
+    )
+    return (
+        strategy.gather_state_dict(),
+        {name: getattr(config, name) for name in names},
+        logger.logged,
+    )
 
 
 def test_it_trains_as_what_it_chose(pool: Pool) -> None:
@@ -96,7 +115,10 @@ def on_two(module: L.LightningModule) -> Training:
 def test_what_does_not_fit_as_data_parallel_is_cut() -> None:
     config, forecast = chosen_for(1e9)
     assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (1, 1)
-    assert forecast.text.startswith("layout='auto' takes t1 p1 d4") and " slower a sample, by " in forecast.text
+    assert (
+        forecast.text.startswith("layout='auto' takes t1 p1 d4")
+        and " slower a sample, by " in forecast.text
+    )
     config, forecast = chosen_for(3.2e6)
     assert config.tensor_parallel_size * config.pipeline_parallel_size > 1
     assert forecast.memory <= 3.2e6
@@ -123,7 +145,13 @@ def test_a_mixture_is_shared_out() -> None:
     """Check that experts which do not fit on one rank are distributed over several."""
     module = LitGPT(
         GPTConfig.llama(
-            vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=64, num_heads=4, num_experts=8, ffn_hidden_size=256
+            vocabulary_size=64,
+            sequence_length=16,
+            num_layers=2,
+            hidden_size=64,
+            num_heads=4,
+            num_experts=8,
+            ffn_hidden_size=256,
         )
     )
     module.configure_model()
@@ -163,8 +191,8 @@ class LitCounted(LitTiny):
 
 
 def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layout that the Trainer or its module cannot have is passed over; the model is not built for each that is looked at; what went
-    wrong is asked again."""
+    """A layout that the Trainer or its module cannot have is passed over; the model is not built
+    for each that is looked at; what went wrong is asked again."""
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stop
@@ -173,10 +201,19 @@ def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPa
         if strategy.config.pipeline_parallel_size == 1:
             raise strategy.refusal("this module wants stages")
 
-    monkeypatch.setattr("lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher.launch", stop)
+    monkeypatch.setattr(
+        "lightning.pytorch.strategies.launchers.multiprocessing._MultiProcessingLauncher.launch",
+        stop,
+    )
     strategy = PTDPStrategy(layout="auto", start_method="fork")
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False, barebones=True
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        barebones=True,
     )
     batches = [[0, 1], [2, 3]]
     for _ in range(2):
@@ -194,7 +231,9 @@ def test_a_gpu_is_asked_in_a_child_of_who_will_fork(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(os.getpid()))
 
     def asked(**options: Any) -> str:
-        here = SimpleNamespace(root_device=torch.device("cuda", 0), config=PTDPStrategy(**options).config, world_size=2)
+        here = SimpleNamespace(
+            root_device=torch.device("cuda", 0), config=PTDPStrategy(**options).config, world_size=2
+        )
         return ChosenLayout._device_name(here)
 
     assert asked(start_method="fork") != str(os.getpid())
@@ -202,7 +241,10 @@ def test_a_gpu_is_asked_in_a_child_of_who_will_fork(monkeypatch: pytest.MonkeyPa
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is given"):
+    with pytest.raises(
+        ValueError,
+        match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is given",
+    ):
         PTDPStrategy(layout="auto", tensor_parallel_size=2)
     with pytest.raises(ValueError, match="layout='best' must be 'auto', or be left out"):
         PTDPStrategy(layout="best")

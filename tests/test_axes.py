@@ -1,4 +1,5 @@
-"""An axis is one row: a layout with an axis of its own trains to one process' result, and no file knows of it."""
+"""An axis is one row: a layout with an axis of its own trains to one process' result, and no file
+knows of it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from tests.pool import Pool
 class Regions(ParallelLayout):
     """Replicas along two axes."""
 
-    axes: ClassVar[tuple[Axis, ...]] = (*AXES, Axis(name="region", letter="r", place=5, reads="samples"))
+    axes: ClassVar[tuple[Axis, ...]] = (
+        *AXES,
+        Axis(name="region", letter="r", place=5, reads="samples"),
+    )
     region_parallel_size: Size = 2
 
 
@@ -49,7 +53,8 @@ def test_it_is_told() -> None:
     assert Regions(world_size=8, tensor_parallel_size=2).describe() == "t2 p1 d2 r2"
     assert Regions(world_size=8).groups("replicas") == (tuple(range(8)),)
     with pytest.raises(
-        ValueError, match="pipeline_parallel_size \\* context_parallel_size \\* region_parallel_size = 1 \\* 1 \\* 1 \\* 2"
+        ValueError,
+        match="pipeline_parallel_size \\* context_parallel_size \\* region_parallel_size = 1 \\* 1 \\* 1 \\* 2",
     ):
         Regions(world_size=3)
 
@@ -77,7 +82,9 @@ def _fit(rank: int, kind: type[ParallelLayout], run: parity.Run) -> dict[str, An
         (Spares, 4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     ],
 )
-def test_an_axis_of_ones_own(kind: type[ParallelLayout], world_size: int, options: dict[str, Any], pool: Pool) -> None:
+def test_an_axis_of_ones_own(
+    kind: type[ParallelLayout], world_size: int, options: dict[str, Any], pool: Pool
+) -> None:
     settings = {"layers": 2, "steps": 4, "accumulate": 2}
     run = parity.Run(world_size=world_size, layout=options, **settings)
     (expected,) = pool.run(parity.fit, world_size=1, args=(parity.Run(**settings),))
@@ -87,16 +94,30 @@ def test_an_axis_of_ones_own(kind: type[ParallelLayout], world_size: int, option
 
 
 ROOMS = ("tensor_parallel", "context_parallel", "schedule", "pipeline", "batch_size.py")
-CONFIGURATION = ("world", "config.py", "parallelize.py", "strategy", "cli", "planner", "models", "data")
+CONFIGURATION = (
+    "world",
+    "config.py",
+    "parallelize.py",
+    "strategy",
+    "cli",
+    "planner",
+    "models",
+    "data",
+)
 
 
 def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:
-    package, degrees = Path(lightning_ptdp.__file__).parent, {f"{axis.name}_parallel_size" for axis in AXES}
+    package, degrees = (
+        Path(lightning_ptdp.__file__).parent,
+        {f"{axis.name}_parallel_size" for axis in AXES},
+    )
     for file in package.rglob("*.py"):
         if file.relative_to(package).parts[0] not in (*ROOMS, *CONFIGURATION):
             nodes = ast.walk(ast.parse(file.read_text()))
             named = {
-                n.attr if isinstance(n, ast.Attribute) else n.arg for n in nodes if isinstance(n, ast.Attribute | ast.keyword)
+                n.attr if isinstance(n, ast.Attribute) else n.arg
+                for n in nodes
+                if isinstance(n, ast.Attribute | ast.keyword)
             }
             assert not named & degrees, file
 
@@ -105,5 +126,9 @@ def test_lists_of_degrees_are_those_of_the_layout() -> None:
     degrees = {f"{axis.name}_parallel_size{many}" for axis in AXES for many in ("", "s")}
     for room in ("cli", "planner"):
         for file in (Path(lightning_ptdp.__file__).parent / room).rglob("*.py"):
-            texts = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+            texts = {
+                node.value
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.Constant)
+            }
             assert len(texts & degrees) < 2, file

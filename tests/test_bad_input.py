@@ -1,4 +1,5 @@
-"""Impossible requests end before a process is started or a file is written, with the field, the value and what would work."""
+"""Impossible requests end before a process is started or a file is written, with the field, the
+value and what would work."""
 
 from __future__ import annotations
 
@@ -79,12 +80,22 @@ class LitWrongPlan(LitNet):
 
 
 def gpt(**sizes: Any) -> LitGPT:
-    return LitGPT(GPTConfig.gpt2(**({"vocabulary_size": 32, "num_layers": 4, "hidden_size": 12, "sequence_length": 8} | sizes)))
+    return LitGPT(
+        GPTConfig.gpt2(
+            **(
+                {"vocabulary_size": 32, "num_layers": 4, "hidden_size": 12, "sequence_length": 8}
+                | sizes
+            )
+        )
+    )
 
 
 def stuck(p: int, v: int, m: int) -> list[list[Action]]:
     """The backward of the first stage before anything else."""
-    return [[Action.parse("B0.0"), Action.parse("F0.0")], [Action.parse("F1.0"), Action.parse("B1.0")]]
+    return [
+        [Action.parse("B0.0"), Action.parse("F0.0")],
+        [Action.parse("F1.0"), Action.parse("B1.0")],
+    ]
 
 
 def plan(**tensor: str) -> ParallelPlan:
@@ -98,7 +109,13 @@ class LitEager(LitNet):
         super().__init__()
         import transformers
 
-        sizes = {"vocab_size": 32, "n_embd": 8, "n_head": 2, "n_layer": 1, "attn_implementation": "eager"}
+        sizes = {
+            "vocab_size": 32,
+            "n_embd": 8,
+            "n_head": 2,
+            "n_layer": 1,
+            "attn_implementation": "eager",
+        }
         self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
@@ -117,8 +134,16 @@ class LitAttentions(LitNet):
         super().__init__()
         import transformers
 
-        sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
-        config = transformers.LlamaConfig(**sizes, output_attentions=True, attn_implementation="eager")
+        sizes = {
+            "vocab_size": 32,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+        }
+        config = transformers.LlamaConfig(
+            **sizes, output_attentions=True, attn_implementation="eager"
+        )
         self.model = transformers.LlamaForCausalLM(config)
 
 
@@ -130,35 +155,133 @@ class LitParametrized(LitNet):
         del self.net
 
     def configure_model(self) -> None:
-        self.net = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(4)))
+        self.net = nn.Sequential(
+            *(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(4))
+        )
 
 
 CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
-    "nodes": (4, {"data_parallel_replicas": 3}, LitNet, 8, ["data_parallel_replicas=3", "data_parallel_size of 4", "[1, 2, 4]"]),
+    "nodes": (
+        4,
+        {"data_parallel_replicas": 3},
+        LitNet,
+        8,
+        ["data_parallel_replicas=3", "data_parallel_size of 4", "[1, 2, 4]"],
+    ),
     "layers": (8, {P: 4, V: 2}, LitNet, 8, ["7", "pipeline_parallel_size", "8"]),
     "layers built late": (4, {P: 4}, LitLate, 8, ["3", "pipeline_parallel_size"]),
     "partition": (2, {P: 2, "partition": [3, 3]}, LitNet, 8, ["[3, 3]", "num_layers=7", "add 1"]),
-    "partition by name": (2, {P: 2, "partition": ["net.0", "net.9"]}, LitNet, 8, ["net.9", "net.6"]),
-    "selective": (2, {P: 2, "recompute": "selective"}, LitNet, 8, ["recompute='selective'", "ParallelPlan(selective="]),
-    "recomputed layers": (2, {P: 2, "recompute": "full", "recompute_layers": 9}, LitNet, 8, ["recompute_layers=9", "4 or less"]),
-    "batch": (2, {P: 2, M: 4}, LitNet, 2, ["num_microbatches=4", "batch of 2", "num_microbatches=2"]),
-    "heads": (2, {T: 2}, lambda: gpt(num_heads=3), 8, ["num_heads=3", "tensor_parallel_size=2", "works with"]),
-    "context heads": (2, {C: 2, A: "all_to_all"}, lambda: gpt(num_heads=3), 8, ["3 heads", "context_parallel_size=2", "'ring'"]),
-    "context eager": (2, {C: 2}, LitEager, 8, ["context_parallel_size=2", "attn_implementation='eager'", "'sdpa'"]),
+    "partition by name": (
+        2,
+        {P: 2, "partition": ["net.0", "net.9"]},
+        LitNet,
+        8,
+        ["net.9", "net.6"],
+    ),
+    "selective": (
+        2,
+        {P: 2, "recompute": "selective"},
+        LitNet,
+        8,
+        ["recompute='selective'", "ParallelPlan(selective="],
+    ),
+    "recomputed layers": (
+        2,
+        {P: 2, "recompute": "full", "recompute_layers": 9},
+        LitNet,
+        8,
+        ["recompute_layers=9", "4 or less"],
+    ),
+    "batch": (
+        2,
+        {P: 2, M: 4},
+        LitNet,
+        2,
+        ["num_microbatches=4", "batch of 2", "num_microbatches=2"],
+    ),
+    "heads": (
+        2,
+        {T: 2},
+        lambda: gpt(num_heads=3),
+        8,
+        ["num_heads=3", "tensor_parallel_size=2", "works with"],
+    ),
+    "context heads": (
+        2,
+        {C: 2, A: "all_to_all"},
+        lambda: gpt(num_heads=3),
+        8,
+        ["3 heads", "context_parallel_size=2", "'ring'"],
+    ),
+    "context eager": (
+        2,
+        {C: 2},
+        LitEager,
+        8,
+        ["context_parallel_size=2", "attn_implementation='eager'", "'sdpa'"],
+    ),
     "context world": (3, {C: 2}, LitNet, 8, ["world_size=3", "context_parallel_size", "2 or 4"]),
-    "features": (2, {T: 2, "plan": plan(net_6="column")}, LitNet, 8, ["net.6", "out_features=1", "tensor_parallel_size"]),
-    "pattern": (2, {T: 2, "plan": plan(nut_0="column")}, LitNet, 8, ["nut.0", "matches no module", "net.0"]),
+    "features": (
+        2,
+        {T: 2, "plan": plan(net_6="column")},
+        LitNet,
+        8,
+        ["net.6", "out_features=1", "tensor_parallel_size"],
+    ),
+    "pattern": (
+        2,
+        {T: 2, "plan": plan(nut_0="column")},
+        LitNet,
+        8,
+        ["nut.0", "matches no module", "net.0"],
+    ),
     "kind": (2, {T: 2, "plan": plan(net_1="column")}, LitNet, 8, ["net.1", "ReLU", "nn.Linear"]),
     "blocks": (2, {P: 2, "plan": ParallelPlan(blocks="nets")}, LitNet, 8, ["blocks='nets'", "net"]),
     "no container": (2, {P: 2}, LitNoContainer, 8, ["LitNoContainer", "nn.Sequential", "blocks="]),
-    "no plan": (2, {T: 2}, LitNet, 8, ["tensor_parallel_size=2", "plan=ParallelPlan", "configure_parallel"]),
+    "no plan": (
+        2,
+        {T: 2},
+        LitNet,
+        8,
+        ["tensor_parallel_size=2", "plan=ParallelPlan", "configure_parallel"],
+    ),
     "plan type": (2, {T: 2}, LitWrongPlan, 8, ["configure_parallel", "dict", "ParallelPlan"]),
-    "manual optimization": (2, {P: 2}, LitManual, 8, ["automatic_optimization=False", "Use automatic optimization"]),
-    "parametrized": (2, {P: 2}, LitParametrized, 8, ["net.0' is parametrized", "configure_model", "meta_init=False"]),
-    "compiled": (2, {P: 2}, LitWrapped, 8, ["net is wrapped by torch.compile()", "compile='blocks'"]),
-    "hook": (2, {T: 2, "plan": plan(net_0="column")}, LitHooked, 8, ["'net.0' has a forward hook", "the module around it"]),
-    "attentions": (2, {T: 2}, LitAttentions, 8, ["output_attentions=True with tensor_parallel_size"]),
+    "manual optimization": (
+        2,
+        {P: 2},
+        LitManual,
+        8,
+        ["automatic_optimization=False", "Use automatic optimization"],
+    ),
+    "parametrized": (
+        2,
+        {P: 2},
+        LitParametrized,
+        8,
+        ["net.0' is parametrized", "configure_model", "meta_init=False"],
+    ),
+    "compiled": (
+        2,
+        {P: 2},
+        LitWrapped,
+        8,
+        ["net is wrapped by torch.compile()", "compile='blocks'"],
+    ),
+    "hook": (
+        2,
+        {T: 2, "plan": plan(net_0="column")},
+        LitHooked,
+        8,
+        ["'net.0' has a forward hook", "the module around it"],
+    ),
+    "attentions": (
+        2,
+        {T: 2},
+        LitAttentions,
+        8,
+        ["output_attentions=True with tensor_parallel_size"],
+    ),
     "symmetric memory": (
         2,
         {T: 2, "sequence_parallel": True, "tensor_overlap": "symmetric"},
@@ -201,9 +324,18 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({P: 2, "partition": [1, 1, 1]}, ["partition=[1, 1, 1]", "3 entries", "= 2"]),
         ({P: 2, V: 2, "schedule": "1f1b"}, ["1f1b", "virtual_pipeline_size=2"]),
         ({P: 2, "schedule": "interleaved_1f1b"}, ["virtual_pipeline_size=1", "'1f1b'"]),
-        ({P: 2, "schedule": "zb_v"}, ["virtual_pipeline_size=1", "virtual_pipeline_size=2", "'zb_h1'"]),
-        ({P: 2, V: 3, "schedule": "dualpipe_v"}, ["virtual_pipeline_size=3", "virtual_pipeline_size=2"]),
-        ({P: 2, V: 2, "microbatch_group_size": 1}, ["microbatch_group_size=1", "pipeline_parallel_size=2"]),
+        (
+            {P: 2, "schedule": "zb_v"},
+            ["virtual_pipeline_size=1", "virtual_pipeline_size=2", "'zb_h1'"],
+        ),
+        (
+            {P: 2, V: 3, "schedule": "dualpipe_v"},
+            ["virtual_pipeline_size=3", "virtual_pipeline_size=2"],
+        ),
+        (
+            {P: 2, V: 2, "microbatch_group_size": 1},
+            ["microbatch_group_size=1", "pipeline_parallel_size=2"],
+        ),
         ({P: 2, "microbatch_group_size": 2}, ["microbatch_group_size=2", "interleaved_1f1b"]),
         ({P: 2, "schedule": "none.csv"}, ["none.csv"]),
         ({P: 2, "schedule": CustomSchedule("mine", stuck)}, ["mine", "B0.0"]),
@@ -212,19 +344,39 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ({"data_parallel_replicas": 0}, ["data_parallel_replicas=0", "positive"]),
         ({"gradient_dtype": "bfloat16"}, ["gradient_dtype='bfloat16'", "'parameter'"]),
         ({"reduce_dtype": "bf16"}, ["reduce_dtype='bf16'", "'bfloat16'"]),
-        ({"inter_node_reduce_dtype": "bfloat16"}, ["inter_node_reduce_dtype", "data_parallel_replicas=1"]),
+        (
+            {"inter_node_reduce_dtype": "bfloat16"},
+            ["inter_node_reduce_dtype", "data_parallel_replicas=1"],
+        ),
         ({T: 2, "tensor_overlap": 4}, ["tensor_overlap=4", "sequence_parallel=True"]),
-        ({T: 2, "sequence_parallel": True, "tensor_overlap": 4, "fp8": "rowwise"}, ["tensor_overlap=4", "fp8='rowwise'"]),
+        (
+            {T: 2, "sequence_parallel": True, "tensor_overlap": 4, "fp8": "rowwise"},
+            ["tensor_overlap=4", "fp8='rowwise'"],
+        ),
         ({"channel_ctas": 4}, ["channel_ctas=4", "pipeline_parallel_size=1"]),
         ({P: 2, "channel_ctas": 64}, ["channel_ctas=64", "at most 32"]),
         ({"check_finite": "warn"}, ["check_finite='warn'", "'skip'"]),
         ({"recompute": "ful"}, ["recompute='ful'", "'offload'; did you mean 'full'?"]),
-        ({"recompute": "full", "recompute_layers": -1}, ["recompute_layers=-1", "an integer of at least 0"]),
-        ({"recompute": "full", "recompute_layers": [1, "2"]}, ["recompute_layers=(1, '2')", "an integer of at least 0"]),
-        ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
-        ({"distribute_saved_activations": True}, ["distribute_saved_activations", "recompute='full' (it is 'none')", "size > 1"]),
         (
-            {"distribute_saved_activations": True, "recompute": "full", T: 2, "sequence_parallel": True},
+            {"recompute": "full", "recompute_layers": -1},
+            ["recompute_layers=-1", "an integer of at least 0"],
+        ),
+        (
+            {"recompute": "full", "recompute_layers": [1, "2"]},
+            ["recompute_layers=(1, '2')", "an integer of at least 0"],
+        ),
+        ({"recompute_layers": 2}, ["recompute_layers=2", "recompute='none'"]),
+        (
+            {"distribute_saved_activations": True},
+            ["distribute_saved_activations", "recompute='full' (it is 'none')", "size > 1"],
+        ),
+        (
+            {
+                "distribute_saved_activations": True,
+                "recompute": "full",
+                T: 2,
+                "sequence_parallel": True,
+            },
             ["needs sequence_parallel=False", "split already"],
         ),
     ],
@@ -261,7 +413,10 @@ def test_a_schedule_from_a_file(tmp_path: Path, lines: list[str], words: list[st
 
 class LitTwoOptimizers(LitNet):
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.2)]
+        return [
+            torch.optim.SGD(self.parameters(), lr=0.1),
+            torch.optim.SGD(self.parameters(), lr=0.2),
+        ]
 
 
 class LitAdafactor(LitNet):
@@ -274,7 +429,9 @@ class LitSkips(LitNet):
         super().training_step(batch, batch_idx)
 
 
-def error_of(rank: int, module: Any, layout: dict[str, Any], options: dict[str, Any], data: Any) -> str:
+def error_of(
+    rank: int, module: Any, layout: dict[str, Any], options: dict[str, Any], data: Any
+) -> str:
     """Return the type and message of the error that ``fit`` raises on this rank."""
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout),
@@ -325,9 +482,19 @@ AT_START = {
         {"shard_optimizer": True},
         {},
         loader,
-        ["MixingOptimizerError", "Adafactor does not work element by element", "shard_optimizer=False"],
+        [
+            "MixingOptimizerError",
+            "Adafactor does not work element by element",
+            "shard_optimizer=False",
+        ],
     ),
-    "skipped step": (LitSkips, {P: 2, "timeout_s": 6}, {}, loader, ["ValueError", "NoneType", "'loss'"]),
+    "skipped step": (
+        LitSkips,
+        {P: 2, "timeout_s": 6},
+        {},
+        loader,
+        ["ValueError", "NoneType", "'loss'"],
+    ),
     "sequence length": (
         small_gpt,
         {T: 2, "sequence_parallel": True},
@@ -335,8 +502,20 @@ AT_START = {
         odd_tokens,
         ["ValueError", "7", "tensor_parallel_size=2", "sequence_parallel"],
     ),
-    "context length": (small_gpt, {C: 2}, {}, odd_tokens, ["ValueError", "7 tokens", "context_parallel_size=2", "multiple of 4"]),
-    "no attention": (LitNet, {C: 2}, {}, loader, ["ContextParallelError", "position_ids", "context_parallel_positions=False"]),
+    "context length": (
+        small_gpt,
+        {C: 2},
+        {},
+        odd_tokens,
+        ["ValueError", "7 tokens", "context_parallel_size=2", "multiple of 4"],
+    ),
+    "no attention": (
+        LitNet,
+        {C: 2},
+        {},
+        loader,
+        ["ContextParallelError", "position_ids", "context_parallel_positions=False"],
+    ),
 }
 
 
@@ -356,6 +535,12 @@ class LitWithoutValues(LitLate):
 
 
 def test_an_error_in_setup_is_not_hidden_by_the_end_of_the_run(tmp_path: Path) -> None:
-    trainer = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=1, max_steps=1, default_root_dir=tmp_path)
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        default_root_dir=tmp_path,
+    )
     with pytest.raises(ValueError, match=r"'nut\.0' matches no module"):
         trainer.fit(LitWithoutValues(), loader(batch_size=8))

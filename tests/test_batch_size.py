@@ -1,4 +1,5 @@
-"""global batch = b * m * d, whichever two are given, and a ramp that depends on the samples consumed only."""
+"""global batch = b * m * d, whichever two are given, and a ramp that depends on the samples
+consumed only."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
     plan = BatchPlan(micro_batch_size=b, num_microbatches=m, data_parallel_size=d)
     assert plan.global_batch == b * m * d
     for left_out in ("global_batch_size", "micro_batch_size", "num_microbatches", None):
-        known = {"global_batch_size": plan.global_batch, "micro_batch_size": b, "num_microbatches": m}
+        known = {
+            "global_batch_size": plan.global_batch,
+            "micro_batch_size": b,
+            "num_microbatches": m,
+        }
         known.pop(left_out or "", None)
         assert BatchPlan.derive(data_parallel_size=d, **known) == plan
 
@@ -32,11 +37,28 @@ def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"global_batch_size": 12, "micro_batch_size": 4, "data_parallel_size": 2}, ["12", "4 * 2", "8 or 16", "2 or 3 or 6"]),
-        ({"global_batch_size": 12, "num_microbatches": 5, "data_parallel_size": 1}, ["num_microbatches", "10 or 15"]),
-        ({"global_batch_size": 16, "micro_batch_size": 2, "num_microbatches": 3, "data_parallel_size": 2}, ["16", "= 12", "=4"]),
+        (
+            {"global_batch_size": 12, "micro_batch_size": 4, "data_parallel_size": 2},
+            ["12", "4 * 2", "8 or 16", "2 or 3 or 6"],
+        ),
+        (
+            {"global_batch_size": 12, "num_microbatches": 5, "data_parallel_size": 1},
+            ["num_microbatches", "10 or 15"],
+        ),
+        (
+            {
+                "global_batch_size": 16,
+                "micro_batch_size": 2,
+                "num_microbatches": 3,
+                "data_parallel_size": 2,
+            },
+            ["16", "= 12", "=4"],
+        ),
         ({"global_batch_size": 16, "data_parallel_size": 2}, ["two of them"]),
-        ({"global_batch_size": 0, "micro_batch_size": 2, "data_parallel_size": 2}, ["global_batch_size=0", "positive"]),
+        (
+            {"global_batch_size": 0, "micro_batch_size": 2, "data_parallel_size": 2},
+            ["global_batch_size=0", "positive"],
+        ),
     ],
 )
 def test_what_does_not_fit_says_what_would(sizes: dict[str, int], words: list[str]) -> None:
@@ -54,15 +76,23 @@ def test_a_ramp_grows_with_the_samples() -> None:
         sizes.append(ramp.global_batch(taken))
         taken += sizes[-1]
     assert sizes == [8, 8, 8, 8, 16, 16, 24, 24, 32, 32]
-    assert [plan.num_microbatches for plan in ramp.plans(data_parallel_size=2, micro_batch_size=4)] == [1, 2, 3, 4]
+    assert [
+        plan.num_microbatches for plan in ramp.plans(data_parallel_size=2, micro_batch_size=4)
+    ] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"start": 8, "stop": 4, "increment": 1, "samples": 9}, "stop=4 is smaller than start=8"),
-        ({"start": 8, "stop": 20, "increment": 5, "samples": 9}, "increment=5 does not divide stop - start = 20 - 8"),
-        ({"start": 8, "stop": 16, "increment": 8, "samples": 0}, "samples=0 must be a positive integer"),
+        (
+            {"start": 8, "stop": 20, "increment": 5, "samples": 9},
+            "increment=5 does not divide stop - start = 20 - 8",
+        ),
+        (
+            {"start": 8, "stop": 16, "increment": 8, "samples": 0},
+            "samples=0 must be a positive integer",
+        ),
     ],
 )
 def test_impossible_ramps(fields: dict[str, int], words: str) -> None:
@@ -82,7 +112,9 @@ RAMPS = st.builds(
 
 
 @given(ramp=RAMPS, first=st.integers(0, 40), count=st.integers(0, 60), rest=st.integers(0, 100))
-def test_stretches_and_steps_are_what_step_after_step_gives(ramp: RampUp, first: int, count: int, rest: int) -> None:
+def test_stretches_and_steps_are_what_step_after_step_gives(
+    ramp: RampUp, first: int, count: int, rest: int
+) -> None:
     taken = [first]
     for _ in range(count):
         taken.append(taken[-1] + ramp.global_batch(taken[-1]))
@@ -121,7 +153,10 @@ def test_the_strategy_follows_the_batch() -> None:
     ("fields", "words"),
     [
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be a positive integer"),
-        ({"micro_batch_size": 2, "num_microbatches": 4}, "num_microbatches=4 and micro_batch_size=2: give one of them"),
+        (
+            {"micro_batch_size": 2, "num_microbatches": 4},
+            "num_microbatches=4 and micro_batch_size=2: give one of them",
+        ),
     ],
 )
 def test_sizes_that_the_strategy_refuses(fields: dict[str, Any], words: str) -> None:
@@ -138,17 +173,26 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
     layout = ParallelLayout(world_size=4, pipeline_parallel_size=2)
     check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
     with pytest.raises(
-        ValueError, match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use micro_batch_size=4 or less"
+        ValueError,
+        match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use micro_batch_size=4 or less",
     ):
         check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
     path = tmp_path / "order.csv"
     dump_schedule(build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=4), path)
-    with pytest.raises(ValueError, match=r"batch of 4 samples into 2 microbatches.*is written for num_microbatches=4"):
-        check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)), layout)
+    with pytest.raises(
+        ValueError,
+        match=r"batch of 4 samples into 2 microbatches.*is written for num_microbatches=4",
+    ):
+        check_data(
+            Data(),
+            PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2, schedule=str(path)),
+            layout,
+        )
 
 
 def test_a_global_batch_that_cannot_be_counted_is_refused_by_its_factors() -> None:
     with pytest.raises(
-        ValueError, match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* data_parallel_size=1000000000000 is"
+        ValueError,
+        match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* data_parallel_size=1000000000000 is",
     ):
         BatchPlan.derive(data_parallel_size=10**12, micro_batch_size=10**12, num_microbatches=8)

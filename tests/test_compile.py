@@ -1,4 +1,5 @@
-"""Compiled blocks, the strategy's or their user's, give the same answer in every layout, and each of them is one graph."""
+"""Compiled blocks, the strategy's or their user's, give the same answer in every layout, and each
+of them is one graph."""
 
 from __future__ import annotations
 
@@ -73,19 +74,37 @@ def fit_counted(rank: int, run: Run, module: type[LitTiny] = LitTiny) -> dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parity, "LitTiny", module)
         found = fit(rank, run)
-    return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+    return {
+        **found,
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def _kept_by_a_block(rank: int, compiled: bool) -> int:
-    """Bytes that a block of one of two tensor ranks keeps for its backward, without its parameters."""
+    """Bytes that a block of one of two tensor ranks keeps for its backward, without its
+    parameters."""
     config = gpt_config(Run(llama=True))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0)
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0
+    )
     model = GPT(config)
     plan = gpt_plan(config, prefix="")
-    parallelize(model, convert=lambda: None, plan=lambda _: plan, mesh=mesh, seed=0, device=torch.device("cpu"))
+    parallelize(
+        model,
+        convert=lambda: None,
+        plan=lambda _: plan,
+        mesh=mesh,
+        seed=0,
+        device=torch.device("cpu"),
+    )
     block, kept = model.blocks[1], dict[int, int]()
-    forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True) if compiled else block.forward
+    forward = (
+        torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        if compiled
+        else block.forward
+    )
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
@@ -98,7 +117,9 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
 
 
 def test_a_compiled_block_keeps_no_gathered_sequence(pool: Pool) -> None:
-    (eager,), (compiled,) = (pool.run(_kept_by_a_block, world_size=1, args=(as_graph,)) for as_graph in (False, True))
+    (eager,), (compiled,) = (
+        pool.run(_kept_by_a_block, world_size=1, args=(as_graph,)) for as_graph in (False, True)
+    )
     assert compiled <= eager  # whose layers gather again what they need
 
 
@@ -110,18 +131,37 @@ def _order_in_a_block(rank: int) -> list[str]:
     from torch._inductor.utils import run_and_get_code
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0)
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0
+    )
     options: dict[str, Any] = {"group": mesh.group("tensor"), "sequence_parallel": True}
-    model = nn.Sequential(nn.ModuleList([ColumnParallelLinear(nn.Parameter(torch.ones(4, 6)), **options)]))
-    compile_blocks(model, policy="blocks", blocks=("0",), device=torch.device("cpu"), options={"mode": "default"})
+    model = nn.Sequential(
+        nn.ModuleList([ColumnParallelLinear(nn.Parameter(torch.ones(4, 6)), **options)])
+    )
+    compile_blocks(
+        model,
+        policy="blocks",
+        blocks=("0",),
+        device=torch.device("cpu"),
+        options={"mode": "default"},
+    )
     x = torch.ones(1, 6, 6, requires_grad=True)
     _, (_, code) = run_and_get_code(lambda: model[0][0](x).backward(torch.ones(1, 12, 4)))
-    return re.findall(r"(gather_after|reduce_scatter|wait)\w*\.default\(|extern_kernels\.(mm)\(", code)
+    return re.findall(
+        r"(gather_after|reduce_scatter|wait)\w*\.default\(|extern_kernels\.(mm)\(", code
+    )
 
 
 def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
     (found,) = pool.run(_order_in_a_block, world_size=1)
-    order = ["gather_after", "mm", "reduce_scatter", "wait", "mm", "wait"]  # each collective is beside a product
+    order = [
+        "gather_after",
+        "mm",
+        "reduce_scatter",
+        "wait",
+        "mm",
+        "wait",
+    ]  # each collective is beside a product
     assert ["".join(names) for names in found] == order
 
 
@@ -137,7 +177,9 @@ def test_the_same_answer(name: str, expected: dict[str, Any], pool: Pool) -> Non
 @pytest.mark.parametrize("name", USERS)
 def test_what_the_user_compiles(name: str, expected: dict[str, Any], pool: Pool) -> None:
     layout, graphs = USERS[name]
-    for found in pool.run(fit_counted, world_size=2, args=(Run(world_size=2, layout=layout, **SETTINGS), LitCompiled)):
+    for found in pool.run(
+        fit_counted, world_size=2, args=(Run(world_size=2, layout=layout, **SETTINGS), LitCompiled)
+    ):
         assert_same(found, expected, tolerance=1e-4)
         assert found["breaks"] == 0 or graphs == 0
         assert found["graphs"] >= graphs
@@ -150,9 +192,17 @@ class _Model(L.LightningModule):
 
 
 def _compiled(module: nn.Module, **given: Any) -> list[bool]:
-    options: dict[str, Any] = {"policy": "blocks", "device": torch.device("cpu"), "options": AOT["compile_options"], **given}
+    options: dict[str, Any] = {
+        "policy": "blocks",
+        "device": torch.device("cpu"),
+        "options": AOT["compile_options"],
+        **given,
+    }
     compile_blocks(module, blocks=None, **options)
-    return [isinstance(getattr(block.forward, "__self__", None), CompiledForward) for block in module.blocks]
+    return [
+        isinstance(getattr(block.forward, "__self__", None), CompiledForward)
+        for block in module.blocks
+    ]
 
 
 def test_which_blocks() -> None:
@@ -168,33 +218,59 @@ def test_which_blocks() -> None:
 
 
 def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"compile='block' must be one of 'none', 'blocks', 'auto'; did you mean 'blocks'"):
+    with pytest.raises(
+        ValueError,
+        match=r"compile='block' must be one of 'none', 'blocks', 'auto'; did you mean 'blocks'",
+    ):
         PTDPConfig(compile="block")
-    with pytest.raises(ValueError, match=r"compile='blocks' with schedule='zb_h1': weight gradients .* Use schedule='1f1b'"):
+    with pytest.raises(
+        ValueError,
+        match=r"compile='blocks' with schedule='zb_h1': weight gradients .* Use schedule='1f1b'",
+    ):
         PTDPConfig(compile="blocks", schedule="zb_h1", pipeline_parallel_size=2)
-    with pytest.raises(ValueError, match="compile='blocks' with keyed_dropout=True, which follows every call"):
+    with pytest.raises(
+        ValueError, match="compile='blocks' with keyed_dropout=True, which follows every call"
+    ):
         PTDPConfig(compile="blocks", keyed_dropout=True)
     assert PTDPConfig(compile="auto", keyed_dropout=True).compiles == "none"
-    with pytest.raises(ValueError, match=r"compile_options has 'bakend', but torch.compile takes backend, "):
+    with pytest.raises(
+        ValueError, match=r"compile_options has 'bakend', but torch.compile takes backend, "
+    ):
         PTDPConfig(compile="blocks", compile_options={"bakend": "inductor"})
-    with pytest.raises(ValueError, match="compile_options is for compiled blocks, but compile='none'"):
+    with pytest.raises(
+        ValueError, match="compile_options is for compiled blocks, but compile='none'"
+    ):
         PTDPConfig(compile_options={})
     with pytest.raises(ValueError, match="no repeated container found in _Model"):
         PTDPStrategy(compile="blocks").check(_Model(count=1))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PTDPStrategy(compile="blocks"), logger=False)
-    with pytest.raises(ValueError, match=r"compiled blocks need a C\+\+ compiler, and there is no g\+\+: install it, or use"):
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=PTDPStrategy(compile="blocks"), logger=False
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"compiled blocks need a C\+\+ compiler, and there is no g\+\+: install it, or use",
+    ):
         trainer.fit(_Model())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match=r"compile='auto' compiles nothing: compiled blocks need .*triton.* a C compiler"):
-        assert _compiled(_Model(), policy="auto", device=torch.device("cuda"), options={}) == [False] * 3
+    with pytest.warns(
+        UserWarning,
+        match=r"compile='auto' compiles nothing: compiled blocks need .*triton.* a C compiler",
+    ):
+        assert (
+            _compiled(_Model(), policy="auto", device=torch.device("cuda"), options={})
+            == [False] * 3
+        )
 
 
 def test_a_module_that_is_compiled_already() -> None:
     for options in ({"compile": "auto"}, AOT):
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=PTDPStrategy(**options), logger=False)
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, strategy=PTDPStrategy(**options), logger=False
+        )
         with pytest.raises(
-            MisconfigurationException, match=r"torch.compile\(module\), and compile='\w+' would compile .* once more"
+            MisconfigurationException,
+            match=r"torch.compile\(module\), and compile='\w+' would compile .* once more",
         ):
             trainer.fit(torch.compile(_Model()))

@@ -1,4 +1,5 @@
-"""Checks of ci/faults.py: how it recognizes the naming of a lost rank, and its judgement of a folder."""
+"""Checks of ci/faults.py: how it recognizes the naming of a lost rank, and its judgement of a
+folder."""
 
 from __future__ import annotations
 
@@ -31,9 +32,22 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
         (TABLE, set()),
         (f"{TABLE}\nNo answer from rank 2, for 0.8 s: step 6", {2}),
         (TABLE.replace("rank 2: step 6", "rank 2: last heard 17 s ago: step 6"), {2}),
-        (TABLE.replace("rank 1: step 6", "rank 1: failed 0.1 s ago (lost another rank: no answer from rank 2): step 6"), {2}),
-        ("rank 3 could not join the other ranks: ranks 0, 2 did not come: no answer within 20 s", {0, 2}),
-        ("rank 3 could not join the other ranks: rank 2 came and was lost, its process has ended", {2}),
+        (
+            TABLE.replace(
+                "rank 1: step 6",
+                "rank 1: failed 0.1 s ago (lost another rank: no answer from rank 2): step 6",
+            ),
+            {2},
+        ),
+        (
+            "rank 3 could not join the other ranks: ranks 0, 2 did not come: no answer within 20 s",
+            {0, 2},
+        ),
+        (
+            "rank 3 could not join the other ranks: rank 2 came and was lost, its process has "
+            "ended",
+            {2},
+        ),
         ("saving the checkpoint last.ckpt did not end within 20 s", set()),
         ("", set()),
     ],
@@ -42,10 +56,14 @@ def test_who_is_blamed(faults: Any, said: str, ranks: set[int]) -> None:
     assert faults.blamed(said, by=3) == ranks
 
 
-def test_a_survivor_that_had_finished_has_nothing_to_say_and_a_late_one_is_told(faults: Any, tmp_path: Path) -> None:
+def test_a_survivor_that_had_finished_has_nothing_to_say_and_a_late_one_is_told(
+    faults: Any, tmp_path: Path
+) -> None:
     from fault_campaign.processes import Ended  # type: ignore[import-not-found]
 
-    campaign = faults.Campaign(layout="p2 d2 ZeRO", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0)
+    campaign = faults.Campaign(
+        layout="p2 d2 ZeRO", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0
+    )
     said = f"{TABLE}\nNo answer from rank 1, for 0.8 s: step 6"
     early = dict.fromkeys(range(4), 1.0)
     ended = Ended(lost=1, lost_at=10.0, steps=dict.fromkeys(range(4), 6), began=early, met=early)
@@ -53,19 +71,34 @@ def test_a_survivor_that_had_finished_has_nothing_to_say_and_a_late_one_is_told(
     ended.errors = {2: (said, 11.0), 3: (said, 13.0)}
     assert campaign._judge("", 1, ended, soon=2.0, late=26.0) == (1.0, 3.0)
     assert len(campaign.wrong) == 1
-    assert campaign.wrong[0].startswith(": rank 3 named the lost rank after 3.0 s, the bound is 2 s")
+    assert campaign.wrong[0].startswith(
+        ": rank 3 named the lost rank after 3.0 s, the bound is 2 s"
+    )
     ended.errors[2] = (TABLE, 11.0)
     campaign._judge("", 1, ended, soon=5.0, late=26.0)
     assert campaign.wrong[1].startswith(": rank 2 does not name the lost rank 1")
     assert len(campaign.wrong) == 2
 
 
-def test_who_could_not_know_that_a_rank_had_been_there_has_the_whole_limit(faults: Any, tmp_path: Path) -> None:
+def test_who_could_not_know_that_a_rank_had_been_there_has_the_whole_limit(
+    faults: Any, tmp_path: Path
+) -> None:
     from fault_campaign.processes import Ended
 
     campaign = faults.Campaign(layout="d2", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0)
-    for victim, met, wrong in ((0, {0: 9.0}, 0), (0, {0: 9.0, 1: 9.5}, 1), (1, {0: 9.0}, 0), (1, {1: 9.0}, 1)):
-        ended = Ended(lost=victim, lost_at=10.0, steps=dict.fromkeys(range(2), -1), began=dict.fromkeys(range(2), 1.0), met=met)
+    for victim, met, wrong in (
+        (0, {0: 9.0}, 0),
+        (0, {0: 9.0, 1: 9.5}, 1),
+        (1, {0: 9.0}, 0),
+        (1, {1: 9.0}, 1),
+    ):
+        ended = Ended(
+            lost=victim,
+            lost_at=10.0,
+            steps=dict.fromkeys(range(2), -1),
+            began=dict.fromkeys(range(2), 1.0),
+            met=met,
+        )
         ended.errors = {1 - victim: (f"rank {victim} did not come", 30.0)}
         before = len(campaign.wrong)
         campaign._judge("", victim, ended, soon=2.0, late=26.0)

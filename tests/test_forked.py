@@ -66,7 +66,9 @@ def _chooses() -> None:
 def _comes_too_late() -> None:
     torch._C._ensureCUDADeviceGuardSet()  # as on a machine with a GPU
     torch.ones((), requires_grad=True).backward()
-    with pytest.raises(ProcessRaisedException, match="leave the GPU and backwards alone before fit"):
+    with pytest.raises(
+        ProcessRaisedException, match="leave the GPU and backwards alone before fit"
+    ):
         _fits()
 
 
@@ -84,7 +86,9 @@ def _returns_weights_through_memory() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU any backward starts threads")
-@pytest.mark.parametrize("part", [_follows, _chooses, _comes_too_late, _returns_weights_through_memory])
+@pytest.mark.parametrize(
+    "part", [_follows, _chooses, _comes_too_late, _returns_weights_through_memory]
+)
 def test_whether_a_process_can_be_forked(part: Callable[[], None]) -> None:
     """In a new process: only its first backward starts threads."""
     context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,5 @@
-"""Linear layers in float8: torchao's numbers in one process, the same in every layout within their rounding, and close to bf16."""
+"""Linear layers in float8: torchao's numbers in one process, the same in every layout within their
+rounding, and close to bf16."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ class Conv1D(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs)),
+            nn.Parameter(torch.randn(outputs)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -43,8 +47,12 @@ Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 def spread(x: Tensor, *, first: int = -3) -> Tensor:
-    """Magnitudes so far apart, along both dimensions, that each row and column needs a scale of its own."""
-    rows, columns = torch.logspace(first, -first, x.numel() // x.size(-1)), torch.logspace(2, -2, x.size(-1))
+    """Magnitudes so far apart, along both dimensions, that each row and column needs a scale of its
+    own."""
+    rows, columns = (
+        torch.logspace(first, -first, x.numel() // x.size(-1)),
+        torch.logspace(2, -2, x.size(-1)),
+    )
     return x * rows.view(*x.shape[:-1], 1) * columns
 
 
@@ -57,7 +65,7 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-# ---- torchao's numbers ----------------------------------------------------------------------------------------------------
+# ---- torchao's numbers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -91,22 +99,31 @@ def test_a_linear_layer_computes_what_torchaos_does(scaling: Any, shape: tuple[i
 
 
 def test_only_the_linear_layers_of_the_blocks() -> None:
-    model = GPT(GPTConfig.gpt2(vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=2))
+    model = GPT(
+        GPTConfig.gpt2(
+            vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=2
+        )
+    )
     model.blocks[1].adapter = nn.Linear(32, 4)
     note = apply_fp8(model, scaling="rowwise", blocks="blocks", device=CPU)
     names = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
     replaced = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    assert sorted(replaced) == sorted(f"blocks.{index}.{name}" for index in range(2) for name in names), replaced
+    assert sorted(replaced) == sorted(
+        f"blocks.{index}.{name}" for index in range(2) for name in names
+    ), replaced
     assert all(f"blocks.*.{name}" in note for name in names)
 
 
 def test_an_attention_that_computes_with_its_weights_itself_is_left() -> None:
     block = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True)
     apply_fp8(nn.ModuleList([block]), scaling="rowwise", blocks="", device=CPU)
-    assert [name for name, module in block.named_modules() if "forward" in vars(module)] == ["linear1", "linear2"]
+    assert [name for name, module in block.named_modules() if "forward" in vars(module)] == [
+        "linear1",
+        "linear2",
+    ]
 
 
-# ---- every layout ---------------------------------------------------------------------------------------------------------
+# ---- every layout --------------------------------------------------------------------------------
 
 
 def shards(rank: int) -> None:
@@ -119,9 +136,13 @@ def shards(rank: int) -> None:
     mine = slice(rank * 32, rank * 32 + 32)
     expected = whole(x)
     for enters in (True, False):
-        column = ColumnParallelLinear(nn.Parameter(weight[mine]), nn.Parameter(bias[mine]), enters=enters, group=group)
+        column = ColumnParallelLinear(
+            nn.Parameter(weight[mine]), nn.Parameter(bias[mine]), enters=enters, group=group
+        )
         apply_fp8(nn.ModuleList([column]), scaling="rowwise", blocks="", device=CPU)
-        assert torch.equal(column(x), expected[..., mine]), "a row of the weight has the same scale here and there"
+        assert torch.equal(column(x), expected[..., mine]), (
+            "a row of the weight has the same scale here and there"
+        )
     back = nn.Linear(64, 32, bias=False)
     row = RowParallelLinear(nn.Parameter(back.weight.detach()[:, mine].clone()), group=group)
     apply_fp8(nn.ModuleList([row]), scaling="tensorwise", blocks="", device=CPU)
@@ -146,12 +167,15 @@ SETTINGS: dict[str, Any] = {"hidden": 32, "steps": 4, "clip": None}
 def one_process(pool: Pool) -> list[dict[str, Any]]:
     """With float8 and without; each microbatch has its own scales."""
     layouts = ({M: 4, "fp8": "tensorwise"}, {M: 4})
-    return [pool.run(fit, world_size=1, args=(Run(layout=layout, **SETTINGS),))[0] for layout in layouts]
+    return [
+        pool.run(fit, world_size=1, args=(Run(layout=layout, **SETTINGS),))[0] for layout in layouts
+    ]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name: str, pool: Pool, one_process: list[dict[str, Any]]) -> None:
-    """The same numbers; under tensor parallelism, which rounds elsewhere, no further away than full precision is."""
+    """The same numbers; under tensor parallelism, which rounds elsewhere, no further away than full
+    precision is."""
     world_size, layout = LAYOUTS[name]
     run = Run(world_size=world_size, layout={M: 4, "fp8": "tensorwise", **layout}, **SETTINGS)
     expected, plain = one_process
@@ -162,7 +186,9 @@ def test_layouts(name: str, pool: Pool, one_process: list[dict[str, Any]]) -> No
             assert_same(found, expected)
             continue
         assert distance(found, expected) < 1.2 * rounding
-        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-3, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-3, atol=0
+        )
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
@@ -178,17 +204,20 @@ def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
 def test_as_accurate_as_bf16_over_a_few_steps(scaling: str, pool: Pool) -> None:
     settings: dict[str, Any] = {"hidden": 32, "steps": 30, "clip": None, "precision": "bf16-mixed"}
     found, expected = (
-        pool.run(fit, world_size=1, args=(Run(layout=layout, **settings),))[0]["losses"] for layout in ({"fp8": scaling}, {})
+        pool.run(fit, world_size=1, args=(Run(layout=layout, **settings),))[0]["losses"]
+        for layout in ({"fp8": scaling}, {})
     )
     assert expected[-1] < 0.95 * expected[0], "something is learnt"
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)
 
 
-# ---- what cannot be -------------------------------------------------------------------------------------------------------
+# ---- what cannot be ------------------------------------------------------------------------------
 
 
 def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
-    return nn.ModuleDict({"h": nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)})
+    return nn.ModuleDict(
+        {"h": nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +228,9 @@ def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
         ([(32, 8)], 1, ["there is none"]),
     ],
 )
-def test_sizes_are_refused_before_launch(sizes: list[tuple[int, int]], t: int, words: list[str]) -> None:
+def test_sizes_are_refused_before_launch(
+    sizes: list[tuple[int, int]], t: int, words: list[str]
+) -> None:
     model = blocks_of(*sizes)
     kinds = {f"h.{index}.0": Column() for index in range(len(sizes))}
     with pytest.raises(ValueError) as error:
@@ -211,7 +242,8 @@ def test_sizes_are_refused_before_launch(sizes: list[tuple[int, int]], t: int, w
 def test_torchao_outside_the_declared_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "0.7.0")
     with pytest.raises(
-        RequirementError, match=r"torchao 0\.7\.0 is installed, but lightning-ptdp needs .*: pip install 'torchao"
+        RequirementError,
+        match=r"torchao 0\.7\.0 is installed, but lightning-ptdp needs .*: pip install 'torchao",
     ):
         check_fp8(blocks_of((32, 32)), blocks="h", kinds={}, tensor_parallel_size=1)
 
@@ -221,7 +253,11 @@ def test_torchao_is_imported_by_those_who_use_it() -> None:
     package = Path(lightning_ptdp.__file__).parent
     for path in package.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", "") or ""]
+            )
             assert not any(name.startswith("torchao") for name in names), path
         assert path.name == "shims/torchao.py" or "from torchao" not in path.read_text(), path
 
@@ -230,9 +266,12 @@ def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(
-        ValueError, match=r"capability 8\.9.* this NVIDIA A100 has 8\.0: use fp8=None with precision='bf16-mixed'"
+        ValueError,
+        match=r"capability 8\.9.* this NVIDIA A100 has 8\.0: use fp8=None with precision='bf16-mixed'",
     ):
-        apply_fp8(blocks_of((32, 32)), scaling="rowwise", blocks="h", device=torch.device("cuda", 0))
+        apply_fp8(
+            blocks_of((32, 32)), scaling="rowwise", blocks="h", device=torch.device("cuda", 0)
+        )
 
 
 def test_a_cpu_says_that_it_emulates() -> None:

@@ -33,8 +33,13 @@ class LitUncounted(LitNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        keep = torch.full((len(y),), self.trainer.global_rank < self.trainer.world_size - 1 or batch_idx > 0)
-        return {"loss": torch.nn.functional.mse_loss(self.net(x)[keep], y[keep]), "num_tokens": keep.sum()}
+        keep = torch.full(
+            (len(y),), self.trainer.global_rank < self.trainer.world_size - 1 or batch_idx > 0
+        )
+        return {
+            "loss": torch.nn.functional.mse_loss(self.net(x)[keep], y[keep]),
+            "num_tokens": keep.sum(),
+        }
 
 
 class LitUnused(LitNet):
@@ -50,7 +55,11 @@ class LitFreezes(LitNet):
 
 
 def _fit(
-    rank: int, module: type[L.LightningModule], world_size: int, layout: dict[str, Any], accumulate: int = 1
+    rank: int,
+    module: type[L.LightningModule],
+    world_size: int,
+    layout: dict[str, Any],
+    accumulate: int = 1,
 ) -> tuple[str, list[str], bool]:
     """(what was raised, what was warned of, whether all weights are finite)."""
     L.seed_everything(1, verbose=False)
@@ -77,44 +86,71 @@ def _fit(
 
 
 @pytest.mark.parametrize("layout", [{}, {M: 2}, {Z: True}], ids=["d2", "d2 m2", "d2 sharded"])
-def test_a_mean_of_nothing_that_weighs_nothing_is_no_failure(layout: dict[str, Any], pool: Pool) -> None:
-    for raised, _, finite in pool.run(_fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})):
+def test_a_mean_of_nothing_that_weighs_nothing_is_no_failure(
+    layout: dict[str, Any], pool: Pool
+) -> None:
+    for raised, _, finite in pool.run(
+        _fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})
+    ):
         assert (raised, finite) == ("", True)
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])
 def test_nobody_is_named_who_has_a_gradient(layout: dict[str, Any], pool: Pool) -> None:
     size = layout.get(P, 1)
-    for _, texts, _ in pool.run(_fit, world_size=size, args=(LitNet, size, {**layout, "check_finite": "raise"}, 2)):
+    for _, texts, _ in pool.run(
+        _fit, world_size=size, args=(LitNet, size, {**layout, "check_finite": "raise"}, 2)
+    ):
         assert not [text for text in texts if "no loss depends" in text]
 
 
 def test_one_process_without_microbatches_is_checked_too(pool: Pool) -> None:
-    ((raised, _, finite),) = pool.run(_fit, world_size=1, args=(LitPoisoned, 1, {"check_finite": "raise"}))
+    ((raised, _, finite),) = pool.run(
+        _fit, world_size=1, args=(LitPoisoned, 1, {"check_finite": "raise"})
+    )
     assert "the loss of microbatch 0 on rank 0" in raised
     assert finite
 
 
-PLACES = {"one": (1, {M: 2}), "d2": (2, {M: 2}), "d2 sharded": (2, {M: 2, Z: True}), "p2": (2, {P: 2, M: 2})}
+PLACES = {
+    "one": (1, {M: 2}),
+    "d2": (2, {M: 2}),
+    "d2 sharded": (2, {M: 2, Z: True}),
+    "p2": (2, {P: 2, M: 2}),
+}
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_nan_is_traced_to_its_rank_and_microbatch(name: str, pool: Pool) -> None:
     world_size, layout = PLACES[name]
-    ranks = pool.run(_fit, world_size=world_size, args=(LitPoisoned, world_size, {**layout, "check_finite": "raise"}))
+    ranks = pool.run(
+        _fit,
+        world_size=world_size,
+        args=(LitPoisoned, world_size, {**layout, "check_finite": "raise"}),
+    )
     for raised, _, finite in ranks:
         assert raised.startswith("NonFiniteError: the gradient of '")
         assert f"the loss of microbatch 1 on rank {world_size - 1}" in raised
         assert finite
-    ranks = pool.run(_fit, world_size=world_size, args=(LitPoisoned, world_size, {**layout, "check_finite": "skip"}))
+    ranks = pool.run(
+        _fit,
+        world_size=world_size,
+        args=(LitPoisoned, world_size, {**layout, "check_finite": "skip"}),
+    )
     assert all(finite and not raised for raised, _, finite in ranks)
     assert any("a step was skipped: the gradient of '" in text for text in ranks[0][1])
 
 
 @pytest.mark.parametrize("name", ["d2", "d2 sharded"])
 def test_parameters_without_a_gradient_are_named_once(name: str, pool: Pool) -> None:
-    told = [text for _, texts, _ in pool.run(_fit, world_size=2, args=(LitUnused, 2, PLACES[name][1])) for text in texts]
-    assert [text.split(" (")[0] for text in told if "no loss depends" in text] == ["no loss depends on spare.bias, spare.weight"]
+    told = [
+        text
+        for _, texts, _ in pool.run(_fit, world_size=2, args=(LitUnused, 2, PLACES[name][1]))
+        for text in texts
+    ]
+    assert [text.split(" (")[0] for text in told if "no loss depends" in text] == [
+        "no loss depends on spare.bias, spare.weight"
+    ]
 
 
 def test_a_parameter_that_is_frozen_after_set_up_is_refused(pool: Pool) -> None:

@@ -29,7 +29,9 @@ def test_rooms_do_not_import_each_other_in_a_circle() -> None:
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         rooms.setdefault(room, set()).update(imported(file) - {room})
-    tuple(graphlib.TopologicalSorter(rooms).static_order())  # a circle is a CycleError, which shows it
+    tuple(
+        graphlib.TopologicalSorter(rooms).static_order()
+    )  # a circle is a CycleError, which shows it
 
 
 @pytest.mark.parametrize("folder", [TESTS, TESTS.parent / "ci"], ids=lambda folder: folder.name)
@@ -50,27 +52,39 @@ def test_modules_that_are_not_quick_are_there() -> None:
 
 
 def test_no_class_defines_wrapped() -> None:
-    """``inspect.signature`` follows ``__wrapped__`` on a class before CPython 3.11.7 and 3.12.1 (gh-112006), and ``dataclass`` calls it."""
+    """``inspect.signature`` follows ``__wrapped__`` on a class before CPython 3.11.7 and 3.12.1
+    (gh-112006), and ``dataclass`` calls it."""
     wrong = []
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if not isinstance(node, ast.ClassDef):
                 continue
             names = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
-            names |= {name.id for child in node.body for name in ast.walk(child) if isinstance(name, ast.Name)}
+            names |= {
+                name.id
+                for child in node.body
+                for name in ast.walk(child)
+                if isinstance(name, ast.Name)
+            }
             if "__wrapped__" in names:
                 wrong.append(f"{file.relative_to(PACKAGE.parent)}: {node.name}")
     assert not wrong
 
 
 def test_docstrings_begin_with_a_noun_phrase_or_a_verb() -> None:
-    """A relative clause as a first line ("What a rank holds") needs a second reading; those of attributes count too."""
+    """A relative clause as a first line ("What a rank holds") needs a second reading; those of
+    attributes count too."""
     relative = {"What", "Whether", "Who", "Whoever", "Of", "How", "Where", "That"}
     wrong = []
     for folder in (PACKAGE, TESTS, TESTS.parent / "ci", TESTS.parent / "recipes"):
         for file in sorted(folder.rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 match node:
-                    case ast.Expr(value=ast.Constant(value=str(text))) if text.split() and text.split()[0] in relative:
-                        wrong.append(f"{file.relative_to(TESTS.parent)}:{node.lineno}: {text.splitlines()[0]}")
+                    case ast.Expr(value=ast.Constant(value=str(text))) if (
+                        text.split() and text.split()[0] in relative
+                    ):
+                        wrong.append(
+                            f"{file.relative_to(TESTS.parent)}:{node.lineno}: "
+                            f"{text.splitlines()[0]}"
+                        )
     assert wrong == []

@@ -37,7 +37,8 @@ class Place:
 @pytest.fixture
 def place() -> Iterator[Place]:
     """A store as torchrun keeps it."""
-    # Not torch's own way: where names are not resolved at once, a store on all interfaces stands still for every rank that connects.
+    # Not torch's own way: where names are not resolved at once, a store on all interfaces stands
+    # still for every rank that connects.
     store: Any = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
     yield Place(store.port)
     del store
@@ -50,13 +51,23 @@ def joined(place: Place, rank: int, world_size: int, make: Callable[[Any], Any])
     crowd = Crowd(rank=rank, world_size=world_size, address="127.0.0.1", port=place.port)
 
     def open_store() -> Any:
-        return meeting_store("127.0.0.1", place.port, keeps=rank == 0 and not place.kept, one_machine=True, limit=LIMIT)
+        return meeting_store(
+            "127.0.0.1",
+            place.port,
+            keeps=rank == 0 and not place.kept,
+            one_machine=True,
+            limit=LIMIT,
+        )
 
     return join(crowd, open_store=open_store, make=make, limit=LIMIT)
 
 
 def together(
-    place: Place, ranks: Sequence[int], world_size: int, dying: Sequence[int] = (), error: Exception = GLOO
+    place: Place,
+    ranks: Sequence[int],
+    world_size: int,
+    dying: Sequence[int] = (),
+    error: Exception = GLOO,
 ) -> dict[int, Any]:
     """Join the ranks in threads; return the store or the error message of each.
 
@@ -99,7 +110,9 @@ def test_a_rank_that_does_not_come(place: Place) -> None:
         == "rank 0 could not join the other ranks: ranks 1, 3 did not come, while waiting for all ranks: 2 of 4 ranks came within 2 s"
     )
     found = together(place, [1], 2)
-    assert found[1].startswith("rank 1 could not join the other ranks: rank 0 did not come, while calling rank 0: ")
+    assert found[1].startswith(
+        "rank 1 could not join the other ranks: rank 0 did not come, while calling rank 0: "
+    )
 
 
 def test_a_rank_that_does_not_come_to_the_store_of_rank_0() -> None:
@@ -109,7 +122,8 @@ def test_a_rank_that_does_not_come_to_the_store_of_rank_0() -> None:
     found = together(free, [0, 2], 3, dying=[1])
     for rank in (0, 2):
         assert found[rank].startswith(
-            f"rank {rank} could not join the other ranks: rank 1 did not come, while waiting for all ranks: "
+            f"rank {rank} could not join the other ranks: rank 1 did not come, while waiting for "
+            "all ranks: "
         )
 
 
@@ -124,7 +138,10 @@ def test_a_rank_that_came_and_was_lost(place: Place) -> None:
 
 def test_a_store_that_is_not_there(place: Place) -> None:
     said = together(Place(1), [1], 2)[1]
-    assert "rank 1 could not join the other ranks: rank 0, which keeps the store at 127.0.0.1:1 (or torchrun does)" in said
+    assert (
+        "rank 1 could not join the other ranks: rank 0, which keeps the store at 127.0.0.1:1 (or "
+        "torchrun does)" in said
+    )
 
 
 def test_a_store_that_listens_and_does_not_answer() -> None:
@@ -148,13 +165,24 @@ def test_a_process_that_ended_before_it_came(place: Place) -> None:
     crowd = Crowd(rank=0, world_size=2, address="127.0.0.1", port=place.port)
     store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
     said = "rank 1 was lost: its process ended with exit code -9"
-    with pytest.raises(PeerError, match=f"^rank 0 could not join the other ranks: {said}, while waiting for all ranks"):
-        join(crowd, open_store=lambda: store, make=lambda store: store, limit=timedelta(seconds=600), ended=lambda: said)
+    with pytest.raises(
+        PeerError,
+        match=f"^rank 0 could not join the other ranks: {said}, while waiting for all ranks",
+    ):
+        join(
+            crowd,
+            open_store=lambda: store,
+            make=lambda store: store,
+            limit=timedelta(seconds=600),
+            ended=lambda: said,
+        )
 
 
 def test_the_processes_that_this_one_started_are_looked_after() -> None:
     strategy: Any = PTDPStrategy()
-    strategy._launcher = SimpleNamespace(procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])])
+    strategy._launcher = SimpleNamespace(
+        procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])]
+    )
     try:
         assert strategy._ended() == ""
         strategy._launcher.procs[1].kill()
@@ -167,14 +195,19 @@ def test_the_processes_that_this_one_started_are_looked_after() -> None:
 
 
 def test_where_to_start_those_that_are_missing() -> None:
-    crowd = Crowd(rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True)
+    crowd = Crowd(
+        rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True
+    )
     said = crowd.missing([1, 2, 3, 4, 5])
     assert said.startswith("for ranks 1, 2, 3, 4, 5 on nodes 0, 1, 2, 1 of 6 came; start there: ")
     for node in (1, 2):
         assert f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK={node} {sys.orig_argv[0]}" in said
     assert "NODE_RANK=0" not in said and "that the other nodes can reach" not in said
     other = dataclasses.replace(crowd, rank=2, address="127.0.0.1")
-    assert "NODE_RANK=0" in other.first_of_all() and "that the other nodes can reach" in other.first_of_all()
+    assert (
+        "NODE_RANK=0" in other.first_of_all()
+        and "that the other nodes can reach" in other.first_of_all()
+    )
     assert dataclasses.replace(other, rank=3).first_of_all() == ""
 
 

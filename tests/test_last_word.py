@@ -15,11 +15,15 @@ from lightning_ptdp.strategy import PTDPStrategy, launch
 
 
 def strategy(start_method: str) -> Any:
-    return L.Trainer(strategy=PTDPStrategy(start_method=start_method), accelerator="cpu", devices=2, logger=False).strategy
+    return L.Trainer(
+        strategy=PTDPStrategy(start_method=start_method), accelerator="cpu", devices=2, logger=False
+    ).strategy
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_forked_rank_waits_for_sigterm_only_if_it_has_not_come(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+def test_a_forked_rank_waits_for_sigterm_only_if_it_has_not_come(
+    monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
     slept = list[float]()
     monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=slept.append))
     ours = strategy("fork")

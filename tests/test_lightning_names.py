@@ -94,7 +94,11 @@ def test_an_unknown_namespace_is_named() -> None:
 @pytest.mark.parametrize("module", LOADERS)
 def test_readers_take_our_folders(module: str) -> None:
     load = getattr(importlib.import_module(module), LOADERS[module])
-    assert list(inspect.signature(load).parameters) == ["path_or_url", "map_location", "weights_only"]
+    assert list(inspect.signature(load).parameters) == [
+        "path_or_url",
+        "map_location",
+        "weights_only",
+    ]
     assert hasattr(load, REPLACED), "it was imported without being changed"
 
 
@@ -103,8 +107,14 @@ def test_uploading_loggers_take_our_folders(module: str) -> None:
     logger, method = UPLOADERS[module]
     found = importlib.import_module(module)
     assert hasattr(found._scan_checkpoints, REPLACED)
-    assert list(inspect.signature(found._scan_checkpoints).parameters) == ["checkpoint_callback", "logged_model_time"]
-    assert list(inspect.signature(getattr(getattr(found, logger), method)).parameters) == ["self", "checkpoint_callback"]
+    assert list(inspect.signature(found._scan_checkpoints).parameters) == [
+        "checkpoint_callback",
+        "logged_model_time",
+    ]
+    assert list(inspect.signature(getattr(getattr(found, logger), method)).parameters) == [
+        "self",
+        "checkpoint_callback",
+    ]
 
 
 @pytest.mark.parametrize("module", CLIS)

@@ -38,7 +38,8 @@ HANGS_S = 60.0
 
 
 def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
-    """Says "making" when it comes to make the groups and waits for leave; then how it ended, and what it has logged."""
+    """Says "making" when it comes to make the groups and waits for leave; then how it ended, and
+    what it has logged."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=limit_s)
     crowd = Crowd(rank=rank, world_size=world_size, address="127.0.0.1", port=port, say_every_s=0.5)
@@ -51,9 +52,13 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
     def make(store: dist.Store) -> ProcessMesh:
         parent.send("making")
         parent.recv()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
+        )
         layout = ParallelLayout(world_size=world_size, pipeline_parallel_size=world_size)
-        return ProcessMesh.create(layout=layout, rank=rank, timeout=limit, device=torch.device("cpu"))
+        return ProcessMesh.create(
+            layout=layout, rank=rank, timeout=limit, device=torch.device("cpu")
+        )
 
     listen_on_loopback()
     try:
@@ -69,10 +74,21 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
 
 
 def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
-    """Says "joined" when it is about to make its watchdog and waits for leave; then how it ended."""
+    """Says "joined" when it is about to make its watchdog and waits for leave; then how it
+    ended."""
     torch.set_num_threads(1)
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "one"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sizes = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "one",
+    }
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
     os.environ.update(sizes | place)
     create = Watchdog.create
 
@@ -93,7 +109,8 @@ def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size:
 
 
 def _begin(parent: Connection, what: Callable[..., None], *args: Any) -> None:
-    """Wait for leave to run: on a busy machine processes start seconds apart, and the limits of joining are as short."""
+    """Wait for leave to run: on a busy machine processes start seconds apart, and the limits of
+    joining are as short."""
     parent.send("started")
     parent.recv()
     what(*args)
@@ -130,7 +147,9 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
         for rank in come:
             here, there = context.Pipe()
             limit = limit_of_0_s if limit_of_0_s and rank == 0 else limit_s
-            process = context.Process(target=_begin, args=(there, what, rank, there, port, limit, world_size), daemon=True)
+            process = context.Process(
+                target=_begin, args=(there, what, rank, there, port, limit, world_size), daemon=True
+            )
             process.start()
             there.close()
             started.append(Rank(process, here))
@@ -172,7 +191,11 @@ def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) ->
     together = ranks(LONG_S)
     started = time.monotonic()
     said = lose(together, doomed, signal.SIGKILL)
-    whom = "rank 0, which keeps the store" if doomed == 0 else f"rank {doomed} came and was lost (the process has ended), "
+    whom = (
+        "rank 0, which keeps the store"
+        if doomed == 0
+        else f"rank {doomed} came and was lost (the process has ended), "
+    )
     for rank, text in said.items():
         assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
     assert time.monotonic() - started < HANGS_S / 2
@@ -187,11 +210,15 @@ def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
     other.connection.send("go on")
     said = other.says()
     assert said.startswith("rank 1 (pipeline 1, "), said
-    assert "rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not answer" in said
+    assert (
+        "rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not "
+        "answer" in said
+    )
 
 
 def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
-    """A rank that fails after rank 0 finds no store any more, so rank 0 must report the missing rank."""
+    """A rank that fails after rank 0 finds no store any more, so rank 0 must report the missing
+    rank."""
     together = ranks(LONG_S, what=_train)
     assert [rank.says() for rank in together] == ["joined"] * 3
     together[2].process.kill()
@@ -210,12 +237,16 @@ def test_who_waits_for_longer_than_rank_0_is_told_who_did_not_come(ranks: Any) -
     first, second = ranks(LONG_S, come=(0, 1), limit_of_0_s=LIMIT_S)
     assert first.says().startswith("rank 0 could not join the other ranks: rank 2 did not come, ")
     first.process.kill()
-    assert second.says().startswith("rank 1 could not join the other ranks: rank 2 did not come, while waiting for all ranks: ")
+    assert second.says().startswith(
+        "rank 1 could not join the other ranks: rank 2 did not come, while waiting for all ranks: "
+    )
 
 
 def test_who_is_missing_is_said(ranks: Any) -> None:
     first, *_ = ranks(LIMIT_S, world_size=4)
-    assert first.says().startswith("rank 0 could not join the other ranks: rank 3 did not come, while waiting for all ranks: ")
+    assert first.says().startswith(
+        "rank 0 could not join the other ranks: rank 3 did not come, while waiting for all ranks: "
+    )
     logged = first.says()
     assert "rank 0 has waited" in logged and "for rank 3, 3 of 4 came" in logged
 

@@ -40,7 +40,8 @@ def test_soft_limit_of_open_files_is_raised(limits: list[int]) -> None:
 def test_too_few_open_files_are_refused(limits: list[int]) -> None:
     limits[:] = [64, 64]
     with pytest.raises(
-        ValueError, match=r"at most 64 are allowed here, and each of 4 processes needs up to 128\. .*ulimit -n 128"
+        ValueError,
+        match=r"at most 64 are allowed here, and each of 4 processes needs up to 128\. .*ulimit -n 128",
     ):
         check_machine(**PLACE)
 
@@ -50,15 +51,22 @@ def test_shared_memory_that_cannot_be_written_is_refused(monkeypatch: pytest.Mon
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(multiprocessing.context.BaseContext, "Lock", lock)
-    with pytest.raises(ValueError, match=r"start_method='fork' needs semaphores.*/dev/shm: Read-only file system"):
+    with pytest.raises(
+        ValueError, match=r"start_method='fork' needs semaphores.*/dev/shm: Read-only file system"
+    ):
         check_machine(**PLACE)
     check_machine(**{**PLACE, "start_method": "popen"})
 
 
-def test_missing_loopback_interface_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_loopback_interface_is_refused_before_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def connect(*_: object, **__: object) -> None:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(ValueError, match=r"cannot connect to 127\.0\.0\.1: Network is unreachable\. .*ip link set lo up"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot connect to 127\.0\.0\.1: Network is unreachable\. .*ip link set lo up",
+    ):
         make_trainer(Place(world_size=2)).fit(LitNet(), loader())

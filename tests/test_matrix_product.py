@@ -1,4 +1,5 @@
-"""A product's weight gradient is added to the parameter's where that is there already, in one pass, and only where nobody can tell."""
+"""A product's weight gradient is added to the parameter's where that is there already, in one pass,
+and only where nobody can tell."""
 
 from __future__ import annotations
 
@@ -45,15 +46,21 @@ def _microbatch(module: nn.Module, x: Tensor, *, splits: bool) -> None:
     store.run(0)
 
 
-def test_on_a_gpu_a_half_precision_product_is_added_to_a_float32_gradient_in_eight_bytes_an_element() -> None:
+def test_on_a_gpu_a_half_precision_product_is_added_to_a_float32_gradient_in_eight_bytes_an_element() -> (
+    None
+):
     with torch.device("meta"):
-        weight, x, grad = (torch.empty(size, dtype=torch.bfloat16) for size in ((10, 6), (3, 4, 6), (3, 4, 10)))
+        weight, x, grad = (
+            torch.empty(size, dtype=torch.bfloat16) for size in ((10, 6), (3, 4, 6), (3, 4, 10))
+        )
         weight = nn.Parameter(weight)
         set_gradient_dtype(weight, torch.float32)
         weight.grad = torch.empty(weight.shape)
     with _Traffic(weight.shape) as traffic:
         MatrixProduct(weight).add_weight_gradient(grad, x)
-    assert traffic.bytes / weight.numel() == 4 + 4  # 18 with a product in bfloat16, a cast and a sum
+    assert (
+        traffic.bytes / weight.numel() == 4 + 4
+    )  # 18 with a product in bfloat16, a cast and a sum
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -72,7 +79,9 @@ def test_products_and_lookups_of_one_weight_add_up_as_autograd_adds_them() -> No
 
     def backward() -> None:
         x = nn.functional.embedding(ids, weight)
-        torch.autograd.backward(nn.functional.linear(x.tanh() @ weight.t() @ weight, weight).square().sum())
+        torch.autograd.backward(
+            nn.functional.linear(x.tanh() @ weight.t() @ weight, weight).square().sum()
+        )
 
     for _ in range(2):
         backward()
@@ -93,13 +102,19 @@ def _by_hook(weight: nn.Parameter, loss: Tensor) -> Any:
 def _by_late_hook(weight: nn.Parameter, loss: Tensor) -> Any:
     assert weight.grad is not None
     before, seen = weight.grad.clone(), list[Tensor]()
-    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad - before))
+    weight.register_post_accumulate_grad_hook(
+        lambda parameter: seen.append(parameter.grad - before)
+    )
     torch.autograd.backward(loss)
     return seen[0]
 
 
-@pytest.mark.parametrize("ask", [_by_hook, _by_late_hook, lambda weight, loss: torch.autograd.grad(loss, [weight])[0]])
-def test_who_wants_to_see_a_gradient_arrive_sees_it(ask: Callable[[nn.Parameter, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "ask", [_by_hook, _by_late_hook, lambda weight, loss: torch.autograd.grad(loss, [weight])[0]]
+)
+def test_who_wants_to_see_a_gradient_arrive_sees_it(
+    ask: Callable[[nn.Parameter, Tensor], Tensor],
+) -> None:
     module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4)
     module.weight.grad = torch.ones(3, 4)
     with WeightGradients().intercepting():
@@ -119,7 +134,9 @@ def test_gradients_that_nobody_asked_for_stay() -> None:
 
 def test_a_bucket_is_told_of_what_products_have_added() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in module.parameters()], bucket_bytes=1)
+    buckets = GradientBuckets(
+        [BucketEntry(p, chunk=0) for p in module.parameters()], bucket_bytes=1
+    )
     buckets.install()
     buckets.arm(0)
     with WeightGradients().intercepting():

@@ -1,5 +1,6 @@
-"""All that the ranks of a real training give to their communicators would run on NCCL: every group's members issue the same in one order,
-and nobody waits in a circle, where streams have queues of their own and where they share one."""
+"""All that the ranks of a real training give to their communicators would run on NCCL: every
+group's members issue the same in one order, and nobody waits in a circle, where streams have queues
+of their own and where they share one."""
 
 from __future__ import annotations
 
@@ -24,8 +25,17 @@ from tests.schedule.streams import stuck_operations
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "d4": {},
-    "d4 two levels": {"data_parallel_replicas": 2, "num_microbatches": 2, "bucket_mb": 1e-2, "reduce_dtype": "bfloat16"},
-    "d4 ZeRO two levels": {"shard_optimizer": True, "data_parallel_replicas": 2, "num_microbatches": 2},
+    "d4 two levels": {
+        "data_parallel_replicas": 2,
+        "num_microbatches": 2,
+        "bucket_mb": 1e-2,
+        "reduce_dtype": "bfloat16",
+    },
+    "d4 ZeRO two levels": {
+        "shard_optimizer": True,
+        "data_parallel_replicas": 2,
+        "num_microbatches": 2,
+    },
     "p2 d2": {"pipeline_parallel_size": 2, "num_microbatches": 4},
     "p2 t2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 4},
     "p2 t2 SP ZB-H1": {
@@ -44,7 +54,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "c2 p2": {"context_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4},
     "t2 d2 recomputed": {"tensor_parallel_size": 2, "num_microbatches": 2, "recompute": "full"},
-    "p4 ZB-V": {"pipeline_parallel_size": 4, "virtual_pipeline_size": 2, "num_microbatches": 8, "schedule": "zb_v"},
+    "p4 ZB-V": {
+        "pipeline_parallel_size": 4,
+        "virtual_pipeline_size": 2,
+        "num_microbatches": 8,
+        "schedule": "zb_v",
+    },
 }
 
 
@@ -72,17 +87,29 @@ class Trained:
 def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Trained:
     """Every step takes all samples, so that it does not matter which replica reads which."""
     torch.manual_seed(0)
-    sizes = {"vocabulary_size": 32, "sequence_length": 8, "num_layers": 8, "hidden_size": 16, "num_heads": 2}
+    sizes = {
+        "vocabulary_size": 32,
+        "sequence_length": 8,
+        "num_layers": 8,
+        "hidden_size": 16,
+        "num_heads": 2,
+    }
     module = LitWatched(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3, eps=1e-5))
     tokens = torch.randint(32, (samples, 9))
     rows = [{"input_ids": row[:-1].clone(), "labels": row[1:].clone()} for row in tokens]
     batch_size = samples // PTDPConfig(**options).layout(world_size).num_replicas
     loaders = [torch.utils.data.DataLoader(rows, batch_size=batch_size) for _ in range(2)]
     place = Place(world_size=world_size, layout=options)
-    trainer = make_trainer(place, max_steps=3, max_epochs=None, gradient_clip_val=0.5, num_sanity_val_steps=1)
+    trainer = make_trainer(
+        place, max_steps=3, max_epochs=None, gradient_clip_val=0.5, num_sanity_val_steps=1
+    )
     trainer.fit(module, *loaders)
     # The neighbours of a ring come to the same attention at the same time.
-    late = [made for made in HOST.met if made not in (module.before or HOST.met) and made[0] != "batches"]
+    late = [
+        made
+        for made in HOST.met
+        if made not in (module.before or HOST.met) and made[0] != "batches"
+    ]
     return Trained(list(HOST.calls), late, weights(trainer))
 
 
@@ -93,17 +120,25 @@ def expected(pool: Pool) -> Callable[[int], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_training_runs_on_the_rules_of_nccl(name: str, pool: Pool, expected: Callable[[int], dict[str, Tensor]]) -> None:
+def test_a_training_runs_on_the_rules_of_nccl(
+    name: str, pool: Pool, expected: Callable[[int], dict[str, Tensor]]
+) -> None:
     samples = 8 * PTDPConfig(**LAYOUTS[name]).layout(4).num_replicas
     trained = pool.run(fit, world_size=4, args=(4, LAYOUTS[name], samples), backend="queued")
     assert [rank.late for rank in trained] == [[]] * 4
-    assert_weights(trained[0].weights, expected(samples), tolerance=1e-3 if "reduce_dtype" in LAYOUTS[name] else 1e-4)
+    assert_weights(
+        trained[0].weights,
+        expected(samples),
+        tolerance=1e-3 if "reduce_dtype" in LAYOUTS[name] else 1e-4,
+    )
     ranks = [rank.calls for rank in trained]
     programs = [operations_of(calls) for calls in ranks]
     assert min(map(len, programs)) > 20
     for one_queue in (False, True):
         stuck = stuck_operations(programs, one_queue=one_queue)
-        assert stuck == [None] * 4, [operation and (operation.name, operation.meets) for operation in stuck]
+        assert stuck == [None] * 4, [
+            operation and (operation.name, operation.meets) for operation in stuck
+        ]
     for first, second in neighbours_in_one_group(ranks[1]):
         swapped = list(ranks[1])
         swapped[first], swapped[second] = swapped[second], swapped[first]
@@ -117,5 +152,11 @@ def neighbours_in_one_group(calls: list[Call]) -> list[tuple[int, int]]:
     A pair holds their places in ``calls``.
     """
     issued = [place for place, call in enumerate(calls) if call.group[1]]
-    pairs = [(i, j) for i, j in pairwise(issued) if calls[i].group == calls[j].group and calls[i] != calls[j]]
-    return [(i, j) for i, j in pairs if not {calls[i].what, calls[j].what} & {"send", "recv", "batch"}][:3]
+    pairs = [
+        (i, j)
+        for i, j in pairwise(issued)
+        if calls[i].group == calls[j].group and calls[i] != calls[j]
+    ]
+    return [
+        (i, j) for i, j in pairs if not {calls[i].what, calls[j].what} & {"send", "recv", "batch"}
+    ][:3]

@@ -1,4 +1,5 @@
-"""A rank that runs out of memory says what was expected, which part was larger and what to change; the others end too."""
+"""A rank that runs out of memory says what was expected, which part was larger and what to change;
+the others end too."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, l
     try:
         trainer.fit(LitFull(Run()), DataLoader(PaddedTokens(16), batch_size=8))
     except Exception as error:
-        return type(error).__name__, [str(error), *getattr(error, "__notes__", [])], time.monotonic() - start
+        return (
+            type(error).__name__,
+            [str(error), *getattr(error, "__notes__", [])],
+            time.monotonic() - start,
+        )
     return "nothing", [], 0.0
 
 
@@ -65,12 +70,19 @@ def test_in_a_step(layout: dict[str, Any], pool: Pool) -> None:
     assert kind == "OutOfMemoryError", notes
     (note,) = [note for note in notes if "GiB on this rank" in note]
     lines = [line.split() for line in note.splitlines()]
-    assert [line[0] for line in lines[1:5]] == ["parameters", "gradients", "optimizer", "activations"]
+    assert [line[0] for line in lines[1:5]] == [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+    ]
     assert all(len(line) == 3 and line[1] != "?" for line in lines[1:5]), note
     assert "recompute='full' or 'offload' (it is 'none')" in note or "activations" not in lines[5]
     assert f"pipeline_parallel_size (it is {size})" in note
     offered = note.partition("by the planner's estimate these fit:\n")[2].splitlines()
-    assert offered and all(line.startswith("  PTDPStrategy(") and line.endswith(" GiB") for line in offered)
+    assert offered and all(
+        line.startswith("  PTDPStrategy(") and line.endswith(" GiB") for line in offered
+    )
     for kind, _, after in others:
         assert kind == "PeerError" and after < 30
 
@@ -82,27 +94,52 @@ def test_in_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PTDPStrategy, "model_to_device", full)
     kind, notes, _ = error_of(0, {}, 1)
     assert kind == "OutOfMemoryError", notes
-    assert any("while the model was set up: use a larger tensor_parallel_size (it is 1)" in note for note in notes)
+    assert any(
+        "while the model was set up: use a larger tensor_parallel_size (it is 1)" in note
+        for note in notes
+    )
 
 
-EXPECTED = {"parameters": 2 * GIB, "gradients": 4 * GIB, "optimizer": 12 * GIB, "activations": 20 * GIB}
+EXPECTED = {
+    "parameters": 2 * GIB,
+    "gradients": 4 * GIB,
+    "optimizer": 12 * GIB,
+    "activations": 20 * GIB,
+}
 
 
 @pytest.mark.parametrize(
     ("options", "found", "words"),
     [
-        ({}, EXPECTED, ["activations: the largest part; use ", "recompute='full' or 'offload'", "num_microbatches (it is 1)"]),
+        (
+            {},
+            EXPECTED,
+            [
+                "activations: the largest part; use ",
+                "recompute='full' or 'offload'",
+                "num_microbatches (it is 1)",
+            ],
+        ),
         (
             {"recompute": "full", "micro_batch_size": 4, T: 2},
             {**EXPECTED, "activations": 31 * GIB},
             [
                 "20.00",
                 "31.00",
-                "activations: more than expected; use a smaller micro_batch_size (it is 4), or sequence_parallel=True, or",
+                "activations: more than expected; use a smaller micro_batch_size (it is 4), or "
+                "sequence_parallel=True, or",
             ],
         ),
-        ({}, {**EXPECTED, "optimizer": 14 * GIB}, ["optimizer: more than expected; use shard_optimizer=True, or a larger"]),
-        ({"shard_optimizer": True}, {**EXPECTED, "optimizer": 14 * GIB}, ["optimizer: more than expected; use a larger tensor_"]),
+        (
+            {},
+            {**EXPECTED, "optimizer": 14 * GIB},
+            ["optimizer: more than expected; use shard_optimizer=True, or a larger"],
+        ),
+        (
+            {"shard_optimizer": True},
+            {**EXPECTED, "optimizer": 14 * GIB},
+            ["optimizer: more than expected; use a larger tensor_"],
+        ),
     ],
 )
 def test_what_is_said(options: dict[str, Any], found: dict[str, float], words: list[str]) -> None:
@@ -116,7 +153,10 @@ def test_experts_are_shared_out_before_anything_else() -> None:
     config = PTDPConfig(expert_parallel_size=2)
     found = {**EXPECTED, "parameters": 3 * GIB}
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4), mixture=True)
-    assert "parameters: more than expected; use a larger expert_parallel_size (it is 2), tensor_parallel_size (it is 1)" in note
+    assert (
+        "parameters: more than expected; use a larger expert_parallel_size (it is 2), "
+        "tensor_parallel_size (it is 1)" in note
+    )
 
 
 CUDA_12 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120", "compute_120")
@@ -124,18 +164,32 @@ CUDA_12 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120", "compute_120
 
 @pytest.mark.parametrize(
     ("capability", "runs"),
-    [((7, 0), False), ((7, 5), True), ((8, 9), True), ((9, 0), True), ((10, 3), False), ((12, 1), True), ((13, 0), True)],
+    [
+        ((7, 0), False),
+        ((7, 5), True),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 3), False),
+        ((12, 1), True),
+        ((13, 0), True),
+    ],
 )
 def test_a_torch_without_kernels_for_the_gpu(capability: tuple[int, int], runs: bool) -> None:
     if runs:
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
         return
-    with pytest.raises(ValueError, match=r"no kernels for a GPU \(compute capability .*, only sm_75, .*: install a torch"):
+    with pytest.raises(
+        ValueError,
+        match=r"no kernels for a GPU \(compute capability .*, only sm_75, .*: install a torch",
+    ):
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
 
 
 def test_a_gpu_without_bf16() -> None:
-    with pytest.warns(UserWarning, match="precision='bf16-true' on Tesla T4 .* is slow: precision='16-true' is fast"):
+    with pytest.warns(
+        UserWarning,
+        match="precision='bf16-true' on Tesla T4 .* is slow: precision='16-true' is fast",
+    ):
         check_gpu("Tesla T4", (7, 5), kernels=CUDA_12, precision="bf16-true")
 
 

@@ -22,15 +22,23 @@ open(sys.argv[2], "w").write("the end")
 
 
 def run_without_reader(write: str, mode: str, file: str, output: int) -> None:
-    """Run a program whose standard output is closed before it writes; ``output`` is the end that it writes to."""
+    """Run a program whose standard output is closed before it writes; ``output`` is the end that it
+    writes to."""
     program = [sys.executable, "-c", WRITES.format(write=write), mode, file]
-    process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        program, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
+    )
     os.close(output)
     process.communicate(b"go\n", timeout=60)
 
 
 @pytest.mark.parametrize(
-    ("write", "mode"), [("print('x' * 100000)", "survives"), ("print('x', flush=True)", "survives"), ("say('x')", "plain")]
+    ("write", "mode"),
+    [
+        ("print('x' * 100000)", "survives"),
+        ("print('x', flush=True)", "survives"),
+        ("say('x')", "plain"),
+    ],
 )
 def test_closed_pipe_does_not_end_the_program(write: str, mode: str, tmp_path: str) -> None:
     reader, writer = os.pipe()

@@ -1,4 +1,5 @@
-"""The same answer in every layout: initial weights bitwise, loss curve, norms and final weights of one process."""
+"""The same answer in every layout: initial weights bitwise, loss curve, norms and final weights of
+one process."""
 
 from __future__ import annotations
 
@@ -50,12 +51,24 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "p2v2 by names": (2, {P: 2, V: 2, M: 4, S: "zb_v", "partition": NAMES}),
     "p2 full": (2, {P: 2, M: 4, S: "1f1b", "recompute": "full"}),
     "p2 selective": (2, {P: 2, M: 4, S: "1f1b", "recompute": "selective"}),
-    "p2v2 zb_v full": (2, {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "full", "recompute_layers": 1}),
+    "p2v2 zb_v full": (
+        2,
+        {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "full", "recompute_layers": 1},
+    ),
     "p2v2 zb_v selective": (2, {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "selective"}),
-    "t2p2 zb_h1 full in parts": (4, {T: 2, P: 2, M: 2, S: "zb_h1", "recompute": "full", "distribute_saved_activations": True}),
-    "t2p2sp zb_h1 full": (4, {T: 2, P: 2, M: 2, S: "zb_h1", SP: True, "tensor_overlap": 3, "recompute": "full"}),
+    "t2p2 zb_h1 full in parts": (
+        4,
+        {T: 2, P: 2, M: 2, S: "zb_h1", "recompute": "full", "distribute_saved_activations": True},
+    ),
+    "t2p2sp zb_h1 full": (
+        4,
+        {T: 2, P: 2, M: 2, S: "zb_h1", SP: True, "tensor_overlap": 3, "recompute": "full"},
+    ),
     "p2v2 zb_v offload": (2, {P: 2, V: 2, M: 4, S: "zb_v", "recompute": "offload"}),
-    "t2p2sp offload": (4, {T: 2, P: 2, M: 2, SP: True, "recompute": "offload", "recompute_layers": 2}),
+    "t2p2sp offload": (
+        4,
+        {T: 2, P: 2, M: 2, SP: True, "recompute": "offload", "recompute_layers": 2},
+    ),
     "t2p2 scattered": (4, {T: 2, P: 2, M: 2, "scatter_gather": True}),
     "t2p2 not scattered": (4, {T: 2, P: 2, M: 2, "scatter_gather": False}),
 }
@@ -71,12 +84,16 @@ def reference(pool: Pool) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(name: str, pool: Pool, reference: Any) -> None:
+def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(
+    name: str, pool: Pool, reference: Any
+) -> None:
     world_size, layout = LAYOUTS[name]
     settings = {"layers": 7, "accumulate": 2}
     expected = reference(**settings)
     assert min(expected["norms"]) > 0.05, "the clipping threshold must bite"
-    ranks = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),))
+    ranks = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
+    )
     for found in ranks:
         assert_same(found, expected)
     assert len({tuple(found["losses"]) for found in ranks}) == 1, "ranks disagree about the loss"
@@ -86,15 +103,25 @@ def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(name: str, pool:
 def test_llama_without_accumulation(name: str, pool: Pool, reference: Any) -> None:
     world_size, layout = LAYOUTS[name]
     settings = {"llama": True, "steps": 10, "clip": None}
-    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),))[0]
+    found = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
+    )[0]
     assert_same(found, reference(**settings))
 
 
 @pytest.mark.parametrize("name", ["p2v2 m3", "t2p2", "d2p2"])
 def test_eagerly_built_model_and_a_plain_loss(name: str, pool: Pool, reference: Any) -> None:
     world_size, layout = LAYOUTS[name]
-    settings = {"eager": True, "count_tokens": False, "ignore_padding": False, "steps": 10, "accumulate": 2}
-    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),))[0]
+    settings = {
+        "eager": True,
+        "count_tokens": False,
+        "ignore_padding": False,
+        "steps": 10,
+        "accumulate": 2,
+    }
+    found = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
+    )[0]
     assert_same(found, reference(**settings))
 
 
@@ -110,7 +137,9 @@ def test_schedules_and_options_of_the_pipeline(name: str, pool: Pool, reference:
     world_size, layout = SCHEDULES[name]
     expected = reference(**PIPELINE)
     assert min(expected["norms"]) > 0.05, "the clipping threshold must bite"
-    ranks = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **PIPELINE),))
+    ranks = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **PIPELINE),)
+    )
     for found in ranks:
         assert_same(found, expected)
     if layout.get("partition") == NAMES:
@@ -123,7 +152,8 @@ PIPELINE: dict[str, Any] = {"layers": 7, "accumulate": 2, "steps": 6, "global_ba
 
 @pytest.mark.parametrize("name", ["d2p2 zb_h1", "d2p2v2 zb_v", "d2p2v2 dualpipe_v"])
 def test_reductions_while_the_schedule_runs(name: str, pool: Pool, reference: Any) -> None:
-    """Several buckets a stage, and no accumulation, which would put the reductions behind the schedule."""
+    """Several buckets a stage, and no accumulation, which would put the reductions behind the
+    schedule."""
     settings = {"layers": 7, "steps": 6, "count_tokens": True}
     world_size, layout = SCHEDULES[name]
     run = Run(world_size=world_size, layout={**layout, "bucket_mb": 1e-2}, **settings)
@@ -133,21 +163,32 @@ def test_reductions_while_the_schedule_runs(name: str, pool: Pool, reference: An
 
 def test_a_schedule_from_a_file(pool: Pool, reference: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.csv")
-    dump_schedule(build_schedule("zb_v", pipeline_parallel_size=2, virtual_pipeline_size=2, num_microbatches=4), path)
+    dump_schedule(
+        build_schedule(
+            "zb_v", pipeline_parallel_size=2, virtual_pipeline_size=2, num_microbatches=4
+        ),
+        path,
+    )
     run = Run(world_size=2, layout={P: 2, V: 2, M: 4, S: path}, **PIPELINE)
     assert_same(pool.run(fit, world_size=2, args=(run,))[0], reference(**PIPELINE))
 
 
 @pytest.mark.parametrize("name", ["p2v2 zb_v", "p2v2 dualpipe_v"])
-def test_llama_with_lengths_that_change_and_a_last_batch_that_does_not_divide(name: str, pool: Pool, reference: Any) -> None:
+def test_llama_with_lengths_that_change_and_a_last_batch_that_does_not_divide(
+    name: str, pool: Pool, reference: Any
+) -> None:
     settings = {"llama": True, "samples": 29, "steps": 9, "changing_lengths": True}
     world_size, layout = SCHEDULES[name]
-    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),))[0]
+    found = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
+    )[0]
     assert_same(found, reference(**settings))
 
 
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
-def test_evaluation_between_training_steps_changes_nothing(name: str, pool: Pool, reference: Any) -> None:
+def test_evaluation_between_training_steps_changes_nothing(
+    name: str, pool: Pool, reference: Any
+) -> None:
     settings = {"accumulate": 2, "steps": 8}
     world_size, layout = SCHEDULES[name]
     run = Run(world_size=world_size, layout=layout, validate_every=1, **settings)
@@ -162,10 +203,14 @@ def test_evaluation_between_training_steps_changes_nothing(name: str, pool: Pool
 def test_bfloat16(name: str, precision: str, pool: Pool, reference: Any) -> None:
     settings = {"precision": precision, "steps": 8}
     world_size, layout = SCHEDULES[name]
-    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),))[0]
+    found = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
+    )[0]
     expected = reference(**settings)
     # One process reports a loss of its dtype, to 1/128 of it.
-    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-2 if precision == "bf16-true" else 2e-3)
+    assert found["losses"] == pytest.approx(
+        expected["losses"], rel=2e-2 if precision == "bf16-true" else 2e-3
+    )
     assert found["norms"] == pytest.approx(expected["norms"], rel=5e-2)
 
 
@@ -174,7 +219,11 @@ def test_recomputation_changes_no_bit_with_dropout(recompute: str, pool: Pool) -
     world_size, layout = SCHEDULES["p2v2 zb_v"]
     settings = {"steps": 4, "dropout": 0.2, "world_size": world_size}
     kept = pool.run(fit, world_size=world_size, args=(Run(layout=layout, **settings),))[0]
-    found = pool.run(fit, world_size=world_size, args=(Run(layout={**layout, "recompute": recompute}, **settings),))[0]
+    found = pool.run(
+        fit,
+        world_size=world_size,
+        args=(Run(layout={**layout, "recompute": recompute}, **settings),),
+    )[0]
     assert found["losses"] == kept["losses"]
     for name, value in kept["final"].items():
         assert torch.equal(found["final"][name], value), name

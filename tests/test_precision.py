@@ -25,7 +25,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2p2 sharded": (4, {Z: True, P: 2, M: 2}),
     "d2p2v2 zb_v sharded": (4, {Z: True, P: 2, V: 2, M: 2, S: "zb_v"}),
 }
-SETTINGS: dict[str, Any] = {"steps": 8, "accumulate": 2, "count_tokens": False, "ignore_padding": False}
+SETTINGS: dict[str, Any] = {
+    "steps": 8,
+    "accumulate": 2,
+    "count_tokens": False,
+    "ignore_padding": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,11 @@ def reference(pool: Pool) -> Any:
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parameters_in_half_precision_with_masters(name: str, precision: str, pool: Pool, reference: Any) -> None:
-    """Microbatches of the same size as in the reference, so that only the order of float32 sums differs."""
+def test_parameters_in_half_precision_with_masters(
+    name: str, precision: str, pool: Pool, reference: Any
+) -> None:
+    """Microbatches of the same size as in the reference, so that only the order of float32 sums
+    differs."""
     world_size, layout = LAYOUTS[name]
     run = Run(world_size=world_size, layout=layout, precision=precision, **SETTINGS)
     expected = reference(layout={M: 4}, precision=precision, **SETTINGS)
@@ -53,14 +61,20 @@ def test_parameters_in_half_precision_with_masters(name: str, precision: str, po
 
 
 def _distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Between whole models, relatively: single elements with hardly any gradient may go either way."""
+    """Between whole models, relatively: single elements with hardly any gradient may go either
+    way."""
     names = expected.keys()
-    left, right = (torch.cat([state[name].double().flatten() for name in names]) for state in (found, expected))
+    left, right = (
+        torch.cat([state[name].double().flatten() for name in names]) for state in (found, expected)
+    )
     return float((left - right).norm() / right.norm())
 
 
-def _overflow(rank: int, world_size: int, layout: dict[str, Any], precision: str) -> tuple[list[float], list[bool]]:
-    """Scale and whether the parameters moved, for every step; the last rank's gradient overflows in the second."""
+def _overflow(
+    rank: int, world_size: int, layout: dict[str, Any], precision: str
+) -> tuple[list[float], list[bool]]:
+    """Scale and whether the parameters moved, for every step; the last rank's gradient overflows in
+    the second."""
     L.seed_everything(1, verbose=False)
     module = LitNet()
     seen: list[tuple[float, bool]] = []
@@ -70,7 +84,9 @@ def _overflow(rank: int, world_size: int, layout: dict[str, Any], precision: str
             self.before = trainer.strategy.gather_state_dict()
             if trainer.global_step == 0 and rank == world_size - 1:
                 first = next(p for p in module.parameters() if p.requires_grad)
-                first.register_hook(lambda gradient: gradient * float("inf") if len(seen) == 1 else gradient)
+                first.register_hook(
+                    lambda gradient: gradient * float("inf") if len(seen) == 1 else gradient
+                )
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             after = trainer.strategy.gather_state_dict()
@@ -84,7 +100,9 @@ def _overflow(rank: int, world_size: int, layout: dict[str, Any], precision: str
         devices=world_size,
         max_steps=3,
         # The precision string becomes bf16-mixed on a CPU; the plugin does not.
-        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))] if mixed else [],
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]
+        if mixed
+        else [],
         precision=None if mixed else precision,
         callbacks=[Watch()],
         logger=False,
@@ -101,7 +119,9 @@ def _overflow(rank: int, world_size: int, layout: dict[str, Any], precision: str
     [(2, {}), (2, {Z: True}), (2, {P: 2, M: 2}), (4, {P: 2, M: 2, Z: True})],
     ids=["d2", "d2 sharded", "p2", "d2p2 sharded"],
 )
-def test_an_overflow_on_one_rank_is_everyones(world_size: int, layout: dict[str, Any], pool: Pool) -> None:
+def test_an_overflow_on_one_rank_is_everyones(
+    world_size: int, layout: dict[str, Any], pool: Pool
+) -> None:
     found = pool.run(_overflow, world_size=world_size, args=(world_size, layout, "16-mixed"))
     assert found == [([64.0, 32.0, 32.0], [True, False, True])] * world_size
 

@@ -1,4 +1,5 @@
-"""The stand-in for NCCL's habits has them: a program that relies on gloo's patience fails loudly."""
+"""The stand-in for NCCL's habits has them: a program that relies on gloo's patience fails
+loudly."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from tests.queued import HOST, RaceError
 def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
     """Send a tensor, use it before waiting for it, and return the observations.
 
-    These are the message of the race error, the receiver's memory before the wait, the values after it, and the calls.
-    """
+    These are the message of the race error, the receiver's memory before the wait, the values after
+    it, and the calls."""
     gate, tensor = dist.new_group([0, 1]), torch.zeros(3)
     dist.barrier(gate)
     (dist.recv if rank else dist.send)(tensor, 1 - rank)  # makes the connection
@@ -26,7 +27,9 @@ def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
         work = dist.irecv(tensor, 0)
         memory, limit = (ctypes.c_float * 3).from_address(tensor.data_ptr()), time.monotonic() + 10
         while 0.0 in (there := tuple(memory)) and time.monotonic() < limit:
-            pass  # the thread that receives puts there what nobody may read; the message is not sent before the barrier
+            # the thread that receives puts there what nobody may read; the message is not sent
+            # before the barrier
+            pass
         dist.barrier(gate)
     else:
         tensor += 1
@@ -44,8 +47,12 @@ def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
 
 def test_who_does_not_wait_is_told(pool: Pool) -> None:
     sender, receiver = pool.run(message, world_size=2, backend="queued")
-    assert sender[0] == "aten.mul_.Tensor uses tensors of send of (0, 1), which nobody has waited for"
-    assert receiver[0] == "aten.add.Tensor uses tensors of recv of (0, 1), which nobody has waited for"
+    assert (
+        sender[0] == "aten.mul_.Tensor uses tensors of send of (0, 1), which nobody has waited for"
+    )
+    assert (
+        receiver[0] == "aten.add.Tensor uses tensors of recv of (0, 1), which nobody has waited for"
+    )
     assert all(number != number for number in receiver[1]), "something was there before the message"
     assert sender[2] == receiver[2] == [2.0] * 3
     assert sender[3] == ["barrier", "wait", "send", "wait", "read"]

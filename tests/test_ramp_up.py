@@ -1,4 +1,5 @@
-"""Training with a global batch that grows: the same in every layout, and after a resume in the middle of the ramp in another one."""
+"""Training with a global batch that grows: the same in every layout, and after a resume in the
+middle of the ramp in another one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Losses(L.Callback):
         self.rows: list[int] = []
         self.rates: list[float] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.rows.append(len(batch["input_ids"]))
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
@@ -52,12 +55,20 @@ def data(folder: str) -> TextDataModule:
 
 
 def fit(
-    rank: int, folder: str, world_size: int, layout: dict[str, Any], steps: int = STEPS, ckpt_path: str | None = None
+    rank: int,
+    folder: str,
+    world_size: int,
+    layout: dict[str, Any],
+    steps: int = STEPS,
+    ckpt_path: str | None = None,
 ) -> tuple[list[float], list[int], list[float], int]:
-    """Losses, rows, learning rates and samples consumed; the state after step 4 is saved unless it is resumed from."""
+    """Losses, rows, learning rates and samples consumed; the state after step 4 is saved unless it
+    is resumed from."""
     L.seed_everything(3)
     losses, module = Losses(), data(folder)
-    saving = ModelCheckpoint(f"{folder}/saved", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    saving = ModelCheckpoint(
+        f"{folder}/saved", every_n_train_steps=4, save_top_k=-1, filename="{step}"
+    )
     strategy = PTDPStrategy(**layout, micro_batch_size=2)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -73,7 +84,9 @@ def fit(
         enable_checkpointing=ckpt_path is None,
         default_root_dir=folder,
     )
-    config = GPTConfig.gpt2(vocabulary_size=320, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2)
+    config = GPTConfig.gpt2(
+        vocabulary_size=320, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2
+    )
     lit = LitGPT(config, AdamWConfig(learning_rate=1e-2, warmup_samples=8))
     trainer.fit(lit, datamodule=module, ckpt_path=ckpt_path)
     assert trainer.global_step == steps
@@ -101,8 +114,12 @@ def test_one_process_takes_the_sizes_of_the_ramp(one: tuple[str, Any]) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, P2), (2, {"shard_optimizer": True})], ids=["p2", "d2"])
-def test_the_ramp_is_the_same_in_every_layout(pool: Pool, one: tuple[str, Any], world_size: int, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, P2), (2, {"shard_optimizer": True})], ids=["p2", "d2"]
+)
+def test_the_ramp_is_the_same_in_every_layout(
+    pool: Pool, one: tuple[str, Any], world_size: int, layout: dict[str, Any]
+) -> None:
     folder, (losses, rows, rates, consumed) = one
     replicas = 1 if layout == P2 else world_size
     results = pool.run(fit, world_size=world_size, args=(folder, world_size, layout))
@@ -111,7 +128,11 @@ def test_the_ramp_is_the_same_in_every_layout(pool: Pool, one: tuple[str, Any], 
         assert results[rank][2] == rates
         assert results[rank][3] == consumed
     found = torch.tensor([result[0] for result in results], dtype=torch.float64)
-    assert torch.allclose(found.mean(0) if replicas > 1 else found[-1], torch.tensor(losses, dtype=torch.float64), atol=2e-5)
+    assert torch.allclose(
+        found.mean(0) if replicas > 1 else found[-1],
+        torch.tensor(losses, dtype=torch.float64),
+        atol=2e-5,
+    )
 
 
 def test_a_run_goes_on_in_mid_ramp_in_another_layout(pool: Pool, one: tuple[str, Any]) -> None:

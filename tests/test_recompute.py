@@ -1,4 +1,5 @@
-"""Recomputation changes memory and nothing else: gradients bitwise the same, dropout, tensor parallelism and autocast included."""
+"""Recomputation changes memory and nothing else: gradients bitwise the same, dropout, tensor
+parallelism and autocast included."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import counted_collectives, tensor_group
 
 CONFIG = GPTConfig.gpt2(
-    vocabulary_size=61, sequence_length=16, num_layers=4, hidden_size=32, num_heads=4, dropout=0.2, init_std=0.2
+    vocabulary_size=61,
+    sequence_length=16,
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    dropout=0.2,
+    init_std=0.2,
 )
 PLAN = gpt_plan(CONFIG, prefix="")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,7 +58,9 @@ def make_gpt() -> GPT:
 
 
 def ids(batch: int = 3, length: int = 12) -> Tensor:
-    return torch.randint(CONFIG.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(5))
+    return torch.randint(
+        CONFIG.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(5)
+    )
 
 
 def step(model: nn.Module, *, seed: int = 9) -> dict[str, Tensor]:
@@ -93,7 +102,7 @@ def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
         hook.remove()
 
 
-# ---- the same gradients ---------------------------------------------------------------------------------------------------
+# ---- the same gradients --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16 autocast"])
@@ -104,7 +113,9 @@ def test_gradients_are_bitwise_the_same_with_dropout(options: dict[str, Any], bf
     with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
         expected = step(reference)
         assert_equal(step(model), expected)
-        assert not torch.equal(step(reference, seed=10)["loss"], expected["loss"]), "dropout must matter"
+        assert not torch.equal(step(reference, seed=10)["loss"], expected["loss"]), (
+            "dropout must matter"
+        )
 
 
 def parallel_step(rank: int, sequence_parallel: bool) -> None:
@@ -142,7 +153,12 @@ class TupleBlock(nn.Module):
         self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, flags: tuple[Tensor, int], cache: Any = None
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        flags: tuple[Tensor, int],
+        cache: Any = None,
     ) -> tuple[Tensor, Any]:
         scale, power = flags
         y = self.dropout(torch.tanh(self.linear(hidden_states)) * scale) ** power
@@ -170,7 +186,11 @@ def test_blocks_with_keywords_and_tuples(by_keyword: bool) -> None:
     torch.manual_seed(0)
     reference = TupleModel(by_keyword)
     model = copy.deepcopy(reference)
-    assert apply_recomputation(model, policy="full", blocks=None) == ("layers.0", "layers.1", "layers.2")
+    assert apply_recomputation(model, policy="full", blocks=None) == (
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    )
     gradients = []
     for module in (reference, model):
         torch.manual_seed(1)
@@ -184,16 +204,21 @@ def test_blocks_with_keywords_and_tuples(by_keyword: bool) -> None:
 
 
 def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
-    """Gradients of the four stages of one process, each stage's backward after all forwards; and how often each block ran."""
+    """Gradients of the four stages of one process, each stage's backward after all forwards; and
+    how often each block ran."""
     model, ranges = make_gpt(), ((0, 1), (1, 2), (2, 3), (3, 4))
     parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
     cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
     blocks = list(model.blocks)
-    apply_recomputation(model, policy="full" if recompute else "none", blocks="blocks", ranges=ranges)
+    apply_recomputation(
+        model, policy="full" if recompute else "none", blocks="blocks", ranges=ranges
+    )
     batch = ids()
 
     def forward() -> Tensor:
-        return nn.functional.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        )
 
     torch.manual_seed(9)
     received, backwards, crossings = None, [], []
@@ -212,7 +237,8 @@ def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
 
 
 def test_stages_of_a_pipeline() -> None:
-    """The recomputation runs after the step has left the stage, with the placeholders of other stages in place."""
+    """The recomputation runs after the step has left the stage, with the placeholders of other
+    stages in place."""
     expected, once = cut_step(recompute=False)
     found, twice = cut_step(recompute=True)
     assert (once, twice) == ([1] * 4, [2] * 4)
@@ -220,11 +246,18 @@ def test_stages_of_a_pipeline() -> None:
     assert_equal(found, expected)
 
 
-# ---- memory and work ------------------------------------------------------------------------------------------------------
+# ---- memory and work -----------------------------------------------------------------------------
 
 
 def test_what_is_kept_of_a_block() -> None:
-    config = GPTConfig.gpt2(vocabulary_size=61, sequence_length=64, num_layers=1, hidden_size=32, num_heads=4, dropout=0.1)
+    config = GPTConfig.gpt2(
+        vocabulary_size=61,
+        sequence_length=64,
+        num_layers=1,
+        hidden_size=32,
+        num_heads=4,
+        dropout=0.1,
+    )
     kept = {}
     for policy in ("none", "selective", "full"):
         torch.manual_seed(0)
@@ -260,12 +293,18 @@ class Observed(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [None, 2])
-def test_offloaded_blocks_leave_the_device_and_come_back(layers: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By count: each storage goes out once, the last block's stay, and a block is fetched while the one behind it runs."""
+def test_offloaded_blocks_leave_the_device_and_come_back(
+    layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By count: each storage goes out once, the last block's stay, and a block is fetched while the
+    one behind it runs."""
     torch.manual_seed(0)
     model = nn.ModuleList(Observed(16) for _ in range(4))
     reference = copy.deepcopy(model)
-    assert apply_recomputation(model, policy="offload", blocks="", layers=layers) == ("0", "1", "2", "3")[: layers or 4]
+    assert (
+        apply_recomputation(model, policy="offload", blocks="", layers=layers)
+        == ("0", "1", "2", "3")[: layers or 4]
+    )
     events: list[str] = []
     for name in ("send", "release", "fetch"):
         whole = getattr(offload._Block, name)
@@ -302,7 +341,15 @@ def test_offloaded_blocks_leave_the_device_and_come_back(layers: int | None, mon
     events.clear()
     loss.backward()
     if layers is None:
-        assert events == ["need 3", "fetch 2: 4", "need 2", "fetch 1: 4", "need 1", "fetch 0: 4", "need 0"]
+        assert events == [
+            "need 3",
+            "fetch 2: 4",
+            "need 2",
+            "fetch 1: 4",
+            "need 1",
+            "fetch 0: 4",
+            "need 0",
+        ]
     else:
         assert events == ["need 1", "fetch 1: 4", "fetch 0: 4", "need 0"]
     assert not any(block.lives[0] for block in model)
@@ -321,7 +368,9 @@ def kept_with_parts(rank: int) -> list[int]:
         apply_plan(model, PLAN, group=group, sequence_parallel=False)
         apply_recomputation(model.blocks, policy="full", blocks="", shard_input=shard)
         x = torch.randn(3, 12, 32, requires_grad=True)
-        found.append(kept_bytes(lambda x=x, model=model: model.blocks[0](x + 0), model.parameters()))
+        found.append(
+            kept_bytes(lambda x=x, model=model: model.blocks[0](x + 0), model.parameters())
+        )
     whole = x + 0
     alive = weakref.ref(whole)
     output = model.blocks[0](whole)
@@ -333,7 +382,8 @@ def kept_with_parts(rank: int) -> list[int]:
     apply_recomputation(block, policy="full", blocks="", shard_input=group)
     found.append(kept_bytes(lambda: block[0](odd), block.parameters()))
     block[0](odd).sum().backward()
-    # What a block without weights in front keeps depends on whether its input needs a gradient, in the recomputation too.
+    # What a block without weights in front keeps depends on whether its input needs a gradient, in
+    # the recomputation too.
     block = nn.ModuleList([nn.Tanh()])
     apply_recomputation(block, policy="full", blocks="", shard_input=group)
     x = torch.linspace(0, 1, 8, requires_grad=True)
@@ -375,17 +425,27 @@ def test_hooks_of_the_recomputed_module_run_once() -> None:
     assert seen == ["after", "backward"]
 
 
-# ---- which modules --------------------------------------------------------------------------------------------------------
+# ---- which modules -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("layers", "expected"), [(None, "0123456"), (2, "013456"), (0, ""), ([0, 2, 1], "125"), (4, "0123456"), ((3, 0, 0), "")]
+    ("layers", "expected"),
+    [
+        (None, "0123456"),
+        (2, "013456"),
+        (0, ""),
+        ([0, 2, 1], "125"),
+        (4, "0123456"),
+        ((3, 0, 0), ""),
+    ],
 )
 def test_the_first_layers_of_each_stage(layers: Any, expected: str) -> None:
     container = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(2, 2) for _ in range(7))})
     ranges = ((0, 1), (1, 5), (5, 7)) if layers != 2 else ((0, 3), (3, 5), (5, 7))
     if layers == (3, 0, 0):
-        with pytest.raises(ValueError, match=r"asks for 3 layers of stage 0, which has 1; use at most \[1, 0, 0\]"):
+        with pytest.raises(
+            ValueError, match=r"asks for 3 layers of stage 0, which has 1; use at most \[1, 0, 0\]"
+        ):
             apply_recomputation(container, policy="full", blocks="h", ranges=ranges, layers=layers)
         return
     found = apply_recomputation(container, policy="full", blocks="h", ranges=ranges, layers=layers)
@@ -397,15 +457,22 @@ def test_blocks_of_other_stages_are_skipped() -> None:
     parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
     ranges = ((0, 2), (2, 3), (3, 4))
     PipelineCut(model, parts=parts, ranges=ranges, stages=[0, 2])
-    assert apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1) == ("blocks.0", "blocks.3")
-    selective = apply_recomputation(model, policy="selective", blocks="blocks", ranges=ranges, selective=PLAN.selective)
+    assert apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1) == (
+        "blocks.0",
+        "blocks.3",
+    )
+    selective = apply_recomputation(
+        model, policy="selective", blocks="blocks", ranges=ranges, selective=PLAN.selective
+    )
     assert selective == tuple(f"blocks.{index}.attention.core" for index in (0, 1, 3))
 
 
 def test_a_pattern_inside_of_another_is_not_recomputed_twice() -> None:
     model = make_gpt()
     patterns = ("blocks.*.attention.core", "blocks.*.attention", "blocks.[01].mlp")
-    found = apply_recomputation(model, policy="selective", blocks="blocks", selective=patterns, layers=3)
+    found = apply_recomputation(
+        model, policy="selective", blocks="blocks", selective=patterns, layers=3
+    )
     assert found == (
         "blocks.0.attention",
         "blocks.0.mlp",
@@ -415,12 +482,16 @@ def test_a_pattern_inside_of_another_is_not_recomputed_twice() -> None:
     )
 
 
-# ---- what stays -----------------------------------------------------------------------------------------------------------
+# ---- what stays ----------------------------------------------------------------------------------
 
 
 def test_names_types_copies_and_removal() -> None:
     model = make_gpt()
-    modules, names, state = list(model.modules()), [n for n, _ in model.named_parameters()], list(model.state_dict())
+    modules, names, state = (
+        list(model.modules()),
+        [n for n, _ in model.named_parameters()],
+        list(model.state_dict()),
+    )
     types = [type(m) for m in modules]
     expected = step(model)
     apply_recomputation(model, policy="full", blocks="blocks")
@@ -433,7 +504,9 @@ def test_names_types_copies_and_removal() -> None:
             assert_equal(step(made), expected)
         assert calls == [2] * 4
         assert made.blocks[0].forward.__self__.module is made.blocks[0]
-    assert type(pickle.loads(pickle.dumps(model.blocks[1].forward)).__self__.module) is type(model.blocks[1])
+    assert type(pickle.loads(pickle.dumps(model.blocks[1].forward)).__self__.module) is type(
+        model.blocks[1]
+    )
     remove_recomputation(model)
     assert all("forward" not in vars(m) for m in model.modules())
     assert_equal(step(model), expected)
@@ -464,14 +537,17 @@ def test_a_forward_of_the_instance_is_kept_and_given_back() -> None:
     assert "forward" not in vars(model.blocks[1])
 
 
-# ---- mistakes -------------------------------------------------------------------------------------------------------------
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("none", 2), ["recompute_layers=2", "recompute='none'", "leave"]),
-        (("selective", [1, 1, 1]), ["recompute_layers=[1, 1, 1]", "3 entries", "= 2", "one number for all"]),
+        (
+            ("selective", [1, 1, 1]),
+            ["recompute_layers=[1, 1, 1]", "3 entries", "= 2", "one number for all"],
+        ),
     ],
 )
 def test_options_that_cannot_be(options: tuple[Any, ...], words: list[str]) -> None:
@@ -513,7 +589,8 @@ def test_what_does_not_fit_the_model(options: dict[str, Any], words: list[str]) 
 def test_the_plan_checks_its_patterns() -> None:
     PLAN.check(make_gpt(), 1)
     with pytest.raises(
-        ValueError, match=r"selective pattern 'blocks\.\*\.attn\.core' matches no module of GPT; nearest names: .*core"
+        ValueError,
+        match=r"selective pattern 'blocks\.\*\.attn\.core' matches no module of GPT; nearest names: .*core",
     ):
         ParallelPlan(selective=("blocks.*.attn.core",)).check(make_gpt(), 1)
     with pytest.raises(ValueError, match=r"selective='a' must be a list"):

@@ -41,7 +41,8 @@ def has_nothing(name: str) -> str:
 
 
 def declared_ranges() -> dict[str, dict[str, str]]:
-    """Return the range of each library by the list that declares it ("" for the dependencies, else the extra)."""
+    """Return the range of each library by the list that declares it ("" for the dependencies, else
+    the extra)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges: dict[str, dict[str, str]] = defaultdict(dict)
     for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
@@ -57,7 +58,12 @@ def test_extras_declare_the_same_range_of_a_library() -> None:
 
 
 def test_every_library_has_a_lower_bound() -> None:
-    missing = [name for name, found in declared_ranges().items() for text in found.values() if ">=" not in text]
+    missing = [
+        name
+        for name, found in declared_ranges().items()
+        for text in found.values()
+        if ">=" not in text
+    ]
     assert missing == []
 
 
@@ -79,26 +85,33 @@ def test_problem_names_the_versions_and_the_command(version: str) -> None:
 
 def test_missing_library() -> None:
     assert (
-        find_problem(TORCH, has_nothing) == "torch is not installed; lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+        find_problem(TORCH, has_nothing)
+        == "torch is not installed; lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
     )
 
 
 def test_interpreter_outside_the_range() -> None:
     check_python()
-    with pytest.raises(RequirementError, match=r"Python 3\.10\.4 runs this, but lightning-ptdp needs >=3\.11"):
+    with pytest.raises(
+        RequirementError, match=r"Python 3\.10\.4 runs this, but lightning-ptdp needs >=3\.11"
+    ):
         check_python("3.10.4")
 
 
 def test_optional_library_is_checked_before_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", has("0.1"))
     monkeypatch.delitem(sys.modules, "peft", raising=False)
-    with pytest.raises(RequirementError, match=r"peft 0\.1 is installed, but .* pip install 'peft>="):
+    with pytest.raises(
+        RequirementError, match=r"peft 0\.1 is installed, but .* pip install 'peft>="
+    ):
         import_optional("peft")
     assert "peft" not in sys.modules
     check_installed("a_library_that_is_not_declared")
 
 
-def test_model_of_a_library_outside_the_range_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_a_library_outside_the_range_is_refused_before_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Old releases of transformers train another result under a pipeline, without an error."""
 
     class Block(nn.Linear):
@@ -107,7 +120,9 @@ def test_model_of_a_library_outside_the_range_is_refused_before_launch(monkeypat
     model = L.LightningModule()
     model.blocks = nn.Sequential(Block(4, 4), Block(4, 4))
     version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "4.0.0" if name == "transformers" else version(name))
+    monkeypatch.setattr(
+        metadata, "version", lambda name: "4.0.0" if name == "transformers" else version(name)
+    )
     config = PTDPConfig(pipeline_parallel_size=2)
     with pytest.raises(RequirementError, match=r"transformers 4\.0\.0 is installed"):
         check_model(model, config, ParallelLayout(world_size=2, pipeline_parallel_size=2))
@@ -119,11 +134,21 @@ def old_torch(tmp_path: Path) -> dict[str, str]:
     info = tmp_path / "torch-2.9.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 def run(code: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *code], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_import_with_an_old_torch_is_refused(old_torch: dict[str, str]) -> None:
@@ -143,7 +168,8 @@ def test_command_line_with_an_old_torch_says_one_sentence(old_torch: dict[str, s
 
 
 def test_importing_an_old_torch_alone_still_works(old_torch: dict[str, str]) -> None:
-    """The package's entry point runs during ``import torch``, for every program in the environment."""
+    """The package's entry point runs during ``import torch``, for every program in the
+    environment."""
     code = "import torch, lightning_ptdp\ntry:\n    lightning_ptdp.PTDPStrategy\nexcept ImportError as error:\n    print(error)"
     done = run(["-c", code], old_torch)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""A checkpoint belongs to the model: the same layout goes on bitwise, any other within summation order."""
+"""A checkpoint belongs to the model: the same layout goes on bitwise, any other within summation
+order."""
 
 from __future__ import annotations
 
@@ -21,13 +22,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {}),
     "t2sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "p2v2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4}),
-    "zb_v": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4, "schedule": "zb_v"}),
+    "zb_v": (
+        2,
+        {
+            "pipeline_parallel_size": 2,
+            "virtual_pipeline_size": 2,
+            "num_microbatches": 4,
+            "schedule": "zb_v",
+        },
+    ),
     "1f1b": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}),
     "c2": (2, {"context_parallel_size": 2}),
     "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
     "d4 sharded": (4, {"shard_optimizer": True}),
     "d4 sharded in nodes": (4, {"shard_optimizer": True, "data_parallel_replicas": 2}),
-    "d2t2 sharded": (4, {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2}),
+    "d2t2 sharded": (
+        4,
+        {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2},
+    ),
     "d2zb_v sharded": (
         4,
         {
@@ -52,14 +64,24 @@ class WithDropout(LitTiny):
 
 
 def _train(
-    rank: int, name: str, epochs: int, save: str | None, resume: str | None, dropout: bool, precision: str = "32-true"
+    rank: int,
+    name: str,
+    epochs: int,
+    save: str | None,
+    resume: str | None,
+    dropout: bool,
+    precision: str = "32-true",
 ) -> dict[str, torch.Tensor]:
     world_size, layout = LAYOUTS[name]
     L.seed_everything(3, verbose=False)
     callbacks = []
     if save is not None:
         folder, stem = Path(save).parent, Path(save).stem
-        callbacks.append(ModelCheckpoint(dirpath=folder, filename=stem, every_n_epochs=1, save_on_train_epoch_end=True))
+        callbacks.append(
+            ModelCheckpoint(
+                dirpath=folder, filename=stem, every_n_epochs=1, save_on_train_epoch_end=True
+            )
+        )
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout),
         accelerator="cpu",
@@ -77,7 +99,9 @@ def _train(
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
     replicas = trainer.strategy.layout.data_parallel_size
     module = (WithDropout if dropout else LitTiny)(Run(layers=5))
-    trainer.fit(module, DataLoader(data, batch_size=8 // replicas, sampler=sampler), ckpt_path=resume)
+    trainer.fit(
+        module, DataLoader(data, batch_size=8 // replicas, sampler=sampler), ckpt_path=resume
+    )
     return trainer.strategy.gather_state_dict()
 
 
@@ -86,8 +110,12 @@ def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
     return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
 
 
-@pytest.mark.parametrize("name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"])
-def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"]
+)
+def test_the_same_layout_goes_on_bitwise_with_dropout(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
     whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
     pool.run(_train, world_size=world_size, args=(name, 1, path, None, True))
@@ -126,7 +154,9 @@ def test_any_layout_reads_what_any_other_wrote(
         assert (resumed[key] - value).norm() / value.norm() < 1e-5, key
 
 
-def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(pool: Pool, tmp_path: Path) -> None:
+def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(
+    pool: Pool, tmp_path: Path
+) -> None:
     path, name = str(tmp_path / "half.ckpt"), "d2t2 sharded"
     whole = pool.run(_train, world_size=4, args=(name, 2, None, None, True, "bf16-true"))[0]
     rounded = pool.run(_train, world_size=4, args=(name, 1, path, None, True, "bf16-true"))[0]
@@ -134,7 +164,9 @@ def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(pool: Pool, 
     for key, value in whole.items():
         assert torch.equal(resumed[key], value), key
     masters = pool.run(_train, world_size=1, args=("one", 1, None, path, False, "32-true"))[0]
-    assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), "these are rounded"
+    assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), (
+        "these are rounded"
+    )
     for key, value in rounded.items():
         assert torch.equal(masters[key].bfloat16(), value), key
 

@@ -1,4 +1,5 @@
-"""Sharded optimizers and two-level sums with every other axis; tests/data_parallel has them under every schedule."""
+"""Sharded optimizers and two-level sums with every other axis; tests/data_parallel has them under
+every schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def reference(pool: Pool) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_accumulation_clipping_ties_and_uneven_padding(name: str, pool: Pool, reference: Any) -> None:
+def test_accumulation_clipping_ties_and_uneven_padding(
+    name: str, pool: Pool, reference: Any
+) -> None:
     world_size, layout = LAYOUTS[name]
     settings = {"layers": 4, "accumulate": 2, "steps": 8, "global_batch": 16}
     expected = reference(**settings)

@@ -27,7 +27,9 @@ def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_is_noted_a_copy_ignored_and_the_second_raised(now: list[float], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_is_noted_a_copy_ignored_and_the_second_raised(
+    now: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
     notes = SignalNotes("saves first")
     notes.take(signal.SIGINT, signal.SIGTERM)
     try:
@@ -65,7 +67,9 @@ class Launcher:
         self.told.append(number)
 
 
-def in_launcher(launcher: Launcher, now: list[float], *, times: tuple[float, ...], error: BaseException) -> None:
+def in_launcher(
+    launcher: Launcher, now: list[float], *, times: tuple[float, ...], error: BaseException
+) -> None:
     with handing_on_ctrl_c(launcher):
         for time in times:
             now[0] = 100 + time
@@ -73,7 +77,9 @@ def in_launcher(launcher: Launcher, now: list[float], *, times: tuple[float, ...
         raise error
 
 
-def test_a_launcher_asks_its_processes_to_end_and_kills_them_the_second_time(now: list[float]) -> None:
+def test_a_launcher_asks_its_processes_to_end_and_kills_them_the_second_time(
+    now: list[float],
+) -> None:
     launcher = Launcher("a process")
     with pytest.raises(KeyboardInterrupt):
         in_launcher(launcher, now, times=(0, 0.5), error=SystemExit())

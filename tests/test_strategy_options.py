@@ -1,4 +1,5 @@
-"""The strategy's options are written once, in a dataclass; its signature, its help and its documentation are that."""
+"""The strategy's options are written once, in a dataclass; its signature, its help and its
+documentation are that."""
 
 from __future__ import annotations
 
@@ -29,8 +30,13 @@ def test_the_signature_is_the_dataclass_and_lightnings_own(namespace: str) -> No
 
 
 def test_every_option_has_one_sentence() -> None:
-    told = {entry.arg_name: entry.description for entry in docstring_parser.parse(PTDPStrategy.__doc__ or "").params}
-    assert list(told) == ["layout", *(field.name for field in fields(PTDPConfig))] and all(told.values())
+    told = {
+        entry.arg_name: entry.description
+        for entry in docstring_parser.parse(PTDPStrategy.__doc__ or "").params
+    }
+    assert list(told) == ["layout", *(field.name for field in fields(PTDPConfig))] and all(
+        told.values()
+    )
 
 
 def test_an_unknown_option_is_refused_and_lightnings_own_reach_it() -> None:
@@ -39,5 +45,7 @@ def test_an_unknown_option_is_refused_and_lightnings_own_reach_it() -> None:
     with pytest.raises(TypeError, match=r"PTDPStrategy.__init__\(\) takes 1 positional argument"):
         PTDPStrategy(2)
     environment = object()
-    strategy = PTDPStrategy(cluster_environment=environment, partition=[1, 2], pipeline_parallel_size=2)
+    strategy = PTDPStrategy(
+        cluster_environment=environment, partition=[1, 2], pipeline_parallel_size=2
+    )
     assert (strategy.cluster_environment, strategy.config.partition) == (environment, (1, 2))

@@ -19,13 +19,21 @@ from tests.pool import Pool
 
 INTERLEAVED = StrategySummary(
     layout=ParallelLayout(
-        world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2, virtual_pipeline_size=2, sequence_parallel=True
+        world_size=4,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+        virtual_pipeline_size=2,
+        sequence_parallel=True,
     ),
     schedule="interleaved",
     num_microbatches=8,
     stages=tuple(
-        StageSummary(stage=stage, rank=stage % 2, first_layer=first, last_layer_exclusive=last, extra=extra)
-        for stage, (first, last, extra) in enumerate([(0, 1, "embedding"), (1, 3, ""), (3, 4, ""), (4, 4, "norm, head")])
+        StageSummary(
+            stage=stage, rank=stage % 2, first_layer=first, last_layer_exclusive=last, extra=extra
+        )
+        for stage, (first, last, extra) in enumerate(
+            [(0, 1, "embedding"), (1, 3, ""), (3, 4, ""), (4, 4, "norm, head")]
+        )
     ),
     parameters_per_rank=(912_500, 912_500, 1_234_567, 1_234_567),
     bubble=1 / 16,
@@ -35,7 +43,8 @@ INTERLEAVED = StrategySummary(
 
 def test_an_interleaved_layout() -> None:
     assert render(INTERLEAVED).splitlines() == [
-        "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence parallel",
+        "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, "
+        "sequence parallel",
         "schedule    interleaved, 8 microbatches, bubble 6.2 %",
         "parameters  912.5 K to 1.2 M a rank",
         "",
@@ -51,7 +60,10 @@ def test_an_interleaved_layout() -> None:
 
 def test_one_process_has_no_stages_and_no_bubble() -> None:
     summary = StrategySummary(
-        layout=ParallelLayout(world_size=1), schedule="none", num_microbatches=1, parameters_per_rank=(999,)
+        layout=ParallelLayout(world_size=1),
+        schedule="none",
+        num_microbatches=1,
+        parameters_per_rank=(999,),
     )
     assert render(summary).splitlines() == [
         "layout      1 process: tensor 1 x pipeline 1 x data 1",
@@ -62,17 +74,35 @@ def test_one_process_has_no_stages_and_no_bubble() -> None:
 
 def test_a_mixture_says_what_a_token_visits() -> None:
     summary = StrategySummary(
-        layout=ParallelLayout(world_size=2, expert_parallel_size=2), schedule="none", num_microbatches=1,
-        parameters_per_rank=(10_000, 10_000), parameters=18_000, active_parameters=4_000,
-    )  # fmt: skip
-    assert render(summary).splitlines()[-1] == "parameters  10.0 K a rank; 18.0 K in all, of which a token visits 4.0 K"
+        layout=ParallelLayout(world_size=2, expert_parallel_size=2),
+        schedule="none",
+        num_microbatches=1,
+        parameters_per_rank=(10_000, 10_000),
+        parameters=18_000,
+        active_parameters=4_000,
+    )
+    assert (
+        render(summary).splitlines()[-1]
+        == "parameters  10.0 K a rank; 18.0 K in all, of which a token visits 4.0 K"
+    )
 
 
 ETP = "expert_tensor_parallel_size"
 GPT_MOE = GPTConfig(
-    vocabulary_size=51, sequence_length=8, num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=1, mlp="swiglu", bias=False,
-    num_experts=8, experts_per_token=3, shared_experts=1, expert_hidden_size=24, dense_layers=1,
-)  # fmt: skip
+    vocabulary_size=51,
+    sequence_length=8,
+    num_layers=3,
+    hidden_size=16,
+    num_heads=4,
+    num_kv_heads=1,
+    mlp="swiglu",
+    bias=False,
+    num_experts=8,
+    experts_per_token=3,
+    shared_experts=1,
+    expert_hidden_size=24,
+    dense_layers=1,
+)
 
 
 class Told(L.Callback):
@@ -85,17 +115,31 @@ class Told(L.Callback):
 def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule]) -> StrategySummary:
     told = Told()
     trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout), accelerator="cpu", devices=4 if layout else 1, max_steps=0, callbacks=[told], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(LitGPT(GPT_MOE) if module is LitGPT else LitMixture(Run()), DataLoader([0, 0], batch_size=2))
+        strategy=PTDPStrategy(**layout),
+        accelerator="cpu",
+        devices=4 if layout else 1,
+        max_steps=0,
+        callbacks=[told],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(
+        LitGPT(GPT_MOE) if module is LitGPT else LitMixture(Run()), DataLoader([0, 0], batch_size=2)
+    )
     return told.summary
 
 
-@pytest.mark.parametrize("layout", [{}, {E: 4, Z: True}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}])
+@pytest.mark.parametrize(
+    "layout", [{}, {E: 4, Z: True}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}]
+)
 def test_parameters_are_counted_once_wherever_they_are(layout: dict[str, Any], pool: Pool) -> None:
     for found in pool.run(_summary, world_size=4 if layout else 1, args=(layout, LitGPT)):
-        assert (found.parameters, found.active_parameters) == (num_parameters(GPT_MOE), active_parameters(GPT_MOE))
+        assert (found.parameters, found.active_parameters) == (
+            num_parameters(GPT_MOE),
+            active_parameters(GPT_MOE),
+        )
 
 
 def test_what_is_not_known_is_not_said(pool: Pool) -> None:

@@ -1,4 +1,5 @@
-"""Contexts around a forward are one list: each is called for every forward and its recomputation."""
+"""Contexts around a forward are one list: each is called for every forward and its
+recomputation."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class Counting(Surrounding):
 def _fit_counted(rank: int, run: Run) -> tuple[Any, Any, dict[str, Any]]:
     entry, make = Counting(), ptdp.make_surroundings
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ptdp, "make_surroundings", lambda **place: Surroundings([*make(**place).entries, entry]))
+        patch.setattr(
+            ptdp, "make_surroundings", lambda **place: Surroundings([*make(**place).entries, entry])
+        )
         found = fit(rank, run)
     assert (entry.attached, entry.most_attached) == (0, 1)
     return entry.forwards, entry.again, found
@@ -72,16 +75,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_entry_of_ones_own_is_called_everywhere(name: str, pool: Pool) -> None:
     world_size, layout, trained, evaluated, stages = LAYOUTS[name]
-    run = Run(world_size=world_size, layout=layout, steps=STEPS, validate_every=STEPS, samples=8 * STEPS)
+    run = Run(
+        world_size=world_size, layout=layout, steps=STEPS, validate_every=STEPS, samples=8 * STEPS
+    )
     forwards, again = Counter[Any](), Counter[Any]()
-    for stage_forwards, stage_again, _ in pool.run(_fit_counted, world_size=world_size, args=(run,)):
+    for stage_forwards, stage_again, _ in pool.run(
+        _fit_counted, world_size=world_size, args=(run,)
+    ):
         forwards += stage_forwards
         again += stage_again
     ranks = world_size // stages
-    expected = Counter({("training_step", s, m): STEPS * ranks for s in range(stages) for m in range(trained)})
-    assert again == Counter({unit: count * run.layers // stages for unit, count in expected.items()})
+    expected = Counter(
+        {("training_step", s, m): STEPS * ranks for s in range(stages) for m in range(trained)}
+    )
+    assert again == Counter(
+        {unit: count * run.layers // stages for unit, count in expected.items()}
+    )
     # Before the training and once in it.
-    expected += Counter({("validation_step", s, m): 2 * ranks for s in range(stages) for m in range(evaluated)})
+    expected += Counter(
+        {("validation_step", s, m): 2 * ranks for s in range(stages) for m in range(evaluated)}
+    )
     assert forwards == expected
 
 

@@ -26,7 +26,9 @@ def traceback_of(file: Path, error: str) -> str:
         (Path("/torch/nn.py"), ValueError("bad shape"), False, "obscure"),
     ],
 )
-def test_errors_of_the_package_are_refusals(file: Path, error: Exception, launched: bool, kind: str) -> None:
+def test_errors_of_the_package_are_refusals(
+    file: Path, error: Exception, launched: bool, kind: str
+) -> None:
     text = traceback_of(file, f"{type(error).__name__}: {error}")
     assert describe(error, text, launched=launched).kind == kind
 
@@ -34,20 +36,28 @@ def test_errors_of_the_package_are_refusals(file: Path, error: Exception, launch
 def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
     error = type("ProcessRaisedException", (Exception,), {})
     text = traceback_of(
-        PACKAGE / "engine" / "replica_step.py", "lightning_ptdp.pipeline.refusals.CutError: cut elsewhere. Use p=1"
+        PACKAGE / "engine" / "replica_step.py",
+        "lightning_ptdp.pipeline.refusals.CutError: cut elsewhere. Use p=1",
     )
     assert describe(error(text), text, launched=True) == Outcome("late", "cut elsewhere. Use p=1")
 
 
 def test_first_sentence() -> None:
     assert first_sentence("too many\nstages in model.0. Use fewer") == "too many stages in model.0"
-    assert first_sentence("a.1, a.2 normalize over the batch: no") == "batch normalization is over the batch"
-    assert first_sentence("saving the checkpoint /x/y.ckpt failed: rank 0: it is no number: no") == "when saving, it is no number"
+    assert (
+        first_sentence("a.1, a.2 normalize over the batch: no")
+        == "batch normalization is over the batch"
+    )
+    assert (
+        first_sentence("saving the checkpoint /x/y.ckpt failed: rank 0: it is no number: no")
+        == "when saving, it is no number"
+    )
 
 
 def test_the_table_numbers_each_reason_once(tmp_path: Path) -> None:
     found = {
-        name: dict.fromkeys(LAYOUTS, Outcome("equal")) | {"t2": Outcome("refused", "no plan. Give one")}
+        name: dict.fromkeys(LAYOUTS, Outcome("equal"))
+        | {"t2": Outcome("refused", "no plan. Give one")}
         for name in [*MODULES][:2]
     }
     page = tmp_path / "page.md"

@@ -62,7 +62,10 @@ def _collect(rank: int) -> tuple[list[float], list[float]]:
 
 
 def test_collectives_of_flat_tensors(pool: Pool) -> None:
-    assert pool.run(_collect, world_size=2) == [([0.0, 1.0, 2.0, 3.0], [1.0, 3.0]), ([0.0, 1.0, 2.0, 3.0], [5.0, 7.0])]
+    assert pool.run(_collect, world_size=2) == [
+        ([0.0, 1.0, 2.0, 3.0], [1.0, 3.0]),
+        ([0.0, 1.0, 2.0, 3.0], [5.0, 7.0]),
+    ]
 
 
 def _collect_traced(rank: int) -> list[list[float]]:
@@ -77,7 +80,12 @@ def _collect_traced(rank: int) -> list[list[float]]:
         ]
         return [wait_traced(y) for y in under_way]
 
-    return [y.tolist() for y in torch.compile(collect, backend="aot_eager", fullgraph=True)(torch.arange(2.0) + rank)]
+    return [
+        y.tolist()
+        for y in torch.compile(collect, backend="aot_eager", fullgraph=True)(
+            torch.arange(2.0) + rank
+        )
+    ]
 
 
 def test_collectives_in_a_graph(pool: Pool) -> None:
@@ -87,7 +95,8 @@ def test_collectives_in_a_graph(pool: Pool) -> None:
 
 
 def _tell(rank: int) -> bytes:
-    """A second connection, as the watchdog's thread has, sees what another rank wrote through its own."""
+    """A second connection, as the watchdog's thread has, sees what another rank wrote through its
+    own."""
     store = default_store().clone()
     store.set(f"key {rank}", f"value {rank}")
     dist.barrier()
@@ -116,17 +125,31 @@ def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
     assert not is_communication_error(RuntimeError("the application timed out"))
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose record is read")
+@pytest.mark.skipif(
+    not dist.is_nccl_available(), reason="torch was built without NCCL, whose record is read"
+)
 def test_what_nccl_was_asked_for_can_be_read() -> None:
     assert {"version", "pg_config"} <= pickle.loads(flight_record()).keys()
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made")
+@pytest.mark.skipif(
+    not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made"
+)
 def test_options_of_nccl_groups() -> None:
     options = nccl_options(timedelta(seconds=5), high_priority=True, max_ctas=3)
-    assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (True, 3, timedelta(seconds=5))
-    assert nccl_options(None, high_priority=False).config.max_ctas == dist.ProcessGroupNCCL.Options().config.max_ctas
-    with mock.patch.object(dist.ProcessGroupNCCL, "Options", SimpleNamespace), pytest.raises(ValueError, match="channel_ctas=3"):
+    assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (
+        True,
+        3,
+        timedelta(seconds=5),
+    )
+    assert (
+        nccl_options(None, high_priority=False).config.max_ctas
+        == dist.ProcessGroupNCCL.Options().config.max_ctas
+    )
+    with (
+        mock.patch.object(dist.ProcessGroupNCCL, "Options", SimpleNamespace),
+        pytest.raises(ValueError, match="channel_ctas=3"),
+    ):
         nccl_options(None, high_priority=True, max_ctas=3)
 
 
@@ -152,9 +175,14 @@ def test_arguments_of_a_compiler_that_waits_late() -> None:
 
     late = with_late_waits({})["options"]
     assert all(hasattr(config, name) for name in late)
-    assert all(callable(getattr(comms, name)) for name in late["reorder_for_compute_comm_overlap_passes"])
+    assert all(
+        callable(getattr(comms, name)) for name in late["reorder_for_compute_comm_overlap_passes"]
+    )
     given = with_late_waits({"mode": "max-autotune-no-cudagraphs", "dynamic": False})
-    assert given == {"dynamic": False, "options": {**late, "max_autotune": True, "coordinate_descent_tuning": True}}
+    assert given == {
+        "dynamic": False,
+        "options": {**late, "max_autotune": True, "coordinate_descent_tuning": True},
+    }
     own = {"options": {"reorder_for_compute_comm_overlap": False, "epilogue_fusion": True}}
     assert with_late_waits(own)["options"] == {**late, **own["options"]}
     assert with_late_waits({"backend": "aot_eager"}) == {"backend": "aot_eager"}
@@ -232,7 +260,10 @@ def test_a_scaler_tells_what_it_has_found() -> None:
 
 def test_a_fused_step_finds_gradients_without_the_loss_scale() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([p], lr=0.1, fused=fused) for p, fused in zip(parameters, (False, True), strict=True)]
+    optimizers = [
+        torch.optim.SGD([p], lr=0.1, fused=fused)
+        for p, fused in zip(parameters, (False, True), strict=True)
+    ]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         unscale_before_step(optimizer)
@@ -309,13 +340,17 @@ def test_what_is_gathered_may_be_changed_in_place_in_a_graph() -> None:
 
 def test_a_marked_workaround_is_removed_with_its_version() -> None:
     package = Path(lightning_ptdp.__file__).parent
-    declared = re.search(r'"torch>=([\d.]+)', (package.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = re.search(
+        r'"torch>=([\d.]+)', (package.parent / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert declared is not None
     marked = [
         (path.name, version)
         for folder in (package, package.parent / "tests")
         for path in sorted(folder.rglob("*.py"))
-        for version in re.findall(r"[Nn]eeded until torch (\d+\.\d+)", path.read_text(encoding="utf-8"))
+        for version in re.findall(
+            r"[Nn]eeded until torch (\d+\.\d+)", path.read_text(encoding="utf-8")
+        )
     ]
     assert len(marked) >= 8
     assert [each for each in marked if Version(each[1]) <= Version(declared[1])] == []
@@ -325,22 +360,33 @@ def test_no_method_is_called_that_a_compiler_does_not_look_into() -> None:
     """``Tensor.unflatten`` breaks the graph inside a function mode. Needed until torch 2.14."""
     package = Path(lightning_ptdp.__file__).parent
     found = [
-        path.name for path in package.rglob("*.py") if re.search(r"(?<!torch)\.unflatten\(", path.read_text(encoding="utf-8"))
+        path.name
+        for path in package.rglob("*.py")
+        if re.search(r"(?<!torch)\.unflatten\(", path.read_text(encoding="utf-8"))
     ]
     assert not found, "use torch.unflatten"
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.float32, 6), (torch.float64, 16), (torch.bfloat16, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.float32, 16), (torch.float32, 6), (torch.float64, 16), (torch.bfloat16, 16)],
+)
 @pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 0]])
 def test_grouped_products(dtype: torch.dtype, width: int, sizes: list[int]) -> None:
     torch.manual_seed(1)
     x = torch.randn(sum(sizes), width, dtype=dtype, requires_grad=True)
     stored = torch.randn(3, 8, width, dtype=dtype, requires_grad=True)
-    found = grouped_product(x, stored.mT, sizes=sizes, ends=torch.tensor(sizes).cumsum(0, dtype=torch.int32))
-    expected = torch.cat([rows @ matrix.t() for rows, matrix in zip(x.split(sizes), stored, strict=True)])
+    found = grouped_product(
+        x, stored.mT, sizes=sizes, ends=torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    )
+    expected = torch.cat(
+        [rows @ matrix.t() for rows, matrix in zip(x.split(sizes), stored, strict=True)]
+    )
     torch.testing.assert_close(found, expected)
     grad = torch.randn_like(found)
-    for one, other in zip(*(torch.autograd.grad(y, (x, stored), grad) for y in (found, expected)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(y, (x, stored), grad) for y in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(one, other)
 
 

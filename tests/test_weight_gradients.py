@@ -1,4 +1,5 @@
-"""A backward in two halves gives the gradients of one, whatever the model computes its products with."""
+"""A backward in two halves gives the gradients of one, whatever the model computes its products
+with."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.pool import Pool
 
 
 class Products(nn.Module):
-    """Every way in which a model multiplies with a parameter, one parameter used twice, and one product that is not understood."""
+    """Every way in which a model multiplies with a parameter, one parameter used twice, and one
+    product that is not understood."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +50,14 @@ def _whole(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     x = x.clone().requires_grad_()
     module.zero_grad()
     module(x).square().sum().backward()
-    return x.grad, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return x.grad, {
+        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+    }
 
 
-def _halves(module: nn.Module, x: Tensor, between: Callable[[WeightGradients], None] = lambda _: None) -> Any:
+def _halves(
+    module: nn.Module, x: Tensor, between: Callable[[WeightGradients], None] = lambda _: None
+) -> Any:
     store = WeightGradients()
     x = x.clone().requires_grad_()
     module.zero_grad()
@@ -62,14 +68,22 @@ def _halves(module: nn.Module, x: Tensor, between: Callable[[WeightGradients], N
     del loss
     between(store)
     store.run("key")
-    return x.grad, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return x.grad, {
+        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+    }
 
 
 def _assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
     assert found[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[1][name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
 
 
 def test_every_kind_of_product() -> None:
@@ -81,7 +95,9 @@ def test_every_kind_of_product() -> None:
     def between(store: WeightGradients) -> None:
         waiting.extend(store.parameters("key"))
         late = {"linear.weight", "linear.bias", "bare.weight", "matrix", "conv", "offset"}
-        assert {name for name, p in module.named_parameters() if any(p is w for w in waiting)} == late
+        assert {
+            name for name, p in module.named_parameters() if any(p is w for w in waiting)
+        } == late
         assert all(p.grad is None for p in waiting)
         assert module.norm.weight.grad is not None
         assert module.odd.grad is not None
@@ -116,7 +132,10 @@ def test_without_collecting_an_intercepted_product_is_a_usual_one() -> None:
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     with WeightGradients().intercepting():
         module(x).square().sum().backward()
-    found = x.grad, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    found = (
+        x.grad,
+        {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None},
+    )
     _assert_same(found, _whole(module, x.detach()))
 
 
@@ -136,7 +155,13 @@ def test_a_watched_parameter_does_not_wait() -> None:
 @pytest.mark.parametrize("recompute", ["none", "ours", "somebody's", "offload"])
 def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
     torch.manual_seed(0)
-    sizes = {"vocabulary_size": 31, "sequence_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+    sizes = {
+        "vocabulary_size": 31,
+        "sequence_length": 8,
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+    }
     model = GPT(GPTConfig.gpt2(**sizes))
     ids = torch.randint(0, 31, (2, 8))
     store = WeightGradients()
@@ -145,7 +170,11 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
 
     def loss() -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits = model(ids) if recompute in ("none", "offload") else checkpoint(model, ids, use_reentrant=False, **options)
+            logits = (
+                model(ids)
+                if recompute in ("none", "offload")
+                else checkpoint(model, ids, use_reentrant=False, **options)
+            )
             return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
 
     loss().backward()
@@ -161,11 +190,18 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
     assert len(store.parameters(0)) == (0 if recompute == "somebody's" else 2 * 8 + 1)
     store.run(0)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=2e-2, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            parameter.grad,
+            expected[name],
+            rtol=2e-2,
+            atol=2e-3,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
 
 
 def test_the_graph_is_free_between_the_halves() -> None:
-    """Only the operands of the products stay: not the exponential's output, which the backward itself needs."""
+    """Only the operands of the products stay: not the exponential's output, which the backward
+    itself needs."""
 
     class Exponential(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -188,7 +224,10 @@ def test_the_graph_is_free_between_the_halves() -> None:
 
 def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
     mesh = ProcessMesh.create(
-        layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel), rank=rank
+        layout=ParallelLayout(
+            world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel
+        ),
+        rank=rank,
     )
     group = mesh.group("tensor")
     generator = torch.Generator().manual_seed(rank)
@@ -196,8 +235,12 @@ def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
     def parameter(*shape: int) -> nn.Parameter:
         return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
 
-    column = ColumnParallelLinear(parameter(6, 4), parameter(6), group=group, sequence_parallel=sequence_parallel)
-    row = RowParallelLinear(parameter(4, 6), parameter(4), group=group, sequence_parallel=sequence_parallel)
+    column = ColumnParallelLinear(
+        parameter(6, 4), parameter(6), group=group, sequence_parallel=sequence_parallel
+    )
+    row = RowParallelLinear(
+        parameter(4, 6), parameter(4), group=group, sequence_parallel=sequence_parallel
+    )
     shared = torch.Generator().manual_seed(5 + rank * sequence_parallel)
     x = torch.randn(2, 4, 4, generator=shared, dtype=torch.float64, requires_grad=True)
     store = WeightGradients()
@@ -211,7 +254,13 @@ def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
         store.run(0)
     else:
         torch.autograd.backward(loss)
-    names = {"column.weight": column.weight, "column.bias": column.bias, "row.weight": row.weight, "row.bias": row.bias, "x": x}
+    names = {
+        "column.weight": column.weight,
+        "column.bias": column.bias,
+        "row.weight": row.weight,
+        "row.bias": row.bias,
+        "x": x,
+    }
     return {name: value.grad for name, value in names.items()}
 
 

@@ -20,7 +20,9 @@ class Alternate(L.Callback):
         barrier: Called before the clock stops, so that all ranks have finished.
     """
 
-    def __init__(self, peer: Callable[[int], float], *, steps: int, barrier: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, peer: Callable[[int], float], *, steps: int, barrier: Callable[[], Any] = lambda: None
+    ) -> None:
         self._peer, self._steps, self._barrier = peer, steps, barrier
         self.ours: list[float] = []
         self.theirs: list[float] = []
@@ -30,7 +32,9 @@ class Alternate(L.Callback):
         self._peer(1)
         self._start = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if (batch_idx + 1) % self._steps:
             return
         self._barrier()

@@ -2,8 +2,8 @@
 
     python ci/benchmarks/checkpoint.py [--mb 512] [--ranks 2] [--rounds 5] [--folder DIR]
 
-- save and load: all ranks together, synced to the disk, checksums included; the peer is each rank's own ``torch.save`` (and fsync) or
-  ``torch.load`` of the same tensors to a file of its own;
+- save and load: all ranks together, synced to the disk, checksums included; the peer is each rank's
+  own ``torch.save`` (and fsync) or ``torch.load`` of the same tensors to a file of its own;
 - the stall of an asynchronous save beside a save that is waited for;
 - bytes read when another layout loads the checkpoint beside the bytes that it needs.
 
@@ -39,17 +39,31 @@ Times = dict[str, list[float]]
 
 def main() -> None:
     """Run the ranks and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=512, help="size of the checkpoint in MB, all ranks together (default 512)")
-    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks that save (default 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions, ours and the peer in turn (default 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mb",
+        type=int,
+        default=512,
+        help="size of the checkpoint in MB, all ranks together (default 512)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="tensor-parallel ranks that save (default 2)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="repetitions, ours and the peer in turn (default 5)"
+    )
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     options = parse_options(parser, mb=8, rounds=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         context = multiprocessing.get_context("fork")
         results: Any = context.SimpleQueue()
         processes = [
-            context.Process(target=_rank, args=(rank, options.ranks, options.mb, options.rounds, folder, results))
+            context.Process(
+                target=_rank,
+                args=(rank, options.ranks, options.mb, options.rounds, folder, results),
+            )
             for rank in range(options.ranks)
         ]
         for process in processes:
@@ -57,15 +71,21 @@ def main() -> None:
         times, layers = results.get()
         for process in processes:
             process.join()
-        rows = _rows(times, layers * _layer_bytes(), options.ranks) + _reads(Path(folder), layers, options.ranks)
+        rows = _rows(times, layers * _layer_bytes(), options.ranks) + _reads(
+            Path(folder), layers, options.ranks
+        )
     report(f"checkpoint of {layers * _layer_bytes() / 1e6:.0f} MB on {options.ranks} ranks", rows)
 
 
 def model(layers: int, size: int, rank: int) -> Tensors:
-    """Matrices as a transformer's blocks have them, cut for tensor-parallel rank ``rank`` of ``size``."""
+    """Matrices as a transformer's blocks have them, cut for tensor-parallel rank ``rank`` of
+    ``size``."""
     found: Tensors = {}
     for layer in range(layers):
-        for name, shape, columns in (("up", (4 * WIDTH, WIDTH), True), ("down", (WIDTH, 4 * WIDTH), False)):
+        for name, shape, columns in (
+            ("up", (4 * WIDTH, WIDTH), True),
+            ("down", (WIDTH, 4 * WIDTH), False),
+        ):
             cut = (
                 shard_columns(shape, parts=[shape[0]], size=size, index=rank)
                 if columns
@@ -81,7 +101,9 @@ def _layer_bytes() -> int:
 
 def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
     layers = max(1, megabytes * 10**6 // _layer_bytes())
     tensors = model(layers, size, rank)
     plain = {name: tensor for name, (tensor, _) in tensors.items()}
@@ -110,7 +132,9 @@ def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, result
             for path in (ours, peer) if name.startswith("save") else ():
                 # What is there is removed outside of the measurement.
                 if rank == 0 or path == peer:
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(
+                        missing_ok=True
+                    )
                 save_peer() if name == "save" and path == peer else None
             if name.startswith("save"):
                 sync_folder(Path(folder))  # nobody pays for what was removed
@@ -133,16 +157,33 @@ def _rows(times: Times, size: int, ranks: int) -> list[Comparison]:
     for name in ("save", "save, peer", "load", "load, peer"):
         print(f"{name}: {size / sorted(times[name])[len(times[name]) // 2] / 1e9:.2f} GB/s")
     return [
-        compare(name="save", ours=times["save"], peer=times["save, peer"], peer_name=f"torch.save on {ranks} ranks", unit="s"),
-        compare(name="load", ours=times["load"], peer=times["load, peer"], peer_name=f"torch.load on {ranks} ranks", unit="s"),
         compare(
-            name="stall of async_save", ours=times["stall"], peer=times["save"], peer_name="the same save, waited for", unit="s"
+            name="save",
+            ours=times["save"],
+            peer=times["save, peer"],
+            peer_name=f"torch.save on {ranks} ranks",
+            unit="s",
+        ),
+        compare(
+            name="load",
+            ours=times["load"],
+            peer=times["load, peer"],
+            peer_name=f"torch.load on {ranks} ranks",
+            unit="s",
+        ),
+        compare(
+            name="stall of async_save",
+            ours=times["stall"],
+            peer=times["save"],
+            peer_name="the same save, waited for",
+            unit="s",
         ),
     ]
 
 
 def _reads(folder: Path, layers: int, ranks: int) -> list[Comparison]:
-    """Bytes that the ranks of other layouts read, as the kernel counts them, beside those that they hold."""
+    """Bytes that the ranks of other layouts read, as the kernel counts them, beside those that they
+    hold."""
     rows = []
     for size in (1, 2 * ranks):
         read = needed = 0
@@ -153,7 +194,15 @@ def _reads(folder: Path, layers: int, ranks: int) -> list[Comparison]:
             read += _bytes_read() - before
             needed += sum(tensor.nbytes for tensor, _ in tensors.values())
         name = f"bytes read, {ranks} ranks' checkpoint on {size}"
-        rows.append(compare(name=name, ours=[read / 1e6], peer=[needed / 1e6], peer_name="bytes needed", unit="MB"))
+        rows.append(
+            compare(
+                name=name,
+                ours=[read / 1e6],
+                peer=[needed / 1e6],
+                peer_name="bytes needed",
+                unit="MB",
+            )
+        )
     return rows
 
 

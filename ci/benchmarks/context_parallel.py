@@ -1,12 +1,16 @@
-"""Context parallelism: attention over two ranks beside its ideal, and how the sequence grows with the ranks at a fixed memory.
+"""Context parallelism: attention over two ranks beside its ideal, and how the sequence grows with
+the ranks at a fixed memory.
 
 Run: python ci/benchmarks/context_parallel.py [--rounds 10] [--tokens 1024]
 
-1. Causal attention, forward and backward, ring and all-to-all over c = 2 ranks, beside 1/c of the time that torch's own kernel takes for
-   the whole sequence on one of these ranks: the ideal. torch's ``context_parallel`` has no attention for CPU (``aten::
-   _scaled_dot_product_flash_attention_for_cpu`` has no sharding strategy); where there is a kernel it runs as a third.
-2. A GPT trained on c times the tokens over c ranks: bytes that a rank keeps for the backward, beside those of one rank and the shortest
-   sequence. A ratio of 1 says that the trainable sequence grows linearly with c.
+1. Causal attention, forward and backward, ring and all-to-all over c = 2 ranks, beside 1/c of the
+   time that torch's own kernel takes for the whole sequence on one of these ranks: the ideal.
+   torch's ``context_parallel`` has no attention for CPU (``aten::
+   _scaled_dot_product_flash_attention_for_cpu`` has no sharding strategy); where there is a kernel
+   it runs as a third.
+2. A GPT trained on c times the tokens over c ranks: bytes that a rank keeps for the backward,
+   beside those of one rank and the shortest sequence. A ratio of 1 says that the trainable sequence
+   grows linearly with c.
 """
 
 from __future__ import annotations
@@ -25,7 +29,12 @@ import torch.nn.functional as F
 from harness import Comparison, compare, parse_options, report
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import ContextParallel, all_to_all_attention, ring_attention, shard_sequence
+from lightning_ptdp.context_parallel import (
+    ContextParallel,
+    all_to_all_attention,
+    ring_attention,
+    shard_sequence,
+)
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.world.mesh import Group
 
@@ -62,7 +71,8 @@ def attention_rows(tokens: int, rounds: int, group: Group) -> list[Comparison]:
     times: dict[str, list[float]] = {name: [] for name in (*kinds, "ideal")}
     for turn in range(rounds + 1):
         measured = {
-            name: seconds(lambda *x, a=attention: a(*x, group=group, causal=True), parts) for name, attention in kinds.items()
+            name: seconds(lambda *x, a=attention: a(*x, group=group, causal=True), parts)
+            for name, attention in kinds.items()
         }
         measured["ideal"] = seconds(torchs, whole) / group.size
         if turn:
@@ -81,10 +91,16 @@ def attention_rows(tokens: int, rounds: int, group: Group) -> list[Comparison]:
 
 
 def kept_bytes(tokens: int, group: Group) -> float:
-    """Return the bytes that a rank keeps for the backward of a GPT, each storage once, without parameters; the maximum of all ranks."""
+    """Return the bytes that a rank keeps for the backward of a GPT, each storage once, without
+    parameters; the maximum of all ranks."""
     torch.manual_seed(0)
     config = GPTConfig.llama(
-        vocabulary_size=512, num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=2, sequence_length=tokens
+        vocabulary_size=512,
+        num_layers=4,
+        hidden_size=256,
+        num_heads=4,
+        num_kv_heads=2,
+        sequence_length=tokens,
     )
     model = GPT(config)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -119,7 +135,9 @@ def main_of_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SIZES[-1])
     groups = {size: dist.new_group(list(range(size))) for size in SIZES[1:]}
-    mine = {size: Group(groups[size], tuple(range(size)), rank) for size in SIZES[1:] if rank < size}
+    mine = {
+        size: Group(groups[size], tuple(range(size)), rank) for size in SIZES[1:] if rank < size
+    }
     rows: list[Comparison] = []
     alone = kept_bytes(SHORT, Group())
     for size in SIZES[1:]:
@@ -147,12 +165,21 @@ def main_of_rank(rank: int, options: argparse.Namespace, store: str) -> None:
 
 def main() -> None:
     """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tokens", type=int, default=1024, help="of the whole sequence, in the first part")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, help="of the whole sequence, in the first part"
+    )
     options = parse_options(parser, rounds=1, tokens=64)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(main_of_rank, (options, os.path.join(folder, "store")), nprocs=SIZES[-1], start_method="fork")
+        mp.start_processes(
+            main_of_rank,
+            (options, os.path.join(folder, "store")),
+            nprocs=SIZES[-1],
+            start_method="fork",
+        )
 
 
 if __name__ == "__main__":

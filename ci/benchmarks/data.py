@@ -2,13 +2,14 @@
 
 Run: python ci/benchmarks/data.py [--rounds 5]
 
-Prepares the default corpus (the standard library's sources) and reads it. Peers, on the same text or the same chunks in the same
+Prepares the default corpus (the standard library's sources) and reads it. Peers, on the same text
+or the same chunks in the same
 run, alternating with ours:
 
-- preparing: sentencepiece alone, learning the same vocabulary from the same lines and encoding the same documents with as many
-  threads, which then writes nothing and checks nothing;
-- reading: litdata's own StreamingDataLoader, shuffled, over the same chunks with the same block and batch size, with 0 and 2
-  workers (new worker processes for every pass, as for every epoch).
+- preparing: sentencepiece alone, learning the same vocabulary from the same lines and encoding the
+  same documents with as many threads, which then writes nothing and checks nothing;
+- reading: litdata's own StreamingDataLoader, shuffled, over the same chunks with the same block and
+  batch size, with 0 and 2 workers (new worker processes for every pass, as for every epoch).
 
 A ratio below 1 is faster. The last line is the rows as JSON.
 """
@@ -33,8 +34,15 @@ VOCABULARY = 8192
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="passes of each reader; preparing is repeated at most three times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="passes of each reader; preparing is repeated at most three times",
+    )
     rounds = parse_options(parser, rounds=1).rounds
     # Imports are not what is measured.
     import litdata  # noqa: F401
@@ -58,7 +66,9 @@ def prepare_result(folder: Path, rounds: int) -> Comparison:
         prepare(PrepareConfig(output=folder / str(next(numbers)), vocabulary_size=VOCABULARY))
 
     times = alternate(ours, lambda: sentencepiece_alone(texts), rounds)
-    return compared("prepare default corpus", times, megabytes, "MB/s", "sentencepiece train + encode")
+    return compared(
+        "prepare default corpus", times, megabytes, "MB/s", "sentencepiece train + encode"
+    )
 
 
 def sentencepiece_alone(texts: list[str]) -> None:
@@ -98,7 +108,10 @@ def read_result(folder: Path, num_workers: int, rounds: int) -> Comparison:
     stream = TokenStream(folder, sequence_length=SEQUENCE_LENGTH)
     loader = TokenLoader(stream, batch_size=BATCH_SIZE, num_workers=num_workers)
     dataset = StreamingDataset(
-        str(folder / "train"), item_loader=TokensLoader(block_size=SEQUENCE_LENGTH + 1), shuffle=True, drop_last=True
+        str(folder / "train"),
+        item_loader=TokensLoader(block_size=SEQUENCE_LENGTH + 1),
+        shuffle=True,
+        drop_last=True,
     )
     peer = StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=num_workers)
 
@@ -110,10 +123,14 @@ def read_result(folder: Path, num_workers: int, rounds: int) -> Comparison:
 
     times = alternate(lambda: [None for _ in loader], theirs, rounds)
     tokens = len(loader) * BATCH_SIZE * SEQUENCE_LENGTH / 1e6
-    return compared(f"read, {num_workers} workers", times, tokens, "M tokens/s", "litdata StreamingDataLoader")
+    return compared(
+        f"read, {num_workers} workers", times, tokens, "M tokens/s", "litdata StreamingDataLoader"
+    )
 
 
-def alternate(ours: Callable[[], object], peer: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+def alternate(
+    ours: Callable[[], object], peer: Callable[[], object], rounds: int
+) -> tuple[list[float], list[float]]:
     """Seconds of each, measured in turn."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
@@ -124,11 +141,14 @@ def alternate(ours: Callable[[], object], peer: Callable[[], object], rounds: in
     return seconds
 
 
-def compared(name: str, times: tuple[list[float], list[float]], work: float, rate_unit: str, peer_name: str) -> Comparison:
+def compared(
+    name: str, times: tuple[list[float], list[float]], work: float, rate_unit: str, peer_name: str
+) -> Comparison:
     """The row of the report; prints the rates."""
     ours, peer = times
     print(
-        f"{name}: {work / statistics.median(ours):.2f} {rate_unit}, {peer_name} {work / statistics.median(peer):.2f} {rate_unit}"
+        f"{name}: {work / statistics.median(ours):.2f} {rate_unit}, {peer_name} "
+        f"{work / statistics.median(peer):.2f} {rate_unit}"
     )
     return compare(name=name, ours=ours, peer=peer, peer_name=peer_name, unit="s")
 

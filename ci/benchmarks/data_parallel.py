@@ -1,14 +1,17 @@
-"""Data parallelism at d = 2: our strategy beside what Lightning and torch have, in the same processes, in turns.
+"""Data parallelism at d = 2: our strategy beside what Lightning and torch have, in the same
+processes, in turns.
 
 Run: python ci/benchmarks/data_parallel.py [--rounds 6] [--steps 2] [--only 10]
 
-The same GPT with AdamW on two gloo processes, a thread each. Whole optimizer states on every rank: ours and Lightning's DDPStrategy.
-Sharded ones: ours (``shard_optimizer=True``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2 (which also shards parameters and
-gradients, and gathers twice a step). FSDP2 runs in a bare loop, the others inside Trainer.fit.
+The same GPT with AdamW on two gloo processes, a thread each. Whole optimizer states on every rank:
+ours and Lightning's DDPStrategy.
+Sharded ones: ours (``shard_optimizer=True``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2
+(which also shards parameters and gradients, and gathers twice a step). FSDP2 runs in a bare loop,
+the others inside Trainer.fit.
 
-How much of the reduction is hidden behind the backward: 1 - (what the step still waits for when its backward is over) / (what the same
-reductions take with nothing beside them). What is left of them over a slow link: ``slow_link.py``, run last where hosts can be made.
-"""
+How much of the reduction is hidden behind the backward: 1 - (what the step still waits for when its
+backward is over) / (what the same reductions take with nothing beside them). What is left of them
+over a slow link: ``slow_link.py``, run last where hosts can be made."""
 
 from __future__ import annotations
 
@@ -41,10 +44,20 @@ from lightning_ptdp.models import GPT, GPTConfig
 
 SIZES = {
     "10 M": GPTConfig.gpt2(
-        vocabulary_size=8192, sequence_length=128, num_layers=8, hidden_size=256, num_heads=8, tie_embeddings=False
+        vocabulary_size=8192,
+        sequence_length=128,
+        num_layers=8,
+        hidden_size=256,
+        num_heads=8,
+        tie_embeddings=False,
     ),
     "50 M": GPTConfig.gpt2(
-        vocabulary_size=8192, sequence_length=128, num_layers=13, hidden_size=512, num_heads=8, tie_embeddings=False
+        vocabulary_size=8192,
+        sequence_length=128,
+        num_layers=13,
+        hidden_size=512,
+        num_heads=8,
+        tie_embeddings=False,
     ),
 }
 BATCH, RATE = 8, 1e-4
@@ -67,11 +80,15 @@ class Lit(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.redundancy:
-            return ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE)
+            return ZeroRedundancyOptimizer(
+                self.model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE
+            )
         return torch.optim.AdamW(self.model.parameters(), lr=RATE)
 
 
-def in_trainer(config: GPTConfig, batch: Tensor, strategy: Callable[[], Any], *, redundancy: bool = False) -> Contestant:
+def in_trainer(
+    config: GPTConfig, batch: Tensor, strategy: Callable[[], Any], *, redundancy: bool = False
+) -> Contestant:
     def fit(turns: L.Callback) -> None:
         trainer = L.Trainer(
             strategy=strategy(),
@@ -81,7 +98,9 @@ def in_trainer(config: GPTConfig, batch: Tensor, strategy: Callable[[], Any], *,
             callbacks=[turns],
             **QUIET,
         )
-        trainer.fit(Lit(config, redundancy), torch.utils.data.DataLoader(Same(batch), batch_size=None))
+        trainer.fit(
+            Lit(config, redundancy), torch.utils.data.DataLoader(Same(batch), batch_size=None)
+        )
 
     return TrainerLoop(fit)
 
@@ -110,7 +129,8 @@ def least(seconds: float) -> float:
 
 
 class Waits:
-    """Times what is left of the reductions when the backward is over, and all of them with nothing beside."""
+    """Times what is left of the reductions when the backward is over, and all of them with nothing
+    beside."""
 
     def __init__(self) -> None:
         self.left: list[float] = []
@@ -135,23 +155,33 @@ def contestants(config: GPTConfig, batch: Tensor, *, sharded: bool) -> dict[str,
     """Ours first."""
     found: dict[str, Contestant] = {}
     # popen: everyone is here already, and nobody has to start anything.
-    found["ours"] = in_trainer(config, batch, lambda: PTDPStrategy(shard_optimizer=sharded, overlap_parameter_gather=sharded))
+    found["ours"] = in_trainer(
+        config,
+        batch,
+        lambda: PTDPStrategy(shard_optimizer=sharded, overlap_parameter_gather=sharded),
+    )
     if sharded:
-        found["DDP + ZeroRedundancyOptimizer"] = in_trainer(config, batch, DDPStrategy, redundancy=True)
+        found["DDP + ZeroRedundancyOptimizer"] = in_trainer(
+            config, batch, DDPStrategy, redundancy=True
+        )
         found["FSDP2"] = fsdp2(config, batch)
     else:
         found["DDPStrategy"] = in_trainer(config, batch, DDPStrategy)
     return found
 
 
-def worker(rank: int, store: str, size: str, sharded: bool, rounds: int, steps: int, results: Any) -> None:
+def worker(
+    rank: int, store: str, size: str, sharded: bool, rounds: int, steps: int, results: Any
+) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     generator = torch.Generator().manual_seed(rank)
     config = SIZES[size]
-    batch = torch.randint(0, config.vocabulary_size, (BATCH, config.sequence_length + 1), generator=generator)
+    batch = torch.randint(
+        0, config.vocabulary_size, (BATCH, config.sequence_length + 1), generator=generator
+    )
     waits = Waits()
     engines = contestants(config, batch, sharded=sharded)
     times: dict[str, list[float]] = {name: [] for name in engines}
@@ -170,23 +200,31 @@ def worker(rank: int, store: str, size: str, sharded: bool, rounds: int, steps: 
 
 
 def rows(size: str, *, sharded: bool, rounds: int, steps: int) -> list[Comparison]:
-    """Step time beside every peer of the same memory class; prints how much of the reduction was hidden."""
+    """Step time beside every peer of the same memory class; prints how much of the reduction was
+    hidden."""
     results = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (os.path.join(folder, "store"), size, sharded, rounds, steps, results)
         mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
     times, hidden = results.get()
     kind = "sharded" if sharded else "whole"
-    print(f"{size}, {kind} optimizer: {hidden:.0%} of the reduction hidden behind the backward", flush=True)
+    print(
+        f"{size}, {kind} optimizer: {hidden:.0%} of the reduction hidden behind the backward",
+        flush=True,
+    )
     ours = times.pop("ours")
     return [
-        compare(name=f"step, {size}, {kind} optimizer", ours=ours, peer=peer, peer_name=name, unit="s")
+        compare(
+            name=f"step, {size}, {kind} optimizer", ours=ours, peer=peer, peer_name=name, unit="s"
+        )
         for name, peer in times.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", default="", help="only sizes with this in their name: '10', '50'")

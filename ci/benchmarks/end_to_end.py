@@ -1,9 +1,9 @@
-"""Training a 10 M parameter GPT over a pipeline of two, ours inside Trainer.fit and torch.distributed.pipelining in a bare loop.
+"""Training a 10 M parameter GPT over a pipeline of two, ours inside Trainer.fit and
+torch.distributed.pipelining in a bare loop.
 
-Run: python ci/benchmarks/end_to_end.py [--rounds 8] [--steps 3]
-Two gloo processes hold both engines and run a few steps of each in turn, in the same order. Ours pays for Lightning's loop, logging
-and the agreed loss; the peer for nothing but its schedule and the optimizer.
-"""
+Run: python ci/benchmarks/end_to_end.py [--rounds 8] [--steps 3] Two gloo processes hold both
+engines and run a few steps of each in turn, in the same order. Ours pays for Lightning's loop,
+logging and the agreed loss; the peer for nothing but its schedule and the optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import GPT, GPTConfig
 
 CONFIG = GPTConfig.gpt2(
-    vocabulary_size=8192, sequence_length=128, num_layers=8, hidden_size=256, num_heads=8, tie_embeddings=False
+    vocabulary_size=8192,
+    sequence_length=128,
+    num_layers=8,
+    hidden_size=256,
+    num_heads=8,
+    tie_embeddings=False,
 )
 MICROBATCHES, MICRO_BATCH = 8, 2
 SPLIT = (5, 3)  # the head costs as much as two or three blocks; both engines cut at the same layer
@@ -66,7 +71,9 @@ class TorchPipeline:
         torch.manual_seed(1)
         self.rank, self.module = rank, Half(GPT(CONFIG), rank)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
-        stage = PipelineStage(self.module, rank, 2, torch.device("cpu"), group=dist.new_group([0, 1]))
+        stage = PipelineStage(
+            self.module, rank, 2, torch.device("cpu"), group=dist.new_group([0, 1])
+        )
         self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=token_loss)
 
     def steps(self, count: int, batch: Tensor) -> float:
@@ -111,7 +118,9 @@ def worker(rank: int, store: str, rounds: int, steps: int, results: Any) -> None
     peer = TorchPipeline(rank)
     alternate = Alternate(lambda count: peer.steps(count, batch), steps=steps, barrier=dist.barrier)
     trainer = L.Trainer(
-        strategy=PTDPStrategy(pipeline_parallel_size=2, num_microbatches=MICROBATCHES, partition=SPLIT),
+        strategy=PTDPStrategy(
+            pipeline_parallel_size=2, num_microbatches=MICROBATCHES, partition=SPLIT
+        ),
         accelerator="cpu",
         devices=2,
         max_steps=(rounds + 1) * steps,
@@ -134,9 +143,23 @@ def main() -> None:
         mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
     ours, peer = results.get()
     tokens = MICROBATCHES * MICRO_BATCH * CONFIG.sequence_length
-    print(f"tokens/s: ours {tokens / sorted(ours)[len(ours) // 2]:,.0f}, peer {tokens / sorted(peer)[len(peer) // 2]:,.0f}")
+    print(
+        f"tokens/s: ours {tokens / sorted(ours)[len(ours) // 2]:,.0f}, peer "
+        f"{tokens / sorted(peer)[len(peer) // 2]:,.0f}"
+    )
     name = "step, 10.6 M parameter GPT, p=2, m=8"
-    report("End to end", [compare(name=name, ours=ours, peer=peer, peer_name="torch.distributed.pipelining 1F1B", unit="s")])
+    report(
+        "End to end",
+        [
+            compare(
+                name=name,
+                ours=ours,
+                peer=peer,
+                peer_name="torch.distributed.pipelining 1F1B",
+                unit="s",
+            )
+        ],
+    )
 
 
 if __name__ == "__main__":

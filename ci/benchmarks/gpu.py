@@ -1,14 +1,16 @@
-"""Everything that can only be measured on a GPU, in one command: ours beside plain Lightning and Hugging Face, on one GPU.
+"""Everything that can only be measured on a GPU, in one command: ours beside plain Lightning and
+Hugging Face, on one GPU.
 
 Run: python ci/benchmarks/gpu.py [--budget 520] [--only TEXT] [--set compile=blocks] [--toy]
 
-Each engine trains each model (gpu_cases.py, the most telling first) in a process of its own: random tokens, the same precision and
-optimizer, gradients clipped. tokens/s, MFU with half of the attention's square (causal) and with all of it, peak memory of tensors, and
-the share of the time in which no kernel runs. A rank of PTD-P's 175B and 530B (arXiv 2104.04473) computes its layers of t = 8 while
-collectives return at once: what the GPU does where communication and bubble cost nothing. Last, what a microbatch costs the host
-(host_time.py). ``--set`` measures ours with further options
-of the strategy too. No network, no data; without a GPU the sizes are toys.
-"""
+Each engine trains each model (gpu_cases.py, the most telling first) in a process of its own: random
+tokens, the same precision and optimizer, gradients clipped. tokens/s, MFU with half of the
+attention's square (causal) and with all of it, peak memory of tensors, and the share of the time in
+which no kernel runs. A rank of PTD-P's 175B and 530B (arXiv 2104.04473) computes its layers of t =
+8 while
+collectives return at once: what the GPU does where communication and bubble cost nothing. Last,
+what a microbatch costs the host (host_time.py). ``--set`` measures ours with further options of the
+strategy too. No network, no data; without a GPU the sizes are toys."""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class Machine:
     peak_flops: float | None = None
 
 
-# ---- a process a job ------------------------------------------------------------------------------------------------------
+# ---- a process a job -----------------------------------------------------------------------------
 
 
 def look(answer: Connection) -> None:
@@ -71,7 +73,9 @@ def run(answer: Connection, job: Job, on_gpu: bool) -> None:
     """Measure one job; the answer is what was measured, or why it could not be."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    refusals = (ImportError, ValueError) if job.options else (ImportError,)  # an option may need what is not installed
+    refusals = (
+        (ImportError, ValueError) if job.options else (ImportError,)
+    )  # an option may need what is not installed
     try:
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         engine, model = contestant(job, device, quick=not on_gpu)
@@ -97,7 +101,9 @@ def tell_host_time(answer: Connection, on_gpu: bool) -> None:
 def beside(context: Any, target: Any, *args: Any, limit_s: float) -> Any:
     """The answer of a process, or None if there is none within the limit."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(theirs, *args))  # no daemon: compilers start processes
+    process = context.Process(
+        target=target, args=(theirs, *args)
+    )  # no daemon: compilers start processes
     process.start()
     theirs.close()
     try:
@@ -111,19 +117,24 @@ def beside(context: Any, target: Any, *args: Any, limit_s: float) -> Any:
 
 
 def start_method() -> tuple[Any, Machine]:
-    """Return the start method of processes, and the machine: forked ones need no imports, unless CUDA cannot be used in them."""
+    """Return the start method of processes, and the machine: forked ones need no imports, unless
+    CUDA cannot be used in them."""
     for name in ("fork", "spawn"):
         context = multiprocessing.get_context(name)
         machine = beside(context, look, limit_s=60.0)
         if isinstance(machine, Machine) and (machine.name or not torch.cuda.device_count()):
             return context, machine
-    raise SystemExit(f"there are {torch.cuda.device_count()} GPUs, but no process can use them: {machine}")
+    raise SystemExit(
+        f"there are {torch.cuda.device_count()} GPUs, but no process can use them: {machine}"
+    )
 
 
-# ---- what to measure, and what it comes to --------------------------------------------------------------------------------
+# ---- what to measure, and what it comes to -------------------------------------------------------
 
 
-def measure_all(todo: Sequence[Job], budget_s: float, on_gpu: bool, context: Any) -> Iterator[tuple[Job, Measured | str]]:
+def measure_all(
+    todo: Sequence[Job], budget_s: float, on_gpu: bool, context: Any
+) -> Iterator[tuple[Job, Measured | str]]:
     """Run the jobs in order, as far as the budget goes."""
     end = time.monotonic() + budget_s
     for job in todo:
@@ -135,7 +146,11 @@ def measure_all(todo: Sequence[Job], budget_s: float, on_gpu: bool, context: Any
             yield job, f"left out: {refused}"
             continue
         limit = min(left, job.limit_s)
-        yield job, beside(context, run, job, on_gpu, limit_s=limit) or f"not run to its end: over {limit:.0f} s"
+        yield (
+            job,
+            beside(context, run, job, on_gpu, limit_s=limit)
+            or f"not run to its end: over {limit:.0f} s",
+        )
 
 
 def refusal(job: Job) -> str:
@@ -154,7 +169,11 @@ def line(job: Job, found: Measured | str, machine: Machine) -> str:
     seconds = statistics.median(found.seconds)
     causal, full = (count / seconds / 1e12 for count in flops(job.case))
     peak = machine.peak_flops
-    mfu = "      -     -" if peak is None else f"{causal * 1e12 / peak:>7.1%}{full * 1e12 / peak:>6.1%}"
+    mfu = (
+        "      -     -"
+        if peak is None
+        else f"{causal * 1e12 / peak:>7.1%}{full * 1e12 / peak:>6.1%}"
+    )
     idle = "    -" if found.idle is None else f"{found.idle:>5.1%}"
     return (
         f"{job!s:<58}{seconds * 1e3:>9.1f}{job.case.tokens / seconds:>11,.0f}{causal:>8.1f}{full:>7.1f}{mfu}"
@@ -172,21 +191,38 @@ def rows(found: Sequence[tuple[Job, Measured]], machine: Machine) -> Iterator[Co
         case, name = job.case, str(job)
         if job.engine == "slice" and case.published is not None and machine.peak_flops is not None:
             theirs = flops(case)[1] / (case.published / 312 * machine.peak_flops)
-            peer = f"{case.published / 312:.0%} of the peak, as A100 in whole runs (arXiv 2104.04473)"
-            yield compare(name=name, ours=one.seconds, peer=[theirs] * len(one.seconds), peer_name=peer, unit="s")
+            peer = (
+                f"{case.published / 312:.0%} of the peak, as A100 in whole runs (arXiv 2104.04473)"
+            )
+            yield compare(
+                name=name,
+                ours=one.seconds,
+                peer=[theirs] * len(one.seconds),
+                peer_name=peer,
+                unit="s",
+            )
         for engine, peer in peers_of(job):
             other = plain.get((case.name, engine))
             if other is not None:
-                yield compare(name=name, ours=one.seconds, peer=other.seconds, peer_name=peer, unit="s")
+                yield compare(
+                    name=name, ours=one.seconds, peer=other.seconds, peer_name=peer, unit="s"
+                )
             if other is not None and other.peak_bytes:
                 ours, theirs = one.peak_bytes / 2**30, other.peak_bytes / 2**30
-                yield compare(name=f"{name}, memory", ours=[ours], peer=[theirs], peer_name=peer, unit="GiB")
+                yield compare(
+                    name=f"{name}, memory", ours=[ours], peer=[theirs], peer_name=peer, unit="GiB"
+                )
 
 
 def peers_of(job: Job) -> list[tuple[Engine, str]]:
     """Whom a job of ours is compared with; nobody, if it is a peer's."""
-    before: list[tuple[Engine, str]] = [(job.engine, "ours without the option")] if job.options else []
-    others: dict[str, list[Engine]] = {"ptdp": ["lightning", "hf", "hf-compiled"], "ptdp-hf": ["hf"]}
+    before: list[tuple[Engine, str]] = (
+        [(job.engine, "ours without the option")] if job.options else []
+    )
+    others: dict[str, list[Engine]] = {
+        "ptdp": ["lightning", "hf", "hf-compiled"],
+        "ptdp-hf": ["hf"],
+    }
     return before + [(engine, PEERS[engine]) for engine in others.get(job.engine, [])]
 
 
@@ -203,23 +239,47 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budget", type=float, default=520.0, help="seconds for all of it")
-    parser.add_argument("--only", default="", help="only rows with one of these (separated by |) in their name: '1B', 'slice', …")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE[,…]", help="ours with these options, too")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only rows with one of these (separated by |) in their name: '1B', 'slice', …",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE[,…]",
+        help="ours with these options, too",
+    )
     parser.add_argument("--toy", action="store_true", help="small sizes on the CPU")
     options = parser.parse_args()
     began = time.monotonic()
     preload(CASES)
-    context, machine = (multiprocessing.get_context("fork"), Machine()) if options.toy else start_method()
+    context, machine = (
+        (multiprocessing.get_context("fork"), Machine()) if options.toy else start_method()
+    )
     cases: tuple[Case, ...] = CASES if machine.name else tuple(map(toy, CASES))
     wanted = jobs(cases, list(map(parse_options, options.set)))
     todo = [job for job in wanted if any(word in str(job) for word in options.only.split("|"))]
-    peak = "" if machine.peak_flops is None else f", peak {machine.peak_flops / 1e12:.0f} TFLOP/s by the data sheet"
-    print(f"{machine.name or 'CPU, toy sizes: no figure means anything'}{peak}, torch {torch.__version__}\n{HEADER}", flush=True)
+    peak = (
+        ""
+        if machine.peak_flops is None
+        else f", peak {machine.peak_flops / 1e12:.0f} TFLOP/s by the data sheet"
+    )
+    print(
+        f"{machine.name or 'CPU, toy sizes: no figure means anything'}{peak}, torch "
+        f"{torch.__version__}\n{HEADER}",
+        flush=True,
+    )
     of_host = HOST_S if any(word in HOST for word in options.only.split("|")) else 0.0
     found: list[tuple[Job, Measured]] = []
-    for job, one in measure_all(todo, options.budget - of_host - (time.monotonic() - began), bool(machine.name), context):
+    for job, one in measure_all(
+        todo, options.budget - of_host - (time.monotonic() - began), bool(machine.name), context
+    ):
         print(line(job, one, machine), flush=True)
         if isinstance(one, Measured):
             found.append((job, one))

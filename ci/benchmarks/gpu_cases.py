@@ -1,4 +1,5 @@
-"""Cases of ``gpu.py``, the most telling first: models, sizes, engines, and the operations of a step."""
+"""Cases of ``gpu.py``, the most telling first: models, sizes, engines, and the operations of a
+step."""
 
 from __future__ import annotations
 
@@ -81,20 +82,36 @@ class Job:
         return f"{self.case.name}, {self.engine}{changes}"
 
 
-def _llama(layers: int, hidden: int, ffn: int, heads: int, length: int, *, tied: bool = True) -> GPTConfig:
+def _llama(
+    layers: int, hidden: int, ffn: int, heads: int, length: int, *, tied: bool = True
+) -> GPTConfig:
     return GPTConfig.llama(
-        vocabulary_size=128256, sequence_length=length, num_layers=layers, hidden_size=hidden, ffn_hidden_size=ffn,
-        num_heads=heads, num_kv_heads=8, rope_base=5e5, tie_embeddings=tied,
-    )  # fmt: skip
-
-
-def _gpt(layers: int, hidden: int, heads: int, length: int, *, vocabulary: int = 50257) -> GPTConfig:
-    return GPTConfig.gpt2(
-        vocabulary_size=vocabulary, sequence_length=length, num_layers=layers, hidden_size=hidden, num_heads=heads
+        vocabulary_size=128256,
+        sequence_length=length,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_heads=heads,
+        num_kv_heads=8,
+        rope_base=5e5,
+        tie_embeddings=tied,
     )
 
 
-# arXiv 2104.04473, table 2, with the fewest GPUs; what a rank of it holds is l / p layers, and all that is recomputed counts.
+def _gpt(
+    layers: int, hidden: int, heads: int, length: int, *, vocabulary: int = 50257
+) -> GPTConfig:
+    return GPTConfig.gpt2(
+        vocabulary_size=vocabulary,
+        sequence_length=length,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+    )
+
+
+# arXiv 2104.04473, table 2, with the fewest GPUs; what a rank of it holds is l / p layers, and all
+# that is recomputed counts.
 _SLICE: dict[str, Any] = {
     "samples": 1,
     "microbatches": 8,
@@ -104,30 +121,82 @@ _SLICE: dict[str, Any] = {
 }
 _RECOMPUTED: Options = {"recompute": "full"}
 _SELECTIVE: Options = {"recompute": "selective", "sequence_parallel": True}
-_175B, _530B = _gpt(8, 12288, 96, 2048, vocabulary=51200), _gpt(3, 20480, 128, 2048, vocabulary=51200)
-_SPLIT: dict[str, Any] = {**_SLICE, "options": _SELECTIVE, "variants": (*_SLICE["variants"], {"tensor_overlap": 4})}
-_LEAN: dict[str, Any] = {"precision": "bf16-true", "options": {"master_weights": False, "gradient_dtype": "parameter"}}
+_175B, _530B = (
+    _gpt(8, 12288, 96, 2048, vocabulary=51200),
+    _gpt(3, 20480, 128, 2048, vocabulary=51200),
+)
+_SPLIT: dict[str, Any] = {
+    **_SLICE,
+    "options": _SELECTIVE,
+    "variants": (*_SLICE["variants"], {"tensor_overlap": 4}),
+}
+_LEAN: dict[str, Any] = {
+    "precision": "bf16-true",
+    "options": {"master_weights": False, "gradient_dtype": "parameter"},
+}
 _COMPILED: Options = {"compile": "blocks"}
-_FASTER: tuple[Options, ...] = (_COMPILED, *({**_COMPILED, "fp8": scaling} for scaling in ("tensorwise", "rowwise")))
+_FASTER: tuple[Options, ...] = (
+    _COMPILED,
+    *({**_COMPILED, "fp8": scaling} for scaling in ("tensorwise", "rowwise")),
+)
 _SMALLER: tuple[Options, ...] = ({"recompute": "full"}, {"recompute": "offload"})
 
 CASES = (
-    Case(name="GPT-2 124M s=1024", config=_gpt(12, 768, 12, 1024), samples=16, variants=(_COMPILED,)),
-    Case(name="Llama 1B s=4096", config=_llama(16, 2048, 8192, 32, 4096), samples=2, variants=(*_FASTER, *_SMALLER)),
-    Case(name="175B, a rank of t8 p12", config=_175B, options=_RECOMPUTED, published=153.0, **_SLICE),
-    Case(name="530B, a rank of t8 p35", config=_530B, options=_RECOMPUTED, published=171.0, **_SLICE),
+    Case(
+        name="GPT-2 124M s=1024", config=_gpt(12, 768, 12, 1024), samples=16, variants=(_COMPILED,)
+    ),
+    Case(
+        name="Llama 1B s=4096",
+        config=_llama(16, 2048, 8192, 32, 4096),
+        samples=2,
+        variants=(*_FASTER, *_SMALLER),
+    ),
+    Case(
+        name="175B, a rank of t8 p12", config=_175B, options=_RECOMPUTED, published=153.0, **_SLICE
+    ),
+    Case(
+        name="530B, a rank of t8 p35", config=_530B, options=_RECOMPUTED, published=171.0, **_SLICE
+    ),
     Case(name="175B, a rank of t8 p12, sp", config=_175B, **_SPLIT),
     Case(name="530B, a rank of t8 p35, sp", config=_530B, **_SPLIT),
     Case(name="GPT 1.3B s=2048", config=_gpt(24, 2048, 16, 2048), samples=4),
-    Case(name="BERT-large s=512", config=BertConfig(num_layers=24, hidden_size=1024, num_heads=16, dropout=0.0), samples=32),
-    Case(name="Llama 3B s=4096", config=_llama(28, 3072, 8192, 24, 4096), samples=1, engines=("ptdp", "hf", "ptdp-hf"), **_LEAN),
-    Case(name="LoRA 8B s=2048", config=_llama(32, 4096, 14336, 32, 2048, tied=False), samples=1, engines=("ptdp-hf", "hf"),
-         precision="bf16-true", lora=True),
+    Case(
+        name="BERT-large s=512",
+        config=BertConfig(num_layers=24, hidden_size=1024, num_heads=16, dropout=0.0),
+        samples=32,
+    ),
+    Case(
+        name="Llama 3B s=4096",
+        config=_llama(28, 3072, 8192, 24, 4096),
+        samples=1,
+        engines=("ptdp", "hf", "ptdp-hf"),
+        **_LEAN,
+    ),
+    Case(
+        name="LoRA 8B s=2048",
+        config=_llama(32, 4096, 14336, 32, 2048, tied=False),
+        samples=1,
+        engines=("ptdp-hf", "hf"),
+        precision="bf16-true",
+        lora=True,
+    ),
     Case(name="GPT-2 355M s=1024", config=_gpt(24, 1024, 16, 1024), samples=8),
-    Case(name="GPT-2 124M s=1024 m=4", config=_gpt(12, 768, 12, 1024), samples=16, microbatches=4, engines=("ptdp", "lightning", "hf")),
+    Case(
+        name="GPT-2 124M s=1024 m=4",
+        config=_gpt(12, 768, 12, 1024),
+        samples=16,
+        microbatches=4,
+        engines=("ptdp", "lightning", "hf"),
+    ),
     Case(name="Llama 1B s=2048", config=_llama(16, 2048, 8192, 32, 2048), samples=4),
-    Case(name="Llama 3B s=2048", config=_llama(28, 3072, 8192, 24, 2048), samples=2, engines=("ptdp", "hf"), **_LEAN),
-)  # fmt: skip
+    Case(
+        name="Llama 3B s=2048",
+        config=_llama(28, 3072, 8192, 24, 2048),
+        samples=2,
+        engines=("ptdp", "hf"),
+        **_LEAN,
+    ),
+)
 
 
 def toy(case: Case) -> Case:
@@ -144,24 +213,35 @@ def toy(case: Case) -> Case:
         changes["num_kv_heads"] = None if case.config.num_kv_heads is None else 2
     if case.config.ffn_hidden_size is not None:
         changes["ffn_hidden_size"] = 96
-    return replace(case, config=replace(case.config, **changes), samples=2, microbatches=min(case.microbatches, 2))
+    return replace(
+        case,
+        config=replace(case.config, **changes),
+        samples=2,
+        microbatches=min(case.microbatches, 2),
+    )
 
 
 def jobs(cases: Iterable[Case], variants: Iterable[Options] = ()) -> Iterator[Job]:
-    """All engines of all cases, in their order; directly behind ours, it with each of the case's and the other ``variants``."""
+    """All engines of all cases, in their order; directly behind ours, it with each of the case's
+    and the other ``variants``."""
     for case in cases:
         for engine in case.engines:
             yield Job(case=case, engine=engine)
             if engine in ("ptdp", "slice"):
-                yield from (Job(case=case, engine=engine, options=options) for options in (*case.variants, *variants))
+                yield from (
+                    Job(case=case, engine=engine, options=options)
+                    for options in (*case.variants, *variants)
+                )
 
 
 def flops(case: Case) -> tuple[float, float]:
-    """Operations of a step: with half of the attention's square, which a causal kernel skips, and with all of it.
+    """Operations of a step: with half of the attention's square, which a causal kernel skips, and
+    with all of it.
 
-    Model operations, as MFU has them (arXiv 2204.02311, appendix B); for a part of a large model hardware operations, as
-    arXiv 2104.04473 has them. Frozen matrices have no gradient: a third of their operations is not there.
-    """
+    Model operations, as MFU has them (arXiv 2204.02311, appendix B); for a part of a large model
+    hardware operations, as
+    arXiv 2104.04473 has them. Frozen matrices have no gradient: a third of their operations is not
+    there."""
     config, count = case.config, case.microbatches * case.samples
     s, h = config.sequence_length, config.hidden_size
     if isinstance(config, BertConfig):

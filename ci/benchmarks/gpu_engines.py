@@ -1,4 +1,5 @@
-"""The engines that ``gpu.py`` sets beside each other, each on the same model, batch, precision and optimizer."""
+"""The engines that ``gpu.py`` sets beside each other, each on the same model, batch, precision and
+optimizer."""
 
 from __future__ import annotations
 
@@ -33,20 +34,26 @@ RATE, DECAY = 1e-4, 0.1
 Batch = dict[str, Tensor]
 
 
-def contestant(job: Job, device: torch.device, *, quick: bool) -> tuple[Contestant, Callable[[], nn.Module]]:
+def contestant(
+    job: Job, device: torch.device, *, quick: bool
+) -> tuple[Contestant, Callable[[], nn.Module]]:
     """The engine of a job, and how to get at its model; ``quick`` compiles to nothing."""
     barrier = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     case = job.case
     torch.manual_seed(1)
     if job.engine in ("hf", "hf-compiled"):
         model = huggingface(case, device)
-        return BareLoop(plain_step(case, model, device, compiled=job.engine == "hf-compiled", quick=quick), barrier=barrier), (
-            lambda: model
-        )
+        return BareLoop(
+            plain_step(case, model, device, compiled=job.engine == "hf-compiled", quick=quick),
+            barrier=barrier,
+        ), (lambda: model)
     if job.engine == "slice":
         module, batch = LitSlice(case), hidden_states(case, device)
     elif job.engine == "ptdp-hf":
-        module, batch = LitHuggingFace(huggingface(case, device)), tokens(case, device, shifted=False)
+        module, batch = (
+            LitHuggingFace(huggingface(case, device)),
+            tokens(case, device, shifted=False),
+        )
     elif isinstance(case.config, BertConfig):
         module, batch = LitBert(case.config, adamw()), tokens(case, device, shifted=False)
     else:
@@ -100,7 +107,8 @@ def adamw() -> AdamWConfig:
 
 
 def tokens(case: Case, device: torch.device, *, shifted: bool) -> Batch:
-    """A step's random tokens (m b, s); labels are the next tokens, or for models that shift them (and for BERT) the same ones."""
+    """A step's random tokens (m b, s); labels are the next tokens, or for models that shift them
+    (and for BERT) the same ones."""
     shape = (case.microbatches * case.samples, case.config.sequence_length + 1)
     drawn = torch.randint(case.config.vocabulary_size, shape, device=device)
     ids = drawn[:, :-1].contiguous()
@@ -110,7 +118,7 @@ def tokens(case: Case, device: torch.device, *, shifted: bool) -> Batch:
     return batch
 
 
-# ---- Hugging Face ---------------------------------------------------------------------------------------------------------
+# ---- Hugging Face --------------------------------------------------------------------------------
 
 
 def huggingface(case: Case, device: torch.device) -> nn.Module:
@@ -127,7 +135,9 @@ def huggingface(case: Case, device: torch.device) -> nn.Module:
         import peft
 
         adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)  # as Lightning's bf16-true has them
+        model = peft.get_peft_model(
+            model, adapters, autocast_adapter_dtype=False
+        )  # as Lightning's bf16-true has them
     return model.train()
 
 
@@ -137,7 +147,9 @@ def optimizer_of(model: nn.Module, device: torch.device) -> torch.optim.Optimize
     return torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY, fused=device.type == "cuda")
 
 
-def plain_step(case: Case, model: nn.Module, device: torch.device, *, compiled: bool, quick: bool) -> Callable[[], None]:
+def plain_step(
+    case: Case, model: nn.Module, device: torch.device, *, compiled: bool, quick: bool
+) -> Callable[[], None]:
     """m forwards and backwards and the optimizer, as one writes it."""
     microbatches = [
         dict(zip(batch, parts, strict=True))
@@ -145,12 +157,16 @@ def plain_step(case: Case, model: nn.Module, device: torch.device, *, compiled: 
         for parts in zip(*(value.chunk(case.microbatches) for value in batch.values()), strict=True)
     ]
     optimizer = optimizer_of(model, device)
-    call: Callable[..., Any] = torch.compile(model, backend="eager" if quick else "inductor") if compiled else model
+    call: Callable[..., Any] = (
+        torch.compile(model, backend="eager" if quick else "inductor") if compiled else model
+    )
 
     def step() -> None:
         optimizer.zero_grad()
         for batch in microbatches:
-            with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bf16-mixed"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=case.precision == "bf16-mixed"
+            ):
                 loss = call(**batch).loss / case.microbatches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -175,7 +191,7 @@ class LitHuggingFace(L.LightningModule):
         return optimizer_of(self.model, self.device)
 
 
-# ---- a rank of a large model ----------------------------------------------------------------------------------------------
+# ---- a rank of a large model ---------------------------------------------------------------------
 
 
 class LitSlice(L.LightningModule):
@@ -193,7 +209,13 @@ class LitSlice(L.LightningModule):
     def configure_parallel(self) -> ParallelPlan:
         whole = gpt_plan(self.config, prefix="")
         inside = {name: kind for name, kind in whole.tensor.items() if name.startswith("blocks.")}
-        return ParallelPlan(blocks="blocks", tensor=inside, numbers=whole.numbers, selective=whole.selective, sequence="blocks")
+        return ParallelPlan(
+            blocks="blocks",
+            tensor=inside,
+            numbers=whole.numbers,
+            selective=whole.selective,
+            sequence="blocks",
+        )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x = batch["hidden"].requires_grad_()
@@ -209,7 +231,10 @@ class LitSlice(L.LightningModule):
 def hidden_states(case: Case, device: torch.device) -> Batch:
     """Return tensors in place of those from the stage before, and from the one after."""
     shape = (case.microbatches * case.samples, case.config.sequence_length, case.config.hidden_size)
-    return {name: torch.randn(shape, dtype=torch.bfloat16, device=device) for name in ("hidden", "gradient")}
+    return {
+        name: torch.randn(shape, dtype=torch.bfloat16, device=device)
+        for name in ("hidden", "gradient")
+    }
 
 
 class OneOfMany(LightningEnvironment):

@@ -24,7 +24,8 @@ class Measured:
     """Attributes:
     seconds: Of a step, in each round.
     peak_bytes: Of tensors on the GPU; 0 without one.
-    idle: Share of the time between the first and the last kernel of some steps in which none runs; None without a GPU.
+    idle: Share of the time between the first and the last kernel of some steps in which none runs;
+    None without a GPU.
     parameters: Of the model, tied ones once.
     """
 
@@ -51,7 +52,8 @@ def measure(contestant: Contestant, model: torch.nn.Module, *, on_gpu: bool) -> 
 
 
 def profiled_idle(contestant: Contestant) -> float | None:
-    """Return the idle time of some steps, whose kernels the profiler records; its own host time is counted as idle too."""
+    """Return the idle time of some steps, whose kernels the profiler records; its own host time is
+    counted as idle too."""
     with profile(activities=[ProfilerActivity.CUDA]):
         contestant.steps(1)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -63,8 +65,11 @@ def profiled_idle(contestant: Contestant) -> float | None:
 
 
 def idle_share(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """1 - (time in which anything runs on the device) / (from the first beginning to the last end); None if nothing ran."""
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in _WORK)
+    """1 - (time in which anything runs on the device) / (from the first beginning to the last end);
+    None if nothing ran."""
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") in _WORK
+    )
     if not spans:
         return None
     busy, reached = 0.0, spans[0][0]

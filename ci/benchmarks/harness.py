@@ -22,8 +22,11 @@ QUIET = {
 
 
 def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
-    """Parse the command line; ``--smoke`` sets the options in ``smoke``, with which the benchmark only shows that it runs."""
-    parser.add_argument("--smoke", action="store_true", help="one tiny round, to see that the benchmark runs")
+    """Parse the command line; ``--smoke`` sets the options in ``smoke``, with which the benchmark
+    only shows that it runs."""
+    parser.add_argument(
+        "--smoke", action="store_true", help="one tiny round, to see that the benchmark runs"
+    )
     options = parser.parse_args()
     if options.smoke:
         vars(options).update(smoke)
@@ -42,8 +45,11 @@ class Comparison:
     unit: str
 
 
-def compare(*, name: str, ours: Sequence[float], peer: Sequence[float], peer_name: str, unit: str) -> Comparison:
-    """Compare alternating samples by the median of their pairwise ratios, which slow drifts of the machine do not move."""
+def compare(
+    *, name: str, ours: Sequence[float], peer: Sequence[float], peer_name: str, unit: str
+) -> Comparison:
+    """Compare alternating samples by the median of their pairwise ratios, which slow drifts of the
+    machine do not move."""
     ratio = statistics.median(a / b for a, b in zip(ours, peer, strict=True))
     return Comparison(
         name=name,
@@ -61,5 +67,8 @@ def report(title: str, rows: Sequence[Comparison]) -> None:
     print(f"\n{title}   ({os.cpu_count()} cores, load {load})")
     print(f"{'what':<44}{'ours':>12}{'peer':>12}{'ratio':>9}  unit, peer")
     for row in rows:
-        print(f"{row.name:<44}{row.ours:>12.4g}{row.peer:>12.4g}{row.ratio:>9.3f}  {row.unit}, {row.peer_name}")
+        print(
+            f"{row.name:<44}{row.ours:>12.4g}{row.peer:>12.4g}{row.ratio:>9.3f}  {row.unit}, "
+            f"{row.peer_name}"
+        )
     print(json.dumps([asdict(row) for row in rows]))

@@ -2,13 +2,15 @@
 
 Run: python ci/benchmarks/host_time.py [--rounds 9] [--microbatches 64]
 
-A GPU computes as fast as the host tells it what; this is what the telling takes beside the model's own operations. Each stage multiplies
-16 x 4 numbers by one; groups are torch's fake ones, whose messages and collectives return at once. So one process is any rank of a
-pipeline. CPU seconds of the process, so that other load does not count, divided by the microbatches:
+A GPU computes as fast as the host tells it what; this is what the telling takes beside the model's
+own operations. Each stage multiplies 16 x 4 numbers by one; groups are torch's fake ones, whose
+messages and collectives return at once. So one process is any rank of a pipeline. CPU seconds of
+the process, so that other load does not count, divided by the microbatches:
 
-- the runtime as a middle rank of p = 4 (1F1B, zero bubble), beside torch.distributed.pipelining on the same groups and blocks;
-- the runtime without a pipeline, and Trainer(strategy="ptdp") with m microbatches, beside a bare loop and plain Lightning with
-  accumulate_grad_batches=m.
+- the runtime as a middle rank of p = 4 (1F1B, zero bubble), beside torch.distributed.pipelining on
+  the same groups and blocks;
+- the runtime without a pipeline, and Trainer(strategy="ptdp") with m microbatches, beside a bare
+  loop and plain Lightning with accumulate_grad_batches=m.
 """
 
 from __future__ import annotations
@@ -80,16 +82,23 @@ class AllKnown(dict[Any, Form]):
         return True
 
     def __missing__(self, key: Any) -> Form:
-        return Form(tensors=(TensorForm(SHAPE, torch.float32, differentiable=True, alike=True),), output=At(0))
+        return Form(
+            tensors=(TensorForm(SHAPE, torch.float32, differentiable=True, alike=True),),
+            output=At(0),
+        )
 
 
 def middle_rank(schedule: str, count: int) -> tuple[Step, Step]:
     """A step of ours, and of torch's, on rank 1 of 4."""
-    sizes, batch = Sizes(schedule=schedule, p=RANKS, v=1, m=count), torch.zeros(count * SHAPE[0], *SHAPE[1:])
+    sizes, batch = (
+        Sizes(schedule=schedule, p=RANKS, v=1, m=count),
+        torch.zeros(count * SHAPE[0], *SHAPE[1:]),
+    )
     ours = Ours(sizes, [Scale() for _ in range(RANKS)], batch)
     ours.transport.known = AllKnown()
     torchs = Torchs(sizes, [Scale() for _ in range(RANKS)], batch)
-    # Needed until torch 2.15: a stage asks its neighbours whether they know all shapes, and fake groups deliver zeros, which means no.
+    # Needed until torch 2.15: a stage asks its neighbours whether they know all shapes, and fake
+    # groups deliver zeros, which means no.
     with mock.patch.object(dist, "recv", _answer_yes):
         torchs.step()
     return ours.step, torchs.step
@@ -103,7 +112,9 @@ def alone(count: int) -> tuple[Step, Step]:
     """A step of the runtime without a pipeline, and of a bare loop."""
     stack, microbatches = Stack([Scale()]), [torch.zeros(SHAPE) for _ in range(count)]
     runtime = PipelineRuntime(cut=WholeModel(), transport=None, group=Group())
-    schedule = build_schedule("auto", pipeline_parallel_size=1, virtual_pipeline_size=1, num_microbatches=count)
+    schedule = build_schedule(
+        "auto", pipeline_parallel_size=1, virtual_pipeline_size=1, num_microbatches=count
+    )
 
     def bare() -> None:
         for microbatch in microbatches:
@@ -148,22 +159,34 @@ def measure(rounds: int = 9, count: int = 64) -> list[Comparison]:
 
     def row(name: str, peer_name: str, steps: tuple[Step, Step]) -> Comparison:
         ours, peer = in_turns(steps, rounds, count)
-        return compare(name=f"host, a microbatch: {name}", ours=ours, peer=peer, peer_name=peer_name, unit="us")
+        return compare(
+            name=f"host, a microbatch: {name}", ours=ours, peer=peer, peer_name=peer_name, unit="us"
+        )
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=RANK, world_size=RANKS)
     rows = [
-        row(f"runtime, rank {RANK} of {RANKS}, {name}", f"torch {PEERS[name]}", middle_rank(name, count))
+        row(
+            f"runtime, rank {RANK} of {RANKS}, {name}",
+            f"torch {PEERS[name]}",
+            middle_rank(name, count),
+        )
         for name in ("1f1b", "zb_h1")
     ]
     dist.destroy_process_group()
     rows.append(row("runtime, p=1", "bare loop", alone(count)))
-    ours = trainer(PTDPStrategy(num_microbatches=count), torch.zeros(count * SHAPE[0], *SHAPE[1:]), 1)
-    rows.append(row("Trainer, p=1", "plain Lightning", (ours, trainer("auto", torch.zeros(SHAPE), count))))
+    ours = trainer(
+        PTDPStrategy(num_microbatches=count), torch.zeros(count * SHAPE[0], *SHAPE[1:]), 1
+    )
+    rows.append(
+        row("Trainer, p=1", "plain Lightning", (ours, trainer("auto", torch.zeros(SHAPE), count)))
+    )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches", type=int, default=64)
     options = parse_options(parser, rounds=1, microbatches=4)

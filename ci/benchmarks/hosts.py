@@ -1,4 +1,5 @@
-"""Two hosts that are network namespaces of this machine, joined by a slow link: a veth pair that ``tc tbf`` limits in both directions."""
+"""Two hosts that are network namespaces of this machine, joined by a slow link: a veth pair that
+``tc tbf`` limits in both directions."""
 
 from __future__ import annotations
 
@@ -22,8 +23,14 @@ class NoHosts(Exception):
     """Namespaces cannot be made here: root, ip and tc are needed."""
 
 
-def start(parser: argparse.ArgumentParser, worker: Callable[[int, argparse.Namespace], None], *, local: int) -> None:
-    """Handle the command line of a benchmark over a slow link: start itself once a rank, or run one rank; ``parser`` has ``--mbit``."""
+def start(
+    parser: argparse.ArgumentParser,
+    worker: Callable[[int, argparse.Namespace], None],
+    *,
+    local: int,
+) -> None:
+    """Handle the command line of a benchmark over a slow link: start itself once a rank, or run one
+    rank; ``parser`` has ``--mbit``."""
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parse_options(parser, rounds=1)
     if options.worker is not None:
@@ -53,8 +60,20 @@ def run_on_hosts(script: str, arguments: Sequence[str], *, mbit: int, local: int
         _make(names, mbit)
         for rank in range(HOSTS * local):
             host = rank // local
-            command = ["ip", "netns", "exec", names[host], sys.executable, script, *arguments, "--worker", str(rank)]
-            ranks.append(subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": f"ptdp{host}"}))
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                names[host],
+                sys.executable,
+                script,
+                *arguments,
+                "--worker",
+                str(rank),
+            ]
+            ranks.append(
+                subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": f"ptdp{host}"})
+            )
         codes = [rank.wait(timeout=600) for rank in ranks]
         if any(codes):
             sys.exit(f"the ranks ended with {codes}")
@@ -75,10 +94,15 @@ def _make(names: Sequence[str], mbit: int) -> None:
             _shell(f"{inside} ip address add {address}/24 dev ptdp{host}")
             _shell(f"{inside} ip link set ptdp{host} up")
             _shell(f"{inside} ip link set lo up")
-            _shell(f"{inside} tc qdisc add dev ptdp{host} root tbf rate {mbit}mbit burst 256kb latency 200ms")
+            _shell(
+                f"{inside} tc qdisc add dev ptdp{host} root tbf rate {mbit}mbit burst 256kb "
+                "latency 200ms"
+            )
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         details = getattr(error, "stderr", "") or ""
-        raise NoHosts(f"two namespaces cannot be made here (root, ip and tc are needed): {error} {details}") from error
+        raise NoHosts(
+            f"two namespaces cannot be made here (root, ip and tc are needed): {error} {details}"
+        ) from error
 
 
 def _shell(command: str, *, check: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""Memory that a pipeline engine keeps for its messages, seen at ``dist.isend`` and ``dist.irecv``, which every engine calls."""
+"""Memory that a pipeline engine keeps for its messages, seen at ``dist.isend`` and ``dist.irecv``,
+which every engine calls."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """Bytes of receive buffers and of sent tensors of this process, and the most that there were at once.
+    """Bytes of receive buffers and of sent tensors of this process, and the most that there were at
+    once.
 
-    A receive buffer counts from when it is posted until it was waited for: then it is the stage's input. A sent tensor counts from its
-    send until its memory is freed, whoever keeps it. That is right for stages that do not need their own output for the backward.
-    """
+    A receive buffer counts from when it is posted until it was waited for: then it is the stage's
+    input. A sent tensor counts from its send until its memory is freed, whoever keeps it. That is
+    right for stages that do not need their own output for the backward."""
 
     def __init__(self) -> None:
         self.received = self.sent = self.peak_received = self.peak_sent = 0

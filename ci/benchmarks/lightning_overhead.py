@@ -1,7 +1,7 @@
 """Overhead of the strategy with all sizes 1, against a plain PyTorch loop on the same model.
 
-Run: python ci/benchmarks/lightning_overhead.py [--rounds 12] [--steps 4]
-Both loops run in one process, a few steps each in turn; ours includes everything that Lightning does between two batches.
+Run: python ci/benchmarks/lightning_overhead.py [--rounds 12] [--steps 4] Both loops run in one
+process, a few steps each in turn; ours includes everything that Lightning does between two batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from harness import QUIET, compare, parse_options, report
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import GPT, GPTConfig
 
-CONFIG = GPTConfig.gpt2(vocabulary_size=8192, sequence_length=128, num_layers=6, hidden_size=256, num_heads=8)
+CONFIG = GPTConfig.gpt2(
+    vocabulary_size=8192, sequence_length=128, num_layers=6, hidden_size=256, num_heads=8
+)
 BATCH = 8
 
 

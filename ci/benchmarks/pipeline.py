@@ -1,16 +1,22 @@
-"""Pipeline engines over their schedules' ideal: our runtime beside torch.distributed.pipelining, in the same processes, in turns.
+"""Pipeline engines over their schedules' ideal: our runtime beside torch.distributed.pipelining, in
+the same processes, in turns.
 
 Run: python ci/benchmarks/pipeline.py [--quick] [--only NAME] [--rounds 5]
 
-1. Stages that only sleep: 20 ms forward and 40 ms backward a rank and microbatch, split over the v chunks; where the schedule splits
-   the backward, 20 ms for each half. So step time over the schedule's ideal (its simulation with these costs and free messages)
-   is what the engine costs, and p = 8 fits on two cores. torch's ideal is that of the order in which torch computes. A second row
-   has a bare loop over our schedule that only sleeps and sends: what gloo, timers and the cores cost by themselves, the floor.
-2. What is kept for messages: receive buffers posted and not yet waited for, and sent tensors alive, in bytes, the most on any rank.
-3. A real stack of GPT blocks, a step without optimizer. p = 4 has more processes than a small machine has cores.
+1. Stages that only sleep: 20 ms forward and 40 ms backward a rank and microbatch, split over the v
+   chunks; where the schedule splits the backward, 20 ms for each half. So step time over the
+   schedule's ideal (its simulation with these costs and free messages) is what the engine costs,
+   and p = 8 fits on two cores. torch's ideal is that of the order in which torch computes. A second
+   row has a bare loop over our schedule that only sleeps and sends: what gloo, timers and the cores
+   cost by themselves, the floor.
+2. What is kept for messages: receive buffers posted and not yet waited for, and sent tensors alive,
+   in bytes, the most on any rank.
+3. A real stack of GPT blocks, a step without optimizer. p = 4 has more processes than a small
+   machine has cores.
 
-A step is measured from the first rank's start to the last rank's end; both engines' gradients are compared before. The sleeping stages
-leave most of the machine idle; where others use it meanwhile, ``chrt -f 10 python ci/benchmarks/pipeline.py --only …`` keeps them
+A step is measured from the first rank's start to the last rank's end; both engines' gradients are
+compared before. The sleeping stages leave most of the machine idle; where others use it meanwhile,
+``chrt -f 10 python ci/benchmarks/pipeline.py --only …`` keeps them
 out (and waiting: not for the GPT, please).
 """
 
@@ -43,7 +49,9 @@ from lightning_ptdp.schedule import Costs
 
 FORWARD, INPUT, WEIGHT = 0.020, 0.020, 0.020  # seconds a rank and microbatch
 SMALL, LARGE = (4, 16), (1024, 1024)  # float32 hidden states: 256 bytes, 4 MiB
-GPT = GPTConfig.gpt2(num_layers=8, hidden_size=256, num_heads=8, sequence_length=128)  # 6.3 M parameters in its blocks
+GPT = GPTConfig.gpt2(
+    num_layers=8, hidden_size=256, num_heads=8, sequence_length=128
+)  # 6.3 M parameters in its blocks
 
 SLEEPING = [
     Sizes(schedule="1f1b", p=4, v=1, m=8),
@@ -53,7 +61,11 @@ SLEEPING = [
     Sizes(schedule="zb_v", p=4, v=2, m=8),
 ]
 MESSAGES = [Sizes(schedule="interleaved_1f1b", p=p, v=2, m=32) for p in (2, 4)]
-REAL = [Sizes(schedule=name, p=p, v=v, m=8) for p in (2, 4) for name, v in zip(PEERS, (1, 2, 1, 2), strict=True)]
+REAL = [
+    Sizes(schedule=name, p=p, v=v, m=8)
+    for p in (2, 4)
+    for name, v in zip(PEERS, (1, 2, 1, 2), strict=True)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +117,9 @@ def sleeping_case(sizes: Sizes, shape: tuple[int, ...] = SMALL, *, speed: float 
         weight=WEIGHT * unit if splits else 0.0,
     )
     return Case(
-        name=f"{sizes}" if shape == SMALL else f"{sizes}, {torch.Size(shape).numel() * 4 >> 20} MiB",
+        name=f"{sizes}"
+        if shape == SMALL
+        else f"{sizes}, {torch.Size(shape).numel() * 4 >> 20} MiB",
         sizes=sizes,
         blocks=lambda: [SleepingBlock(sleeps) for _ in range(sizes.p * sizes.v)],
         batch=lambda: torch.zeros(sizes.m * shape[0], *shape[1:]),
@@ -124,7 +138,12 @@ def gpt_case(sizes: Sizes) -> Case:
         name=f"GPT, {sizes}",
         sizes=sizes,
         blocks=blocks,
-        batch=lambda: torch.randn(sizes.m, GPT.sequence_length, GPT.hidden_size, generator=torch.Generator().manual_seed(0)),
+        batch=lambda: torch.randn(
+            sizes.m,
+            GPT.sequence_length,
+            GPT.hidden_size,
+            generator=torch.Generator().manual_seed(0),
+        ),
     )
 
 
@@ -154,7 +173,9 @@ def check_gradients(ours: Ours, peer: Torchs) -> None:
 def worker(rank: int, store: str, case: Case, rounds: int, outcomes: Any) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.sizes.p)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=case.sizes.p
+    )
     blocks, batch = case.blocks(), case.batch()
     ours, peer = Ours(case.sizes, copy.deepcopy(blocks), batch), Torchs(case.sizes, blocks, batch)
     for engine in (ours, peer):  # shapes are learnt
@@ -163,7 +184,9 @@ def worker(rank: int, store: str, case: Case, rounds: int, outcomes: Any) -> Non
     gc.collect()
     gc.freeze()
     engines: list[Any] = (
-        [peer, ours] if case.costs is None else [Bare(ours, case.costs, batch.chunk(case.sizes.m)[0]), peer, ours]
+        [peer, ours]
+        if case.costs is None
+        else [Bare(ours, case.costs, batch.chunk(case.sizes.m)[0]), peer, ours]
     )
     spans: list[list[tuple[float, float]]] = [[] for _ in engines]
     for turn in range(rounds):
@@ -175,7 +198,10 @@ def worker(rank: int, store: str, case: Case, rounds: int, outcomes: Any) -> Non
     peer_bytes = max(received, peer.held_receive_bytes), sent
     ideals = None
     if case.costs is not None:
-        ideals = ideal(ours.schedule, case.costs), ideal(torchs_schedule(peer.schedule, ours.schedule), case.costs)
+        ideals = (
+            ideal(ours.schedule, case.costs),
+            ideal(torchs_schedule(peer.schedule, ours.schedule), case.costs),
+        )
     outcomes.put(Outcome(ours_spans, peer_spans, bare_spans, ours_bytes, peer_bytes, ideals))
     dist.barrier()
     dist.destroy_process_group()
@@ -186,19 +212,28 @@ def run(case: Case, rounds: int) -> list[Outcome]:
     outcomes = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (os.path.join(folder, "store"), case, rounds, outcomes)
-        mp.start_processes(worker, arguments, nprocs=case.sizes.p, start_method="fork")  # what they put fits into the pipe
+        mp.start_processes(
+            worker, arguments, nprocs=case.sizes.p, start_method="fork"
+        )  # what they put fits into the pipe
     return [outcomes.get() for _ in range(case.sizes.p)]
 
 
 def step_times(spans: Sequence[list[tuple[float, float]]]) -> list[float]:
     """From the first start to the last end, for each step."""
-    return [max(end for _, end in step) - min(start for start, _ in step) for step in zip(*spans, strict=True)]
+    return [
+        max(end for _, end in step) - min(start for start, _ in step)
+        for step in zip(*spans, strict=True)
+    ]
 
 
 def rows_of_times(case: Case, rounds: int) -> list[Comparison]:
-    """Step time beside torch's; over the ideal, and beside the bare loop's too, where stages sleep."""
+    """Step time beside torch's; over the ideal, and beside the bare loop's too, where stages
+    sleep."""
     outcomes = run(case, rounds)
-    ours, peer = step_times([outcome.ours for outcome in outcomes]), step_times([outcome.peer for outcome in outcomes])
+    ours, peer = (
+        step_times([outcome.ours for outcome in outcomes]),
+        step_times([outcome.peer for outcome in outcomes]),
+    )
     peer_name, ideals = f"torch {PEERS[case.sizes.schedule]}", outcomes[0].ideals
     if ideals is None:
         return [told(compare(name=case.name, ours=ours, peer=peer, peer_name=peer_name, unit="s"))]
@@ -208,32 +243,57 @@ def rows_of_times(case: Case, rounds: int) -> list[Comparison]:
     peer_name = f"{peer_name}; ideal {ideals[0] * 1e3:.0f} ms{also}"
     return [
         told(compare(name=case.name, ours=ours, peer=peer, peer_name=peer_name, unit="x ideal")),
-        told(compare(name=f"{case.name}, floor", ours=ours, peer=bare, peer_name="bare gloo loop", unit="x ideal")),
+        told(
+            compare(
+                name=f"{case.name}, floor",
+                ours=ours,
+                peer=bare,
+                peer_name="bare gloo loop",
+                unit="x ideal",
+            )
+        ),
     ]
 
 
 def told(row: Comparison) -> Comparison:
     """Printed at once: all rows together take minutes."""
-    print(f"{row.name}: {row.ours:.3f}, {row.peer_name.partition(';')[0]} {row.peer:.3f} {row.unit}", flush=True)
+    print(
+        f"{row.name}: {row.ours:.3f}, {row.peer_name.partition(';')[0]} {row.peer:.3f} {row.unit}",
+        flush=True,
+    )
     return row
 
 
 def rows_of_bytes(sizes: Sizes) -> list[Comparison]:
-    """The most that any rank keeps for messages; torch's with the options that it has by default."""
+    """The most that any rank keeps for messages; torch's with the options that it has by
+    default."""
     outcomes = run(sleeping_case(sizes, (64, 1024), speed=5.0), 1)
     rows = []
     for index, name in enumerate(("receive buffers", "sent tensors")):
-        ours, peer = (max(getattr(o, field)[index] for o in outcomes) / 2**20 for field in ("ours_bytes", "peer_bytes"))
+        ours, peer = (
+            max(getattr(o, field)[index] for o in outcomes) / 2**20
+            for field in ("ours_bytes", "peer_bytes")
+        )
         peer_name = f"torch {PEERS[sizes.schedule]}; a hidden state is 0.25"
-        rows.append(compare(name=f"{name}, {sizes}", ours=[ours], peer=[peer], peer_name=peer_name, unit="MiB"))
+        rows.append(
+            compare(
+                name=f"{name}, {sizes}", ours=[ours], peer=[peer], peer_name=peer_name, unit="MiB"
+            )
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="steps of each engine")
     parser.add_argument("--quick", action="store_true", help="two rounds")
-    parser.add_argument("--only", default="", help="only rows with this in their name: 'zb_v', 'GPT', 'MiB', 'buffers', …")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only rows with this in their name: 'zb_v', 'GPT', 'MiB', 'buffers', …",
+    )
     options = parse_options(parser, rounds=1, only="1f1b p=4 m=8")
     rounds = 2 if options.quick else options.rounds
     torch.set_num_threads(1)
@@ -241,7 +301,10 @@ def main() -> None:
     chosen = [case for case in [*cases, *map(gpt_case, REAL)] if options.only in case.name]
     rows = [row for case in chosen for row in rows_of_times(case, rounds)]
     rows += [
-        row for sizes in MESSAGES if options.only in f"receive buffers, sent tensors, {sizes}" for row in rows_of_bytes(sizes)
+        row
+        for sizes in MESSAGES
+        if options.only in f"receive buffers, sent tensors, {sizes}"
+        for row in rows_of_bytes(sizes)
     ]
     report("Pipeline", rows)
 

@@ -1,4 +1,5 @@
-"""The same stack of blocks under our pipeline runtime and under ``torch.distributed.pipelining``, without a Trainer; and their floor."""
+"""The same stack of blocks under our pipeline runtime and under ``torch.distributed.pipelining``,
+without a Trainer; and their floor."""
 
 from __future__ import annotations
 
@@ -52,10 +53,17 @@ class Sizes:
 
     def build(self) -> Schedule:
         """Our schedule."""
-        return build_schedule(self.schedule, pipeline_parallel_size=self.p, virtual_pipeline_size=self.v, num_microbatches=self.m)
+        return build_schedule(
+            self.schedule,
+            pipeline_parallel_size=self.p,
+            virtual_pipeline_size=self.v,
+            num_microbatches=self.m,
+        )
 
     def __str__(self) -> str:
-        return f"{self.schedule} p={self.p}" + (f" v={self.v}" if self.v > 1 else "") + f" m={self.m}"
+        return (
+            f"{self.schedule} p={self.p}" + (f" v={self.v}" if self.v > 1 else "") + f" m={self.m}"
+        )
 
 
 class Stack(nn.Module):
@@ -85,7 +93,12 @@ class Job:
         return tuple(self._microbatches[microbatch].shape)
 
     def begin(self, stage: int, microbatch: int) -> Forward:
-        return Forward(hook="training_step", stage=stage, microbatch=microbatch, whole=self._microbatches[microbatch])
+        return Forward(
+            hook="training_step",
+            stage=stage,
+            microbatch=microbatch,
+            whole=self._microbatches[microbatch],
+        )
 
     def forward(self, forward: Forward) -> Tensor:
         return self._stack(forward.batch)
@@ -133,7 +146,10 @@ class Ours:
         self.parameters = list(stack.parameters())
         self._job = Job(stack, batch.chunk(sizes.m))
         self._runtime = PipelineRuntime(
-            cut=cut, transport=self.transport, group=self.mesh.group("pipeline"), surroundings=surroundings
+            cut=cut,
+            transport=self.transport,
+            group=self.mesh.group("pipeline"),
+            surroundings=surroundings,
         )
 
     def step(self) -> None:
@@ -144,7 +160,8 @@ class Ours:
 
 
 class Bare:
-    """The floor: the actions of our program as a bare loop that sleeps and sends tensors over gloo. No module, no autograd.
+    """The floor: the actions of our program as a bare loop that sleeps and sends tensors over gloo.
+    No module, no autograd.
 
     Args:
         ours: Its schedule and communicators are used.
@@ -176,8 +193,14 @@ class Bare:
                 if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
                     sent.append((dist.isend(buffer, channel.destination, group=group), buffer))
                 else:
-                    use = ActionKind.FORWARD if action.kind is ActionKind.RECEIVE_FORWARD else ActionKind.BACKWARD
-                    posted[use, action.stage, action.microbatch] = dist.irecv(buffer, channel.source, group=group)
+                    use = (
+                        ActionKind.FORWARD
+                        if action.kind is ActionKind.RECEIVE_FORWARD
+                        else ActionKind.BACKWARD
+                    )
+                    posted[use, action.stage, action.microbatch] = dist.irecv(
+                        buffer, channel.source, group=group
+                    )
         for work, _ in sent:
             work.wait()
 
@@ -185,9 +208,9 @@ class Bare:
 class Torchs:
     """``torch.distributed.pipelining``; arguments as for ``Ours``.
 
-    Where the schedule splits the backward, sleeping blocks get a ``dw_builder``, torch's hook for weight gradients of one's own; other
-    blocks are left to its walk over the autograd graph, as its users leave them.
-    """
+    Where the schedule splits the backward, sleeping blocks get a ``dw_builder``, torch's hook for
+    weight gradients of one's own; other blocks are left to its walk over the autograd graph, as its
+    users leave them."""
 
     def __init__(self, sizes: Sizes, blocks: Sequence[nn.Module], batch: Tensor) -> None:
         rank, schedule = dist.get_rank(), sizes.build()
@@ -210,7 +233,9 @@ class Torchs:
         kind = getattr(pipelining, PEERS[sizes.schedule])
         stages = self.stages[0] if kind is pipelining.Schedule1F1B else self.stages
         self.schedule = kind(stages, sizes.m, loss_fn=loss_of, scale_grads=False)
-        self.parameters = [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+        self.parameters = [
+            parameter for stage in self.stages for parameter in stage.submod.parameters()
+        ]
         self._arguments = (batch,) if self.stages[0].is_first else ()
         self._target = batch if any(stage.is_last for stage in self.stages) else None
 
@@ -222,8 +247,14 @@ class Torchs:
 
     @property
     def held_receive_bytes(self) -> int:
-        """Receive buffers that the stages keep between steps (the older versions of torch make all of them at once)."""
-        infos = [info for stage in self.stages for kept in (stage.args_recv_info, stage.grad_recv_info) for info in kept.values()]
+        """Receive buffers that the stages keep between steps (the older versions of torch make all
+        of them at once)."""
+        infos = [
+            info
+            for stage in self.stages
+            for kept in (stage.args_recv_info, stage.grad_recv_info)
+            for info in kept.values()
+        ]
         buffers = [getattr(info, "buffer", None) for row in infos for info in row]
         return sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))
 
@@ -245,7 +276,7 @@ def _ranges(layers: int, stages: int) -> list[tuple[int, int]]:
     return [(stage * each, (stage + 1) * each) for stage in range(stages)]
 
 
-# ---- the ideal --------------------------------------------------------------------------------------------------------
+# ---- the ideal -----------------------------------------------------------------------------------
 
 
 def ideal(schedule: Schedule, costs: Costs) -> float:
@@ -254,23 +285,36 @@ def ideal(schedule: Schedule, costs: Costs) -> float:
 
 
 _PRINTED = re.compile(r"(\d+)(F|B|I|W)(\d+)")
-_KINDS = {"F": (ActionKind.FORWARD,), "B": (ActionKind.BACKWARD,), "I": (ActionKind.BACKWARD,), "W": (ActionKind.WEIGHT,)}
+_KINDS = {
+    "F": (ActionKind.FORWARD,),
+    "B": (ActionKind.BACKWARD,),
+    "I": (ActionKind.BACKWARD,),
+    "W": (ActionKind.WEIGHT,),
+}
 
 
 def torchs_schedule(schedule: Any, ours: Schedule) -> Schedule:
     """The order in which torch computes, as a schedule of ours, so that it has an ideal of its own.
 
-    Its printed actions are read: ``3F1`` is the forward of microbatch 1 on stage 3, ``B`` a whole backward, ``I`` and ``W`` its halves.
-    Its 1F1B is no list of actions but a loop with ours' order.
-    """
+    Its printed actions are read: ``3F1`` is the forward of microbatch 1 on stage 3, ``B`` a whole
+    backward, ``I`` and ``W`` its halves. Its 1F1B is no list of actions but a loop with ours'
+    order."""
     if not hasattr(schedule, "pipeline_order_with_comms"):
         return ours
     order, programs = schedule.pipeline_order_with_comms, []
     for rank in sorted(order):
         found = [_PRINTED.fullmatch(str(action)) for action in order[rank] if action is not None]
         actions = [match.groups() for match in found if match is not None]
-        whole = (ActionKind.BACKWARD, ActionKind.WEIGHT) if ours.splits_backward else (ActionKind.BACKWARD,)
+        whole = (
+            (ActionKind.BACKWARD, ActionKind.WEIGHT)
+            if ours.splits_backward
+            else (ActionKind.BACKWARD,)
+        )
         kinds = _KINDS | {"B": whole}
-        programs.append(tuple(Action(kind, int(s), int(mb)) for s, letter, mb in actions for kind in kinds[letter]))
+        programs.append(
+            tuple(
+                Action(kind, int(s), int(mb)) for s, letter, mb in actions for kind in kinds[letter]
+            )
+        )
     sizes = ours.pipeline_parallel_size, ours.virtual_pipeline_size, ours.num_microbatches
     return lower(Schedule(f"torch {ours.name}", *sizes, tuple(programs), ours.placement))

@@ -1,10 +1,11 @@
-"""The planner's expectation of a step on this machine, beside the step: seconds and bytes of layouts of two GPTs and a Llama.
+"""The planner's expectation of a step on this machine, beside the step: seconds and bytes of
+layouts of two GPTs and a Llama.
 
 Run: python ci/benchmarks/planner.py [--steps 4] [--only a]
 
-First ``ptdp doctor --calibrate`` for 1, 2 and 4 processes, then ``ptdp bench`` of each layout with what that measured; nine minutes on two
-cores that do nothing else. "ours" is what was expected and "peer" what was measured, so that 1 is right.
-"""
+First ``ptdp doctor --calibrate`` for 1, 2 and 4 processes, then ``ptdp bench`` of each layout with
+what that measured; nine minutes on two cores that do nothing else. "ours" is what was expected and
+"peer" what was measured, so that 1 is right."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from typing import Any
 from harness import Comparison, parse_options, report
 
 LENGTH = 256
-T, P, SP = (f"--trainer.strategy.{name}" for name in ("tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel"))
+T, P, SP = (
+    f"--trainer.strategy.{name}"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel")
+)
 MODELS = {  # a recipe, h, l, heads, samples of a microbatch
     "a": ("gpt/nano", 256, 6, 8, 4),
     "b": ("gpt/nano", 512, 8, 8, 2),
@@ -37,18 +41,30 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, int]]] = {  # processes, microbatch
 
 def ptdp(*arguments: object, folder: Path) -> str:
     call = [sys.executable, "-m", "lightning_ptdp", *map(str, arguments)]
-    return subprocess.run(call, cwd=folder, check=True, capture_output=True, text=True, timeout=300).stdout
+    return subprocess.run(
+        call, cwd=folder, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
 
 
 def bench(model: str, layout: str, steps: int, folder: Path) -> dict[str, Any]:
     recipe, h, layers, heads, samples = MODELS[model]
     devices, microbatches, degrees = LAYOUTS[layout]
     options: dict[str, object] = {
-        "--warmup": 1, "--steps": steps, "--trainer.devices": devices, "--model.config.hidden_size": h, "--model.config.num_layers": layers,
-        "--model.config.num_heads": heads, "--model.config.sequence_length": LENGTH, "--data.sequence_length": LENGTH,
-        "--data.micro_batch_size": samples, "--data.num_microbatches": microbatches,
-        "--trainer.strategy.num_microbatches": microbatches, "--trainer.strategy.virtual_pipeline_size": 1, T: 1, P: 1,
-    }  # fmt: skip
+        "--warmup": 1,
+        "--steps": steps,
+        "--trainer.devices": devices,
+        "--model.config.hidden_size": h,
+        "--model.config.num_layers": layers,
+        "--model.config.num_heads": heads,
+        "--model.config.sequence_length": LENGTH,
+        "--data.sequence_length": LENGTH,
+        "--data.micro_batch_size": samples,
+        "--data.num_microbatches": microbatches,
+        "--trainer.strategy.num_microbatches": microbatches,
+        "--trainer.strategy.virtual_pipeline_size": 1,
+        T: 1,
+        P: 1,
+    }
     if T not in degrees:
         options[SP] = "false"
     given = [word for pair in (options | degrees).items() for word in pair]
@@ -57,13 +73,17 @@ def bench(model: str, layout: str, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", default="abc", help="models (default abc)")
     given = parse_options(parser, steps=1, only="a")
     rows = []
     with tempfile.TemporaryDirectory() as root:
-        folders = {devices: Path(root, str(devices)) for devices in ((1,) if given.smoke else (1, 2, 4))}
+        folders = {
+            devices: Path(root, str(devices)) for devices in ((1,) if given.smoke else (1, 2, 4))
+        }
         for devices, folder in folders.items():
             folder.mkdir()
             ptdp("doctor", "--calibrate", "--devices", devices, folder=folder)
@@ -79,7 +99,14 @@ def main() -> None:
                 for what, expected, measured, unit in figures:
                     name = f"{model} {layout}, {what}"
                     ratio = expected / measured
-                    row = Comparison(name=name, ours=expected, peer=measured, peer_name="measured", ratio=ratio, unit=unit)
+                    row = Comparison(
+                        name=name,
+                        ours=expected,
+                        peer=measured,
+                        peer_name="measured",
+                        ratio=ratio,
+                        unit=unit,
+                    )
                     rows.append(row)
     report("What the planner expects, beside what is measured", rows)
 

@@ -1,4 +1,5 @@
-"""Blocks that only sleep: a pipeline of them shows what the engine itself costs, also on a machine with few cores."""
+"""Blocks that only sleep: a pipeline of them shows what the engine itself costs, also on a machine
+with few cores."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ class Sleeps:
 class SleepingBlock(nn.Module):
     """(...) -> (...), the same values; the gradient of its weight is 1 for each microbatch.
 
-    With ``sleeps.weight`` somebody must ask for the weight gradient: our runtime by setting ``weight_gradients``, a pipeline that hands
-    out functions to call later by calling ``add_weight_gradient``.
-    """
+    With ``sleeps.weight`` somebody must ask for the weight gradient: our runtime by setting
+    ``weight_gradients``, a pipeline that hands out functions to call later by calling
+    ``add_weight_gradient``."""
 
     def __init__(self, sleeps: Sleeps, *, size: int = 1) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
 """Share of the reductions in a step over a slow link: the step less the same step without them.
 
-Run as root: python ci/benchmarks/slow_link.py [--mbit 200] [--rounds 6] [--only GPT]; data_parallel.py runs it too.
+Run as root: python ci/benchmarks/slow_link.py [--mbit 200] [--rounds 6] [--only GPT];
+data_parallel.py runs it too.
 
-Two replicas on two hosts (``hosts.py``). The layers sleep as long as a backward of their share of the model's products would take, and
-have their share of its parameters, so that the machine's load does not move the figure: a GPT's head comes first in the backward and
-its embedding last, both large; nearly all of VGG-16's parameters come before nearly all of its work.
-"""
+Two replicas on two hosts (``hosts.py``). The layers sleep as long as a backward of their share of
+the model's products would take, and have their share of its parameters, so that the machine's load
+does not move the figure: a GPT's head comes first in the backward and its embedding last, both
+large; nearly all of VGG-16's parameters come before nearly all of its work."""
 
 from __future__ import annotations
 
@@ -30,16 +31,35 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data_parallel import GradientBuckets
 from lightning_ptdp.data_parallel.bucket import Bucket
 
-_CONVOLUTIONS = [(64, 3, 224), (64, 64, 224), (128, 64, 112), (128, 128, 112), (256, 128, 56), (256, 256, 56), (256, 256, 56)]
-_CONVOLUTIONS += [(512, 256, 28), (512, 512, 28), (512, 512, 28), (512, 512, 14), (512, 512, 14), (512, 512, 14)]
+_CONVOLUTIONS = [
+    (64, 3, 224),
+    (64, 64, 224),
+    (128, 64, 112),
+    (128, 128, 112),
+    (256, 128, 56),
+    (256, 256, 56),
+    (256, 256, 56),
+]
+_CONVOLUTIONS += [
+    (512, 256, 28),
+    (512, 512, 28),
+    (512, 512, 28),
+    (512, 512, 14),
+    (512, 512, 14),
+    (512, 512, 14),
+]
 PROFILES: dict[str, list[tuple[float, float]]] = {
     "GPT": [(51.5, 0), *[(12.6, 12.6)] * 24, (51.5, 51.5)],
     "VGG-16": [
-        *((out * into * 9 / 1e6, out * into * 9 * size**2 / 1e6) for out, into, size in _CONVOLUTIONS),
+        *(
+            (out * into * 9 / 1e6, out * into * 9 * size**2 / 1e6)
+            for out, into, size in _CONVOLUTIONS
+        ),
         *((million, million) for million in (102.8, 16.8, 4.1)),
     ],
 }
-"""By model, its layers in forward order: (millions of parameters, millions of products a token or picture)."""
+"""By model, its layers in forward order: (millions of parameters, millions of products a token or
+picture)."""
 BACKWARD_S, FORWARD_S = 1.0, 0.1
 BUCKETS = 22  # of 25 MiB, in a model of 140 M parameters
 
@@ -83,12 +103,16 @@ def ours(model: nn.Module, bucket_mb: float) -> Contestant:
             callbacks=[turns],
             **QUIET,
         )
-        trainer.fit(Lit(model), torch.utils.data.DataLoader([torch.ones(1)] * 10**6, batch_size=None))
+        trainer.fit(
+            Lit(model), torch.utils.data.DataLoader([torch.ones(1)] * 10**6, batch_size=None)
+        )
 
     return TrainerLoop(fit)
 
 
-def ddp(model: nn.Module, bucket_mb: float) -> tuple[Contestant, nn.parallel.DistributedDataParallel]:
+def ddp(
+    model: nn.Module, bucket_mb: float
+) -> tuple[Contestant, nn.parallel.DistributedDataParallel]:
     wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -128,17 +152,27 @@ def exposed(profile: str, *, mbit: int, rounds: int) -> Comparison:
     # Whatever else the machine does only adds.
     left = [min(long) - min(short) for long, short in zip(with_them, without, strict=True)]
     name = f"exposed reduction, {profile}, {megabytes:.0f} MB, {mbit} Mbit/s"
-    return compare(name=name, ours=left[:1], peer=left[1:], peer_name="DistributedDataParallel", unit="s")
+    return compare(
+        name=name, ours=left[:1], peer=left[1:], peer_name="DistributedDataParallel", unit="s"
+    )
 
 
 def worker(rank: int, options: argparse.Namespace) -> None:
     """One replica."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE="2", NODE_RANK=str(rank), GROUP_RANK=str(rank))
-    os.environ.update(TORCHELASTIC_RUN_ID="benchmark", LOCAL_WORLD_SIZE="1")  # everyone is here already
+    os.environ.update(
+        LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE="2", NODE_RANK=str(rank), GROUP_RANK=str(rank)
+    )
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="benchmark", LOCAL_WORLD_SIZE="1"
+    )  # everyone is here already
     dist.init_process_group("gloo", init_method=INIT_METHOD, rank=rank, world_size=2)
-    rows = [exposed(name, mbit=options.mbit, rounds=options.rounds) for name in PROFILES if options.only in name]
+    rows = [
+        exposed(name, mbit=options.mbit, rounds=options.rounds)
+        for name in PROFILES
+        if options.only in name
+    ]
     if rank == 0:
         report("Data parallelism over a slow link", rows)
         sys.stdout.flush()
@@ -147,10 +181,14 @@ def worker(rank: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mbit", type=int, default=200, help="of the link between the hosts")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--only", default="", help="only models with this in their name: 'GPT', 'VGG-16'")
+    parser.add_argument(
+        "--only", default="", help="only models with this in their name: 'GPT', 'VGG-16'"
+    )
     start(parser, worker, local=1)
 
 

@@ -1,12 +1,14 @@
-"""A transformer layer over two tensor-parallel ranks: ours beside DTensor's ``parallelize_module`` and Megatron-core's layer, in turns.
+"""A transformer layer over two tensor-parallel ranks: ours beside DTensor's ``parallelize_module``
+and Megatron-core's layer, in turns.
 
 Run: python ci/benchmarks/tensor_parallel.py [--rounds 15] [--tokens 256] [--megatron FOLDER]
 
-One layer (LayerNorm, fused QKV, causal attention by torch's kernel, GELU, biases; float32), forward and backward, with and without
-sequence parallelism. Weights are the same in all, and outputs and gradients are compared before anything is timed. Ours and DTensor's
-are the same module, our GPT's block. Megatron-core's is its own, with torch's attention and norms, and buffers on the CPU, in the
-place of what needs CUDA; it is left out where it cannot be imported (``pip install --no-deps --target FOLDER megatron-core`` is enough).
-"""
+One layer (LayerNorm, fused QKV, causal attention by torch's kernel, GELU, biases; float32), forward
+and backward, with and without sequence parallelism. Weights are the same in all, and outputs and
+gradients are compared before anything is timed. Ours and DTensor's are the same module, our GPT's
+block. Megatron-core's is its own, with torch's attention and norms, and buffers on the CPU, in the
+place of what needs CUDA; it is left out where it cannot be imported (``pip install --no-deps
+--target FOLDER megatron-core`` is enough)."""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ T, SAMPLES, HEAD = 2, 2, 64
 def make_block(hidden: int) -> Block:
     """The layer, whole."""
     torch.manual_seed(1)
-    config = GPTConfig.gpt2(num_layers=1, hidden_size=hidden, num_heads=hidden // HEAD, sequence_length=4096)
+    config = GPTConfig.gpt2(
+        num_layers=1, hidden_size=hidden, num_heads=hidden // HEAD, sequence_length=4096
+    )
     block = Block(config)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -67,14 +71,20 @@ def ours(block: Block, hidden: int, group: Group, sequence_parallel: bool) -> nn
     }
     for name, kind in kinds.items():
         new, _ = shard_module(
-            layer.get_submodule(name), kind, group=group, sequence_parallel=sequence_parallel, shared={}, enters=True
+            layer.get_submodule(name),
+            kind,
+            group=group,
+            sequence_parallel=sequence_parallel,
+            shared={},
+            enters=True,
         )
         layer.set_submodule(name, new)
     return layer
 
 
 def dtensors(block: Block, group: Group, sequence_parallel: bool) -> nn.Module:
-    """DTensor's layer: its contiguous rows of the fused projection are the ones that our members have."""
+    """DTensor's layer: its contiguous rows of the fused projection are the ones that our members
+    have."""
     layer = copy.deepcopy(block)
     with torch.no_grad():
         qkv = layer.attention.qkv
@@ -89,14 +99,19 @@ def dtensors(block: Block, group: Group, sequence_parallel: bool) -> nn.Module:
             "mlp.down": RowwiseParallel(),
         }
     else:
-        gather = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
+        gather = {
+            "input_layouts": (Shard(1), None, None),
+            "desired_input_layouts": (Replicate(), None, None),
+        }
         plan = {
             "norm_1": SequenceParallel(),
             "attention": PrepareModuleInput(**gather),
             "attention.qkv": ColwiseParallel(),
             "attention.projection": RowwiseParallel(output_layouts=Shard(1)),
             "norm_2": SequenceParallel(),
-            "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "mlp": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             "mlp.up": ColwiseParallel(),
             "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
         }
@@ -111,7 +126,9 @@ class TorchAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        )
 
 
 class TorchNorm(nn.LayerNorm):
@@ -121,7 +138,9 @@ class TorchNorm(nn.LayerNorm):
         super().__init__(hidden_size, eps)
 
 
-def megatrons(block: Block, hidden: int, rank: int, sequence_parallel: bool) -> Callable[[Tensor], Tensor] | None:
+def megatrons(
+    block: Block, hidden: int, rank: int, sequence_parallel: bool
+) -> Callable[[Tensor], Tensor] | None:
     """Megatron-core's layer on (b, s, h), or None where it is not there."""
     try:
         from megatron.core import parallel_state
@@ -132,13 +151,23 @@ def megatrons(block: Block, hidden: int, rank: int, sequence_parallel: bool) -> 
         return None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]  # where it makes its buffers
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=T, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=T, create_gloo_process_groups=False
+        )
     config = TransformerConfig(
-        num_layers=1, hidden_size=hidden, num_attention_heads=hidden // HEAD, use_cpu_initialization=True,
-        hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=T, sequence_parallel=sequence_parallel,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, persist_layer_norm=False,
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=hidden // HEAD,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=T,
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
         activation_func=gelu_tanh,
-    )  # fmt: skip
+    )
     spec = get_gpt_layer_local_spec()
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TorchNorm
     spec.submodules.self_attention.submodules.core_attention = TorchAttention
@@ -165,7 +194,8 @@ def fused_rows(parameter: Tensor, rank: int) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(block: Block, layer: Any, rank: int) -> None:
-    """The whole block's weights into a rank's part of Megatron-core's layer, whose fused projection goes head by head."""
+    """The whole block's weights into a rank's part of Megatron-core's layer, whose fused projection
+    goes head by head."""
     attention, mlp = layer.self_attention, layer.mlp
 
     def by_heads(rows: Tensor) -> Tensor:
@@ -210,13 +240,17 @@ def seconds(layer: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tens
     return float(taken)
 
 
-def measure(hidden: int, tokens: int, rounds: int, sequence_parallel: bool, rank: int, group: Group) -> list[Comparison]:
+def measure(
+    hidden: int, tokens: int, rounds: int, sequence_parallel: bool, rank: int, group: Group
+) -> list[Comparison]:
     """All layers of one size, in turns."""
     block = make_block(hidden)
     own = ours(block, hidden, group, sequence_parallel)
     dtensor = dtensors(block, group, sequence_parallel)
     megatron = megatrons(block, hidden, rank, sequence_parallel)
-    layers: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {"ours": (own, list(own.parameters()))}
+    layers: dict[str, tuple[Callable[[Tensor], Tensor], list[Tensor]]] = {
+        "ours": (own, list(own.parameters()))
+    }
     layers["DTensor parallelize_module"] = (dtensor, list(dtensor.parameters()))
     if megatron is not None:
         layers["Megatron-core TransformerLayer"] = (megatron, megatron.parameters)  # type: ignore[attr-defined]
@@ -226,7 +260,9 @@ def measure(hidden: int, tokens: int, rounds: int, sequence_parallel: bool, rank
     expected = step(own, x)
     for name, (layer, _) in layers.items():
         for found, wanted in zip(step(layer, x), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
     times: dict[str, list[float]] = {name: [] for name in layers}
     for turn in range(rounds + 2):
         for name, (layer, parameters) in layers.items():
@@ -235,7 +271,13 @@ def measure(hidden: int, tokens: int, rounds: int, sequence_parallel: bool, rank
                 times[name].append(taken)
     mode = ", sequence parallel" if sequence_parallel else ""
     return [
-        compare(name=f"layer h={hidden} t={T}{mode}", ours=times["ours"], peer=times[peer], peer_name=peer, unit="s")
+        compare(
+            name=f"layer h={hidden} t={T}{mode}",
+            ours=times["ours"],
+            peer=times[peer],
+            peer_name=peer,
+            unit="s",
+        )
         for peer in list(layers)[1:]
     ]
 
@@ -247,12 +289,16 @@ def main_of_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     if options.megatron:
         sys.path.insert(0, options.megatron)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=T)
-    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=T, tensor_parallel_size=T), rank=rank)
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=T, tensor_parallel_size=T), rank=rank
+    )
     rows = [
         row
         for hidden in (512, 1024)
         for sequence_parallel in (False, True)
-        for row in measure(hidden, options.tokens, options.rounds, sequence_parallel, rank, mesh.group("tensor"))
+        for row in measure(
+            hidden, options.tokens, options.rounds, sequence_parallel, rank, mesh.group("tensor")
+        )
     ]
     if rank == 0:
         report("Tensor parallelism, forward and backward of a layer", rows)
@@ -261,13 +307,19 @@ def main_of_rank(rank: int, options: argparse.Namespace, store: str) -> None:
 
 def main() -> None:
     """Start both ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each of the two sequences")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="tokens of each of the two sequences"
+    )
     parser.add_argument("--megatron", default="", help="folder to import megatron.core from")
     options = parse_options(parser, rounds=1, tokens=16)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(main_of_rank, (options, os.path.join(folder, "store")), nprocs=T, start_method="fork")
+        mp.start_processes(
+            main_of_rank, (options, os.path.join(folder, "store")), nprocs=T, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

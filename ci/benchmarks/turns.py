@@ -1,4 +1,5 @@
-"""Several engines in one process, a few steps of each in turn: Trainers on threads of their own, and bare loops."""
+"""Several engines in one process, a few steps of each in turn: Trainers on threads of their own,
+and bare loops."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class BareLoop:
         barrier: Called before the clock starts and before it stops.
     """
 
-    def __init__(self, step: Callable[[], None], *, barrier: Callable[[], Any] = dist.barrier) -> None:
+    def __init__(
+        self, step: Callable[[], None], *, barrier: Callable[[], Any] = dist.barrier
+    ) -> None:
         self._step, self._barrier = step, barrier
 
     def steps(self, count: int) -> float:
@@ -66,7 +69,13 @@ class TrainerLoop(L.Callback):
         batches: What counts as a step.
     """
 
-    def __init__(self, fit: Callable[[L.Callback], Any], *, barrier: Callable[[], Any] = dist.barrier, batches: int = 1) -> None:
+    def __init__(
+        self,
+        fit: Callable[[L.Callback], Any],
+        *,
+        barrier: Callable[[], Any] = dist.barrier,
+        batches: int = 1,
+    ) -> None:
         self._barrier, self._batches = barrier, batches
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._left, self._error = 0, [None]

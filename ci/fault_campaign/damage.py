@@ -31,8 +31,11 @@ class Damage:
     unseen: tuple[str, ...]
 
 
-def damage_every_file(checkpoint: Path, folder: Path, draw: random.Random, *, places: int) -> list[Damage]:
-    """Flip a bit at ``places`` random places of each file, cut it to ``places`` random lengths, and remove it; on a copy in ``folder``."""
+def damage_every_file(
+    checkpoint: Path, folder: Path, draw: random.Random, *, places: int
+) -> list[Damage]:
+    """Flip a bit at ``places`` random places of each file, cut it to ``places`` random lengths, and
+    remove it; on a copy in ``folder``."""
     copy = Path(shutil.copytree(checkpoint, folder / "damaged.ckpt"))
     verify_checkpoint(copy)
     found = []
@@ -40,12 +43,28 @@ def damage_every_file(checkpoint: Path, folder: Path, draw: random.Random, *, pl
         content = file.read_bytes()
         flips = [0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(places))]
         cuts = [0, len(content) - 1, *(draw.randrange(len(content)) for _ in range(places))]
-        unseen = [f"bit {place % 8} of byte {place}" for place in flips if not _noticed(copy, file, _flipped(content, place))]
-        unseen += [f"cut to {length} bytes" for length in cuts if not _noticed(copy, file, content[:length])]
+        unseen = [
+            f"bit {place % 8} of byte {place}"
+            for place in flips
+            if not _noticed(copy, file, _flipped(content, place))
+        ]
+        unseen += [
+            f"cut to {length} bytes"
+            for length in cuts
+            if not _noticed(copy, file, content[:length])
+        ]
         file.unlink()
         unseen += [] if _noticed(copy, file, None) else ["removed"]
         file.write_bytes(content)
-        found.append(Damage(file=file.name, size=len(content), flips=len(flips), cuts=len(cuts), unseen=tuple(unseen)))
+        found.append(
+            Damage(
+                file=file.name,
+                size=len(content),
+                flips=len(flips),
+                cuts=len(cuts),
+                unseen=tuple(unseen),
+            )
+        )
     verify_checkpoint(copy)
     return found
 

@@ -6,7 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.checkpoint import CheckpointError, newest_checkpoint, read_metadata, verify_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    newest_checkpoint,
+    read_metadata,
+    verify_checkpoint,
+)
 
 __all__ = ["Standing", "leftovers", "look"]
 
@@ -31,7 +36,8 @@ class Standing:
 
 
 def look(folder: Path, before: Standing) -> Standing:
-    """Read every byte of every checkpoint in ``folder``, and compare with what was there ``before``."""
+    """Read every byte of every checkpoint in ``folder``, and compare with what was there
+    ``before``."""
     wrong: list[str] = []
     newest, newest_step, latest_step = newest_checkpoint(folder), -1, -1
     if newest is not None:
@@ -40,13 +46,18 @@ def look(folder: Path, before: Standing) -> Standing:
     if latest.is_symlink():
         latest_step = _step(latest, wrong)
     if newest_step < before.newest_step:
-        wrong.append(f"the newest complete checkpoint is of step {newest_step}, and was of step {before.newest_step}")
+        wrong.append(
+            f"the newest complete checkpoint is of step {newest_step}, and was of step "
+            f"{before.newest_step}"
+        )
     if latest_step < before.latest_step:
         wrong.append(f"latest is of step {latest_step}, and was of step {before.latest_step}")
     for path in sorted(folder.iterdir()):
         if not path.is_symlink() and not _LEFTOVER.search(path.name):
             _step(path, wrong)
-    return Standing(newest=newest, newest_step=newest_step, latest_step=latest_step, wrong=tuple(wrong))
+    return Standing(
+        newest=newest, newest_step=newest_step, latest_step=latest_step, wrong=tuple(wrong)
+    )
 
 
 def leftovers(folder: Path) -> list[str]:

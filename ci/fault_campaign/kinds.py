@@ -1,9 +1,10 @@
 """Instants at which the fault campaign kills a process, and the traps that wait for them.
 
-A trap replaces functions in the process that is to be lost, and in no other. It counts their calls from a given step on, and then sends the
-process a signal: SIGKILL, as the kernel does when memory is short (nothing is flushed, closed or told to anybody), or SIGSTOP, after which
-it is there and does nothing, as where a file system or a device has stopped to answer.
-"""
+A trap replaces functions in the process that is to be lost, and in no other. It counts their calls
+from a given step on, and then sends the
+process a signal: SIGKILL, as the kernel does when memory is short (nothing is flushed, closed or
+told to anybody), or SIGSTOP, after which it is there and does nothing, as where a file system or a
+device has stopped to answer."""
 
 from __future__ import annotations
 
@@ -30,13 +31,18 @@ class Kind:
     """A kind of instant.
 
     Attributes:
-        calls: The functions in which it lies, as "module:attribute"; none: the campaign sends the signal after a random time instead.
+        calls: The functions in which it lies, as "module:attribute"; none: the campaign sends the
+            signal after a random time instead.
         most: The process is lost in one of the first so many calls.
-        anyone: Whether any rank may be the one; otherwise rank 0, which alone writes what is written once.
-        saves: "" if it does not depend on a save; "while" one goes on in front of training, "beside" training in the background.
-        armed: From when on calls count: "step" (the beginning of the chosen step), "start" (of the process), "saving" (calls while
-            a save goes on in the background) or "validation" (calls while the model is validated, from the chosen step on).
-        alone: The process has not told anybody yet that it is there: that it is lost can only be known from the limit.
+        anyone: Whether any rank may be the one; otherwise rank 0, which alone writes what is
+            written once.
+        saves: "" if it does not depend on a save; "while" one goes on in front of training,
+            "beside" training in the background.
+        armed: From when on calls count: "step" (the beginning of the chosen step), "start" (of the
+            process), "saving" (calls while a save goes on in the background) or "validation" (calls
+            while the model is validated, from the chosen step on).
+        alone: The process has not told anybody yet that it is there: that it is lost can only be
+            known from the limit.
     """
 
     calls: tuple[str, ...] = ()
@@ -47,8 +53,14 @@ class Kind:
     alone: bool = False
 
 
-_WRITE = ("lightning_ptdp.checkpoint.checksums:SummingFile.write", "lightning_ptdp.checkpoint.checksums:SummingFile.write_blocks")
-_METADATA = ("lightning_ptdp.checkpoint.save:write_index", "lightning_ptdp.checkpoint.save:write_metadata")
+_WRITE = (
+    "lightning_ptdp.checkpoint.checksums:SummingFile.write",
+    "lightning_ptdp.checkpoint.checksums:SummingFile.write_blocks",
+)
+_METADATA = (
+    "lightning_ptdp.checkpoint.save:write_index",
+    "lightning_ptdp.checkpoint.save:write_metadata",
+)
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")
 _FORWARD = (
@@ -57,14 +69,23 @@ _FORWARD = (
 )  # the latter where there are experts
 
 KINDS = {
-    "absent": Kind(calls=("lightning_ptdp.strategy.world:meeting_store",), armed="start", alone=True),
+    "absent": Kind(
+        calls=("lightning_ptdp.strategy.world:meeting_store",), armed="start", alone=True
+    ),
     "joining": Kind(
-        calls=("torch.distributed:init_process_group", "lightning_ptdp.world.mesh:ProcessMesh.create"), most=2, armed="start"
+        calls=(
+            "torch.distributed:init_process_group",
+            "lightning_ptdp.world.mesh:ProcessMesh.create",
+        ),
+        most=2,
+        armed="start",
     ),
     "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
     "validation": Kind(calls=_FORWARD, most=8, armed="validation"),
-    "load": Kind(calls=("lightning_ptdp.checkpoint.reader:read_rectangle",), most=30, armed="start"),
+    "load": Kind(
+        calls=("lightning_ptdp.checkpoint.reader:read_rectangle",), most=30, armed="start"
+    ),
     "forward": Kind(calls=_FORWARD, most=8),
     "backward": Kind(calls=("parameters:gradient",), most=12),
     "reduction": Kind(
@@ -82,7 +103,9 @@ KINDS = {
     "save: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="while"),
     "save: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="while"),
     "save: removal": Kind(calls=("os:unlink", "os:rmdir"), most=12, anyone=False, saves="while"),
-    "async: copy": Kind(calls=("lightning_ptdp.checkpoint.background:rectangles_of",), most=2, saves="beside"),
+    "async: copy": Kind(
+        calls=("lightning_ptdp.checkpoint.background:rectangles_of",), most=2, saves="beside"
+    ),
     "async: blocks": Kind(calls=_WRITE, most=60, saves="beside"),
     "async: training": Kind(calls=_FORWARD, most=4, saves="beside", armed="saving"),
     "async: renames": Kind(calls=_RENAME, most=5, anyone=False, saves="beside"),
@@ -94,7 +117,8 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trap:
-    """Lose this process in call number ``call`` (from 1) of the kind's functions, before or behind what they do.
+    """Lose this process in call number ``call`` (from 1) of the kind's functions, before or behind
+    what they do.
 
     Attributes:
         kind: A key of ``KINDS``.
@@ -126,7 +150,9 @@ class TrapCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = trainer
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         if self._armed or trainer.global_step < self._trap.step:
             return
         self._armed = True
@@ -167,7 +193,8 @@ class TrapCallback(pl.Callback):
 
 
 def set_trap(trap: Trap) -> TrapCallback:
-    """Replace the functions of the trap's kind in this process, for good; the callback belongs into the Trainer."""
+    """Replace the functions of the trap's kind in this process, for good; the callback belongs into
+    the Trainer."""
     callback = TrapCallback(trap)
     for call in KINDS[trap.kind].calls:
         module, _, path = call.partition(":")

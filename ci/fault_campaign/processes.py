@@ -1,4 +1,5 @@
-"""All ranks of one attempt as processes: started, watched until they have ended, ended if they hang."""
+"""All ranks of one attempt as processes: started, watched until they have ended, ended if they
+hang."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Shot:
-    """A signal from outside: ``fault`` (a key of ``FAULTS``) for ``victim``, ``after_s`` seconds after the start."""
+    """A signal from outside: ``fault`` (a key of ``FAULTS``) for ``victim``, ``after_s`` seconds
+    after the start."""
 
     fault: str
     victim: int
@@ -86,7 +88,8 @@ class Shot:
 
 
 class Processes:
-    """Forks ranks from a server that has torch and Lightning loaded: a start costs a fraction of a second and not the imports.
+    """Forks ranks from a server that has torch and Lightning loaded: a start costs a fraction of a
+    second and not the imports.
 
     Args:
         folder: For what the ranks print.
@@ -108,7 +111,11 @@ class Processes:
         ranks = range(world_size_of(attempt.layout))
         pipes = [self._context.Pipe(duplex=False) for _ in ranks]
         processes = [
-            self._context.Process(target=train_rank, args=(rank, attempt, pipes[rank][1], self._log(rank)), daemon=True)
+            self._context.Process(
+                target=train_rank,
+                args=(rank, attempt, pipes[rank][1], self._log(rank)),
+                daemon=True,
+            )
             for rank in ranks
         ]
         ended = Ended(steps=dict.fromkeys(ranks, -1))
@@ -127,11 +134,20 @@ class Processes:
                 ended.printed[rank] = self._log(rank).read_text(errors="replace")[-_PRINTED:]
         return ended
 
-    def _watch(self, processes: list[Any], ended: Ended, trap: Trap | None, shot: Shot | None, patience_s: float) -> None:
+    def _watch(
+        self,
+        processes: list[Any],
+        ended: Ended,
+        trap: Trap | None,
+        shot: Shot | None,
+        patience_s: float,
+    ) -> None:
         """Until all have ended but one that was stopped."""
         began = time.monotonic()
         deadline = began + _TRAINING_LIMIT_S
-        while alive := {rank: process for rank, process in enumerate(processes) if process.exitcode is None}:
+        while alive := {
+            rank: process for rank, process in enumerate(processes) if process.exitcode is None
+        }:
             if {*alive} == {ended.lost}:
                 return
             wait([process.sentinel for process in alive.values()], timeout=_POLL_S)
@@ -144,9 +160,19 @@ class Processes:
                     ended.lost, ended.lost_at = shot.victim, time.monotonic()
                     os.kill(processes[shot.victim].pid, FAULTS[shot.fault])
                 shot = None
-            if ended.lost is None and trap is not None and trap.note.exists() and (noted := trap.note.read_text()):
+            if (
+                ended.lost is None
+                and trap is not None
+                and trap.note.exists()
+                and (noted := trap.note.read_text())
+            ):
                 ended.lost, ended.lost_at = trap.victim, float(noted)
-            deadline = min(deadline, now + patience_s if ended.lost is None and ended.ended_at else ended.lost_at + patience_s)
+            deadline = min(
+                deadline,
+                now + patience_s
+                if ended.lost is None and ended.ended_at
+                else ended.lost_at + patience_s,
+            )
             if now >= deadline:
                 self._end(processes, ended)
                 return
@@ -182,14 +208,22 @@ def _read(rank: int, pipe: Connection, ended: Ended) -> None:
 def torchrun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
     """The variables that torchrun sets: the store lives outside the ranks, and outlives them."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"TORCHELASTIC_RUN_ID": "faults", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(world_size)}
-    yield [_rank(rank, world_size, store.port) | shared | {"GROUP_RANK": "0"} for rank in range(world_size)]
+    shared = {
+        "TORCHELASTIC_RUN_ID": "faults",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+    yield [
+        _rank(rank, world_size, store.port) | shared | {"GROUP_RANK": "0"}
+        for rank in range(world_size)
+    ]
     del store
 
 
 @contextlib.contextmanager
 def popen(world_size: int) -> Iterator[list[Mapping[str, str]]]:
-    """Return the environment that Lightning's own launcher sets: rank 0 keeps the store, which dies with it."""
+    """Return the environment that Lightning's own launcher sets: rank 0 keeps the store, which dies
+    with it."""
     port = _free_port()
     yield [_rank(rank, world_size, port) | {"NODE_RANK": "0"} for rank in range(world_size)]
 
@@ -206,14 +240,18 @@ def srun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
         "SLURM_NODELIST": "localhost",
     }
     tasks = {"SLURM_NTASKS": str(world_size), "SLURM_NTASKS_PER_NODE": str(world_size)}
-    yield [address | job | tasks | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(world_size)]
+    yield [
+        address | job | tasks | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        for rank in range(world_size)
+    ]
 
 
 LAUNCHERS = {"torchrun": torchrun, "popen": popen, "srun": srun}
 
 
 def _free_port() -> int:
-    """Below those that the system gives to whoever asks for any, which may have given it away before rank 0 comes."""
+    """Below those that the system gives to whoever asks for any, which may have given it away
+    before rank 0 comes."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", random.randrange(20000, 32000)))

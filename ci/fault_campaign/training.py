@@ -1,4 +1,5 @@
-"""Work of one process of the fault campaign: train a tiny GPT, from the beginning or from a checkpoint."""
+"""Work of one process of the fault campaign: train a tiny GPT, from the beginning or from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ class Tokens(SampleStream):
     """Random tokens, the same in every process."""
 
     def __init__(self) -> None:
-        super().__init__(samples=_SAMPLES, sequence_length=_LENGTH, max_samples=None, fingerprint="random tokens")
+        super().__init__(
+            samples=_SAMPLES, sequence_length=_LENGTH, max_samples=None, fingerprint="random tokens"
+        )
         self._rows = np.random.default_rng(7).integers(0, _VOCABULARY, (_SAMPLES, _LENGTH + 1))
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
@@ -88,7 +91,10 @@ class Tokens(SampleStream):
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         tokens_bs = torch.from_numpy(rows)
-        return {"input_ids": tokens_bs[:, :-1].contiguous(), "labels": tokens_bs[:, 1:].contiguous()}
+        return {
+            "input_ids": tokens_bs[:, :-1].contiguous(),
+            "labels": tokens_bs[:, 1:].contiguous(),
+        }
 
 
 class _Tells(pl.Callback):
@@ -104,12 +110,13 @@ class _Tells(pl.Callback):
 def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None:
     """Train as rank ``rank``.
 
-    Tells ("began", time) before it asks for the others, ("met", time) when rank 0 has answered it (or it is rank 0 and begins to), ("step",
-    number), ("finished", time) when it has trained, and at last ("weights", digest) or ("error", (text, time)); times are
-    ``time.monotonic``.
-    """
-    os.setsid()  # else the kernel wakes who is stopped when the shell ends that the campaign was started from
-    # What is printed, by torch's own C++ too, is of interest only where the campaign finds something.
+    Tells ("began", time) before it asks for the others, ("met", time) when rank 0 has answered it
+    (or it is rank 0 and begins to), ("step", number), ("finished", time) when it has trained, and
+    at last ("weights", digest) or ("error", (text, time)); times are ``time.monotonic``."""
+    # else the kernel wakes who is stopped when the shell ends that the campaign was started from
+    os.setsid()
+    # What is printed, by torch's own C++ too, is of interest only where the campaign finds
+    # something.
     with open(log, "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
         os.dup2(stream.fileno(), sys.stderr.fileno())
@@ -137,7 +144,13 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
     world_size, options = LAYOUTS[attempt.layout]
     pl.seed_everything(3, verbose=False)
     strategy = PTDPStrategy(**options, timeout_s=attempt.timeout_s, async_save=attempt.async_save)
-    saving = {"every_n_train_steps": SAVE_EVERY, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True}
+    saving = {
+        "every_n_train_steps": SAVE_EVERY,
+        "save_top_k": 2,
+        "monitor": "step",
+        "mode": "max",
+        "save_last": True,
+    }
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -153,15 +166,29 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    sizes = {"vocabulary_size": _VOCABULARY, "sequence_length": _LENGTH, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
-    experts = {"num_experts": 4, "mlp": "swiglu", "bias": False} if "expert_parallel_size" in options else {}
+    sizes = {
+        "vocabulary_size": _VOCABULARY,
+        "sequence_length": _LENGTH,
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_heads": 4,
+    }
+    experts = (
+        {"num_experts": 4, "mlp": "swiglu", "bias": False}
+        if "expert_parallel_size" in options
+        else {}
+    )
     module = LitGPT(
-        GPTConfig.gpt2(**sizes, **experts, dropout=0.1), AdamWConfig(learning_rate=5e-3, warmup_steps=5, decay_steps=100)
+        GPTConfig.gpt2(**sizes, **experts, dropout=0.1),
+        AdamWConfig(learning_rate=5e-3, warmup_steps=5, decay_steps=100),
     )
     place = strategy.distributed_sampler_kwargs
     loaders = [
         TokenLoader(
-            Tokens(), batch_size=_BATCH // place["num_replicas"], num_replicas=place["num_replicas"], replica_rank=place["rank"]
+            Tokens(),
+            batch_size=_BATCH // place["num_replicas"],
+            num_replicas=place["num_replicas"],
+            replica_rank=place["rank"],
         )
         for _ in range(2)
     ]

@@ -1,7 +1,7 @@
 """Checks of JSON content, composed as the content is.
 
-Nothing here believes what a file says of itself. What does not fit is a ``Misfit`` that names the place and what is wrong.
-"""
+Nothing here believes what a file says of itself. What does not fit is a ``Misfit`` that names the
+place and what is wrong."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def list_of(check: Check[T], *, most: int = 2**62) -> Check[tuple[T, ...]]:
 
     def check_list(value: Json) -> tuple[T, ...]:
         if not isinstance(value, list | tuple) or len(value) > most:
-            raise Misfit(f"is {_shown(value)}, not a list" + (f" of at most {most}" if most < 2**62 else ""))
+            raise Misfit(
+                f"is {_shown(value)}, not a list" + (f" of at most {most}" if most < 2**62 else "")
+            )
         return tuple(_inside(check, item, index) for index, item in enumerate(value))
 
     return check_list
@@ -123,7 +125,9 @@ def map_of(check: Check[T], *, key: Check[str] = lambda key: key) -> Check[dict[
     def check_map(value: Json) -> dict[str, T]:
         if not isinstance(value, dict):
             raise Misfit(f"is {_shown(value)}, not an object")
-        return {_inside(key, name, name): _inside(check, item, name) for name, item in value.items()}
+        return {
+            _inside(key, name, name): _inside(check, item, name) for name, item in value.items()
+        }
 
     return check_map
 
@@ -141,7 +145,10 @@ def record(others: bool = False, **fields: Check[Json]) -> Check[dict[str, Json]
             raise Misfit(f"is {_shown(value)}, not an object")
         if not others and (unknown := value.keys() - fields.keys()):
             raise Misfit(f"has the field {_shown(min(unknown))}, which is not known")
-        return {name: _inside(field, value.get(name), name, missing=name not in value) for name, field in fields.items()}
+        return {
+            name: _inside(field, value.get(name), name, missing=name not in value)
+            for name, field in fields.items()
+        }
 
     return check
 
@@ -152,7 +159,9 @@ def _inside(check: Check[T], value: Json, key: str | int, *, missing: bool = Fal
         return check(value)
     except Misfit as error:
         place = f"[{key}]" if isinstance(key, int) else f".{key!s:.{_SHOWN}}"
-        raise Misfit("is missing" if missing and not error.place else error.what, f"{place}{error.place}") from None
+        raise Misfit(
+            "is missing" if missing and not error.place else error.what, f"{place}{error.place}"
+        ) from None
 
 
 def _shown(value: Json) -> str:

@@ -8,7 +8,8 @@ __all__ = ["columns"]
 
 
 def columns(rows: Sequence[Sequence[str]], *, words: Collection[int] = ()) -> str:
-    """Rows with even columns: those numbered in ``words`` to the left, all others, numbers, to the right."""
+    """Rows with even columns: those numbered in ``words`` to the left, all others, numbers, to the
+    right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -19,8 +19,8 @@ _POLL_S = 0.02
 def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
     """Around what processes do in ``folder`` in turns.
 
-    Who has waited for ``limit_s`` goes on, and so does everybody where the file system knows no locks. None: there is nothing to wait for.
-    """
+    Who has waited for ``limit_s`` goes on, and so does everybody where the file system knows no
+    locks. None: there is nothing to wait for."""
     if folder is None:
         yield
         return
@@ -33,7 +33,8 @@ def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
 
 
 def wait_for_lock(file: int | IO[bytes], *, limit_s: float) -> None:
-    """Lock a file, or wait for that in vain; returns at once where the file system knows no locks."""
+    """Lock a file, or wait for that in vain; returns at once where the file system knows no
+    locks."""
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(OSError):
         while not locked(file) and time.monotonic() < deadline:

@@ -11,7 +11,8 @@ __all__ = ["Replacing"]
 
 
 class Replacing(TorchFunctionMode):
-    """While it is entered, calls of some functions of torch go to others; what these call does not come here again.
+    """While it is entered, calls of some functions of torch go to others; what these call does not
+    come here again.
 
     Args:
         replaced: Function of torch -> what is called in its place, with the same arguments.
@@ -22,6 +23,10 @@ class Replacing(TorchFunctionMode):
         self._replaced = replaced
 
     def __torch_function__(
-        self, function: Callable, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+        self,
+        function: Callable,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         return self._replaced.get(function, function)(*args, **(kwargs or {}))

@@ -16,9 +16,14 @@ Nested = Any
 
 
 def map_named(
-    value: Nested, function: Callable[[str, Tensor], Nested], on_list: Callable[[Nested], Nested] | None = None, *, name: str = ""
+    value: Nested,
+    function: Callable[[str, Tensor], Nested],
+    on_list: Callable[[Nested], Nested] | None = None,
+    *,
+    name: str = "",
 ) -> Nested:
-    """Rebuild it with ``function`` applied to the tensors, each known by the innermost key or field above it.
+    """Rebuild it with ``function`` applied to the tensors, each known by the innermost key or field
+    above it.
 
     Args:
         value: What is rebuilt.
@@ -29,31 +34,50 @@ def map_named(
     if isinstance(value, Tensor):
         return function(name, value)
     if isinstance(value, Mapping):
-        items = {key: map_named(item, function, on_list, name=str(key)) for key, item in value.items()}
+        items = {
+            key: map_named(item, function, on_list, name=str(key)) for key, item in value.items()
+        }
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         pairs = zip(value._fields, value, strict=True)
-        return type(value)(*(map_named(item, function, on_list, name=field) for field, item in pairs))
+        return type(value)(
+            *(map_named(item, function, on_list, name=field) for field, item in pairs)
+        )
     if isinstance(value, (list, tuple)):
-        if on_list is not None and value and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value):
+        if (
+            on_list is not None
+            and value
+            and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value)
+        ):
             return on_list(value)
         return type(value)(map_named(item, function, on_list, name=name) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        mapped = {field: map_named(getattr(value, field), function, on_list, name=field) for field in fields}
+        mapped = {
+            field: map_named(getattr(value, field), function, on_list, name=field)
+            for field in fields
+        }
         try:
             return dataclasses.replace(value, **mapped)
         except ValueError as error:
             if "InitVar" not in str(error):
                 raise
-            made = [field.name for field in dataclasses.fields(value) if not field.init and hasattr(value, field.name)]
-            kept = {field: map_named(getattr(value, field), function, on_list, name=field) for field in made}
+            made = [
+                field.name
+                for field in dataclasses.fields(value)
+                if not field.init and hasattr(value, field.name)
+            ]
+            kept = {
+                field: map_named(getattr(value, field), function, on_list, name=field)
+                for field in made
+            }
             return _with_fields(value, mapped | kept)
     return value
 
 
 def _with_fields(value: Nested, fields: Mapping[str, Nested]) -> Nested:
-    """Return a copy of a dataclass with other values of ``fields``, whose constructor needs what the object did not keep."""
+    """Return a copy of a dataclass with other values of ``fields``, whose constructor needs what
+    the object did not keep."""
     changed = copy.copy(value)
     for field, content in fields.items():
         object.__setattr__(changed, field, content)
@@ -61,7 +85,9 @@ def _with_fields(value: Nested, fields: Mapping[str, Nested]) -> Nested:
 
 
 def map_tensors(
-    value: Nested, on_tensor: Callable[[Tensor], Nested], on_list: Callable[[Nested], Nested] | None = None
+    value: Nested,
+    on_tensor: Callable[[Tensor], Nested],
+    on_list: Callable[[Nested], Nested] | None = None,
 ) -> Nested:
     """``map_named`` where names do not matter."""
     return map_named(value, lambda _, tensor: on_tensor(tensor), on_list)
@@ -88,14 +114,20 @@ def batch_size(batch: Nested) -> int:
     """Number of samples: the first dimension that the batch's tensors share.
 
     Raises:
-        ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension of 1 is taken as broadcast).
+        ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension
+            of 1 is taken as broadcast).
     """
     sizes = {t.size(0) for t in iterate_tensors(batch) if t.dim()}
     sizes = sizes - {1} or sizes
     if len(sizes) != 1:
-        found = f"tensors of first dimensions {sorted(sizes)}" if sizes else "no tensor with a first dimension"
+        found = (
+            f"tensors of first dimensions {sorted(sizes)}"
+            if sizes
+            else "no tensor with a first dimension"
+        )
         raise ValueError(
-            f"the batch holds {found}; to cut it into microbatches every tensor needs the samples along dimension 0. "
+            f"the batch holds {found}; to cut it into microbatches every tensor needs the samples "
+            "along dimension 0. "
             "Change the collate function, or use pipeline_parallel_size=1 and num_microbatches=1"
         )
     return sizes.pop()

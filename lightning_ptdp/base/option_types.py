@@ -1,4 +1,5 @@
-"""Values that an option may hold, read from its annotation: one check for every dataclass and function with options for users."""
+"""Values that an option may hold, read from its annotation: one check for every dataclass and
+function with options for users."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 __all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "nearest", "shown"]
 
@@ -37,7 +47,8 @@ Count = Annotated[int, Least(0)]
 
 
 def check_types(options: Any) -> None:
-    """Check the fields of a dataclass against their annotations. A list that is given becomes a tuple.
+    """Check the fields of a dataclass against their annotations. A list that is given becomes a
+    tuple.
 
     Raises:
         ValueError: A field holds something else; names the field, the value and what it must be.
@@ -52,14 +63,19 @@ def check_types(options: Any) -> None:
 
 
 def check_arguments(function: Callable[..., object], values: Mapping[str, object]) -> None:
-    """Check arguments (``locals()``, say) against the annotations of a function's parameters; other values are left alone.
+    """Check arguments (``locals()``, say) against the annotations of a function's parameters; other
+    values are left alone.
 
     Raises:
         ValueError: As for ``check_types``.
     """
     parameters = inspect.signature(function).parameters
     for name, hint in _hints(function).items():
-        if name in values and name in parameters and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+        if (
+            name in values
+            and name in parameters
+            and parameters[name].kind is not inspect.Parameter.VAR_KEYWORD
+        ):
             _check(name, values[name], hint)
 
 
@@ -122,7 +138,11 @@ def _fits(value: Any, hint: Hint) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
     if is_typeddict(hint):
         items = _hints(hint)
-        return isinstance(value, Mapping) and set(value) == set(items) and all(_fits(value[key], items[key]) for key in items)
+        return (
+            isinstance(value, Mapping)
+            and set(value) == set(items)
+            and all(_fits(value[key], items[key]) for key in items)
+        )
     if origin is not None:
         return _fits_container(value, origin, arguments)
     return isinstance(value, hint)
@@ -158,7 +178,12 @@ def _takes_tuple(hint: Hint) -> bool:
 
 
 def _choices(hint: Hint) -> list[object]:
-    return [choice for member in _members(hint) if get_origin(member) is Literal for choice in get_args(member)]
+    return [
+        choice
+        for member in _members(hint)
+        if get_origin(member) is Literal
+        for choice in get_args(member)
+    ]
 
 
 def _words(hint: Hint) -> str:
@@ -168,9 +193,15 @@ def _words(hint: Hint) -> str:
         return ", or ".join(map(_words, choices))
     if origin is Annotated:
         least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
-        return {None: _words(arguments[0]), 1: "a positive integer"}.get(least, f"an integer of at least {least}")
+        return {None: _words(arguments[0]), 1: "a positive integer"}.get(
+            least, f"an integer of at least {least}"
+        )
     if origin is Literal:
-        return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
+        return (
+            f"one of {', '.join(map(repr, arguments))}"
+            if len(arguments) > 1
+            else repr(arguments[0])
+        )
     if origin is Callable:
         return "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -194,4 +225,6 @@ def _words(hint: Hint) -> str:
 def _many(hint: Hint) -> str:
     if get_origin(hint) is Annotated:
         return "positive integers" if Least(1) in get_args(hint) else _many(get_args(hint)[0])
-    return {int: "integers", float: "numbers", str: "texts", bool: "True or False"}.get(hint) or f"({_words(hint)})"
+    return {int: "integers", float: "numbers", str: "texts", bool: "True or False"}.get(
+        hint
+    ) or f"({_words(hint)})"

@@ -1,4 +1,5 @@
-"""Standard output and error that never end a program: a closed pipe or a lost terminal is followed by silence."""
+"""Standard output and error that never end a program: a closed pipe or a lost terminal is followed
+by silence."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["say", "survive_closed_output"]
 
 
 class _Survivor(io.RawIOBase):
-    """A file descriptor whose writes go nowhere once one has failed, also those of C++ and of child processes."""
+    """A file descriptor whose writes go nowhere once one has failed, also those of C++ and of child
+    processes."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -37,10 +39,11 @@ class _Survivor(io.RawIOBase):
 
 
 def survive_closed_output() -> None:
-    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive a closed pipe, a lost terminal or a full disk.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive a closed pipe, a lost
+    terminal or a full disk.
 
-    They write characters that their encoding lacks as "?". Streams that a program or a test has replaced already are left alone.
-    """
+    They write characters that their encoding lacks as "?". Streams that a program or a test has
+    replaced already are left alone."""
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         sys.stdout = _surviving(sys.__stdout__, is_error=False)
     if sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
@@ -63,5 +66,8 @@ def _surviving(stream: TextIO, *, is_error: bool) -> TextIO:
     raw = _Survivor(stream.fileno())
     is_interactive = raw.isatty()
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=stream.encoding, errors="replace", line_buffering=is_interactive or is_error
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="replace",
+        line_buffering=is_interactive or is_error,
     )

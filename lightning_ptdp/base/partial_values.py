@@ -1,8 +1,8 @@
-"""Tensors of which a rank holds a part, followed through the functions of torch that users call on them.
+"""Tensors of which a rank holds a part, followed through the functions of torch that users call on
+them.
 
-What a function returns in the shape of a part is a part itself: of elementwise functions it is. A number is refused, because it would be
-that of the part.
-"""
+What a function returns in the shape of a part is a part itself: of elementwise functions it is. A
+number is refused, because it would be that of the part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class PartialModelError(PTDPError, ValueError):
 
 
 class PartialValues(TorchFunctionMode):
-    """Refuses numbers that are computed from parts; ``refusal`` makes the error from the name of the parameter and of the function."""
+    """Refuses numbers that are computed from parts; ``refusal`` makes the error from the name of
+    the parameter and of the function."""
 
     def __init__(self, refusal: Callable[[str, str], PartialModelError]) -> None:
         super().__init__()
@@ -31,7 +32,11 @@ class PartialValues(TorchFunctionMode):
         self._names: dict[Tensor, str] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call ``func`` and look at what it returns.
 

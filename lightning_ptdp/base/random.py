@@ -18,7 +18,8 @@ States: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that is a function of ``parts`` (integers and strings) and the same in every process."""
+    """A 63-bit seed that is a function of ``parts`` (integers and strings) and the same in every
+    process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -32,7 +33,8 @@ def seed_process(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run with torch's generators (CPU and ``device``) seeded, and put their states back afterwards."""
+    """Run with torch's generators (CPU and ``device``) seeded, and put their states back
+    afterwards."""
     states = reseed(seed, device)
     try:
         yield

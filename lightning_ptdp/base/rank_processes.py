@@ -1,7 +1,8 @@
-"""Real processes with a time limit. Each says what it does next, so that one that hangs can be named.
+"""Real processes with a time limit. Each says what it does next, so that one that hangs can be
+named.
 
-The processes are forked: the caller has imported what they need, and must not have touched a GPU itself.
-"""
+The processes are forked: the caller has imported what they need, and must not have touched a GPU
+itself."""
 
 from __future__ import annotations
 
@@ -45,12 +46,17 @@ class Outcome:
 
         A rank that progressed less far than the others is the one for which they wait.
         """
-        said = [f"rank {rank} failed in {self._at(rank)}: {text}" for rank, text in self.errors.items()]
+        said = [
+            f"rank {rank} failed in {self._at(rank)}: {text}" for rank, text in self.errors.items()
+        ]
         if self.late and not self.errors:
             least = min(len(self.told[rank]) for rank in self.late)
             behind = [rank for rank in self.late if len(self.told[rank]) == least]
             others = [rank for rank in self.late if rank not in behind]
-            said.append(f"{_ranks(behind)} {'hangs' if len(behind) == 1 else 'hang'} in {self._at(behind[0])}")
+            said.append(
+                f"{_ranks(behind)} {'hangs' if len(behind) == 1 else 'hang'} in "
+                f"{self._at(behind[0])}"
+            )
             said += [f"rank {rank} waits in {self._at(rank)}" for rank in others]
         return "; ".join(said)
 
@@ -58,8 +64,11 @@ class Outcome:
         return self.told[rank][-1] if self.told[rank] else "its start"
 
 
-def run_ranks(function: Callable[..., object], *, count: int, args: Sequence[object] = (), timeout_s: float) -> Outcome:
-    """``function(rank, tell, *args)`` in ``count`` processes, all of which are gone when this returns.
+def run_ranks(
+    function: Callable[..., object], *, count: int, args: Sequence[object] = (), timeout_s: float
+) -> Outcome:
+    """``function(rank, tell, *args)`` in ``count`` processes, all of which are gone when this
+    returns.
 
     After the first failure the others, which may wait for it for ever, get two seconds.
     """
@@ -84,11 +93,15 @@ def run_ranks(function: Callable[..., object], *, count: int, args: Sequence[obj
     return outcome
 
 
-def _serve(there: Connection, function: Callable[..., object], rank: int, args: Sequence[object]) -> None:
+def _serve(
+    there: Connection, function: Callable[..., object], rank: int, args: Sequence[object]
+) -> None:
     try:
         there.send(("result", function(rank, lambda what: there.send(("told", what)), *args)))
     except BaseException as error:
-        there.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))  # notes follow it
+        there.send(
+            ("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0])
+        )  # notes follow it
 
 
 def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> None:

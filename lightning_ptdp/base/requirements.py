@@ -36,7 +36,8 @@ _FOR_DEVELOPERS = ("test", "docs")
 
 
 class RequirementError(PTDPError, ImportError):
-    """A library is missing or outside the declared range. The message ends with the command that installs the right one."""
+    """A library is missing or outside the declared range. The message ends with the command that
+    installs the right one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ class Declared:
 
 
 def read_declared(lines: Sequence[str] | None = None) -> tuple[Declared, ...]:
-    """Return the libraries that users need, from ``Requires-Dist`` lines (None: those of the installed package).
+    """Return the libraries that users need, from ``Requires-Dist`` lines (None: those of the
+    installed package).
 
     A checkout that is not installed has no metadata, and declares nothing.
     """
@@ -87,16 +89,20 @@ def read_declared(lines: Sequence[str] | None = None) -> tuple[Declared, ...]:
     for requirement in map(Requirement, lines):
         extra = _extra(requirement)
         if extra not in _FOR_DEVELOPERS:
-            found.append(Declared(name=requirement.name, versions=requirement.specifier, extra=extra))
+            found.append(
+                Declared(name=requirement.name, versions=requirement.specifier, extra=extra)
+            )
     return tuple(found)
 
 
 def find_problem(declared: Declared, installed: Callable[[str], str] | None = None) -> str | None:
-    """Return what is wrong with the installed version of a library, and the command that mends it; None if nothing is.
+    """Return what is wrong with the installed version of a library, and the command that mends it;
+    None if nothing is.
 
     Args:
         declared: The library.
-        installed: Returns the version of a distribution, or raises ``PackageNotFoundError``; default: ``metadata.version``.
+        installed: Returns the version of a distribution, or raises ``PackageNotFoundError``;
+            default: ``metadata.version``.
     """
     try:
         version = (installed or metadata.version)(declared.name)
@@ -108,7 +114,8 @@ def find_problem(declared: Declared, installed: Callable[[str], str] | None = No
 
 
 def check_installed(*names: str) -> None:
-    """Check the installed versions of the libraries ``names``; a name that is not declared is not checked.
+    """Check the installed versions of the libraries ``names``; a name that is not declared is not
+    checked.
 
     Raises:
         RequirementError: One is missing or outside the declared range.
@@ -133,7 +140,8 @@ def check_python(version: str | None = None) -> None:
         return
     if not SpecifierSet(needed).contains(version, prereleases=True):
         raise RequirementError(
-            f"Python {version} runs this, but {DISTRIBUTION} needs {needed}: python{needed.lstrip('>=')} -m venv .venv"
+            f"Python {version} runs this, but {DISTRIBUTION} needs {needed}: "
+            f"python{needed.lstrip('>=')} -m venv .venv"
         )
 
 
@@ -150,8 +158,8 @@ def check_core() -> None:
 def check_at_import() -> None:
     """Check the core when the package is imported, except where an error would do harm.
 
-    During ``import torch``, which loads this package's entry point, an error would break torch for every program. The command line
-    reports the error itself, so that ``ptdp doctor`` still runs.
+    During ``import torch``, which loads this package's entry point, an error would break torch for
+    every program. The command line reports the error itself, so that ``ptdp doctor`` still runs.
 
     Raises:
         RequirementError: As in ``check_core``.
@@ -165,12 +173,15 @@ def check_at_import() -> None:
 
 
 def check_url(path: object) -> None:
-    """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``; any other ``path`` needs none.
+    """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``; any other
+    ``path`` needs none.
 
     Raises:
         RequirementError: The library is missing, or there is none for such URLs.
     """
-    protocol, found, _ = os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
+    protocol, found, _ = (
+        os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
+    )
     if not found or protocol in _WITHOUT_FSSPEC:
         return
     try:
@@ -178,11 +189,14 @@ def check_url(path: object) -> None:
     except ImportError as error:
         name = getattr(error.__cause__, "name", None) or getattr(error, "name", None) or protocol
         raise RequirementError(
-            f"{path} is read by {name}, which is not installed: pip install {name.partition('.')[0]}", name=name
+            f"{path} is read by {name}, which is not installed: pip install "
+            f"{name.partition('.')[0]}",
+            name=name,
         ) from error
     except ValueError as error:
         raise RequirementError(
-            f"{path}: fsspec knows no URLs that begin with {protocol}://. Copy the file, and give its path"
+            f"{path}: fsspec knows no URLs that begin with {protocol}://. Copy the file, and give "
+            "its path"
         ) from error
 
 
@@ -201,11 +215,15 @@ def import_optional(name: str) -> Any:
 
 
 def _extra(requirement: Requirement) -> str:
-    """Return the first extra for which the requirement's marker holds; "" if it holds without one."""
+    """Return the first extra for which the requirement's marker holds; "" if it holds without
+    one."""
     if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
         return ""
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
-    return next((extra for extra in extras if requirement.marker.evaluate({"extra": extra})), _FOR_DEVELOPERS[0])
+    return next(
+        (extra for extra in extras if requirement.marker.evaluate({"extra": extra})),
+        _FOR_DEVELOPERS[0],
+    )
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["HeldSignal", "SignalNotes", "StoppedNow", "breakable", "handled", "hold_requeue_signal", "in_main_thread"]
+__all__ = [
+    "HeldSignal",
+    "SignalNotes",
+    "StoppedNow",
+    "breakable",
+    "handled",
+    "hold_requeue_signal",
+    "in_main_thread",
+]
 
 _COPIES_S = 1.0  # launchers hand on what a terminal has sent to all processes already
 
@@ -21,7 +29,8 @@ class StoppedNow(KeyboardInterrupt):
 
 
 class SignalNotes:
-    """Handlers that only take a note. The second Ctrl-C raises ``StoppedNow`` where it finds this process.
+    """Handlers that only take a note. The second Ctrl-C raises ``StoppedNow`` where it finds this
+    process.
 
     Args:
         announcement: Written to stderr at the first Ctrl-C; "" for nothing.
@@ -37,7 +46,8 @@ class SignalNotes:
         self._first, self._pid = 0.0, 0
 
     def take(self, *numbers: int) -> None:
-        """Note these signals from now on; nothing happens outside of the main thread, where Python allows no handlers."""
+        """Note these signals from now on; nothing happens outside of the main thread, where Python
+        allows no handlers."""
         self._pid = os.getpid()
         for number in numbers if in_main_thread() else ():
             self._before[number] = signal.signal(number, self.note)
@@ -57,7 +67,9 @@ class SignalNotes:
                     raise StoppedNow
                 return
             self._first = now
-            if self._announcement and os.getpid() == self._pid:  # forked readers of data inherit the handler
+            if (
+                self._announcement and os.getpid() == self._pid
+            ):  # forked readers of data inherit the handler
                 os.write(2, f"\n{self._announcement}\n".encode())  # print may not be entered twice
         self.received.add(number)
 
@@ -77,14 +89,20 @@ class HeldSignal:
 
 
 def hold_requeue_signal() -> None:
-    """Hold SIGUSR1 in a SLURM job until ``SaveOnSignal`` acts on it; by default it would end this process."""
-    if "SLURM_JOB_ID" in os.environ and in_main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+    """Hold SIGUSR1 in a SLURM job until ``SaveOnSignal`` acts on it; by default it would end this
+    process."""
+    if (
+        "SLURM_JOB_ID" in os.environ
+        and in_main_thread()
+        and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    ):
         signal.signal(signal.SIGUSR1, HeldSignal())
 
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let ``handler`` take a signal inside; nothing happens outside of the main thread, where Python allows no handlers."""
+    """Let ``handler`` take a signal inside; nothing happens outside of the main thread, where
+    Python allows no handlers."""
     if not in_main_thread():
         yield
         return
@@ -97,7 +115,8 @@ def handled(number: int, handler: Callable[[int, FrameType | None], None]) -> It
 
 @contextmanager
 def breakable() -> Iterator[None]:
-    """Around a wait at the end of a run: Ctrl-C ends it with ``StoppedNow``, although Lightning ignores the signal by then."""
+    """Around a wait at the end of a run: Ctrl-C ends it with ``StoppedNow``, although Lightning
+    ignores the signal by then."""
     began = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:

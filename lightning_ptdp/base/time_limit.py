@@ -48,5 +48,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise ``error`` in a thread at its next instruction; None takes back what was not raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
+    """Raise ``error`` in a thread at its next instruction; None takes back what was not raised
+    yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )

@@ -1,7 +1,8 @@
-"""Files that somebody else wrote: what they say is compared with what is there before anything is made of it.
+"""Files that somebody else wrote: what they say is compared with what is there before anything is
+made of it.
 
-Every reader of this package goes through here, and turns the ``ValueError`` or ``OSError`` into its own error, which says what to do.
-"""
+Every reader of this package goes through here, and turns the ``ValueError`` or ``OSError`` into its
+own error, which says what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ MOST_BYTES = 1 << 24
 MOST_SETTINGS = 1 << 17
 """Values of a configuration: some programs take the square of their number in time."""
 _MOST_BESIDE = 1 << 27  # bytes of a tokenizer's file; the largest vocabularies take a quarter of it
-_MOST_VALUES = 1 << 21  # of 64 bytes each where they are empty lists; the index of a large model has half as many
+_MOST_VALUES = (
+    1 << 21
+)  # of 64 bytes each where they are empty lists; the index of a large model has half as many
 _MOST_DEPTH = 64
 _MOST_NAME = 255  # bytes: what every file system takes
 
@@ -54,25 +57,31 @@ def inside(folder: str | Path, name: object) -> Path:
 
 
 def hub_blobs(folder: str | Path) -> list[Path]:
-    """Return the ``blobs`` folder of huggingface_hub's cache if ``folder`` is one of its snapshots, whose files are links to blobs."""
+    """Return the ``blobs`` folder of huggingface_hub's cache if ``folder`` is one of its snapshots,
+    whose files are links to blobs."""
     real = Path(os.path.realpath(folder))
     caches = [parent.parent for parent in (real, *real.parents) if parent.name == "snapshots"]
     return [cache / "blobs" for cache in caches[:1] if not (cache / "blobs").is_symlink()]
 
 
 def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> int:
-    """Return the size of a regular file in bytes, without opening it: opening a pipe waits for a writer.
+    """Return the size of a regular file in bytes, without opening it: opening a pipe waits for a
+    writer.
 
     Args:
         path: The file.
         linked: Folders to which a link may lead beside the one in which it is; None for all.
 
     Raises:
-        OSError: It is missing, is no regular file (a pipe, a device, a folder), or is a link to another folder.
+        OSError: It is missing, is no regular file (a pipe, a device, a folder), or is a link to
+            another folder.
     """
     if linked is not None and os.path.islink(path):
         target = Path(os.path.realpath(path))
-        if not any(target.parent == Path(os.path.realpath(folder)) for folder in (Path(path).parent, *linked)):
+        if not any(
+            target.parent == Path(os.path.realpath(folder))
+            for folder in (Path(path).parent, *linked)
+        ):
             what = f"it is a link to {target}, outside of its folder: put the file itself there"
             raise OSError(errno.EINVAL, what, str(path))
     found = os.stat(path)
@@ -81,7 +90,9 @@ def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> i
     return found.st_size
 
 
-def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None) -> bytes:
+def read_bytes(
+    path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None
+) -> bytes:
     """Return the content of a regular file.
 
     Raises:
@@ -94,16 +105,20 @@ def read_bytes(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequen
 
 
 def small_files(folder: str | Path, patterns: Iterable[str]) -> list[Path]:
-    """Return the files in a folder whose names match one of ``patterns``, each a regular file of at most 128 MiB in this folder.
+    """Return the files in a folder whose names match one of ``patterns``, each a regular file of at
+    most 128 MiB in this folder.
 
-    A link may lead to another file of the folder, or to the blobs of the hub's cache that the folder is in.
+    A link may lead to another file of the folder, or to the blobs of the hub's cache that the
+    folder is in.
 
     Raises:
         OSError: One of them is no regular file, or a link to another folder.
         ValueError: One of them is larger.
     """
     linked = hub_blobs(folder)
-    found = sorted({path for pattern in patterns for path in Path(folder).glob(pattern) if not path.is_dir()})
+    found = sorted(
+        {path for pattern in patterns for path in Path(folder).glob(pattern) if not path.is_dir()}
+    )
     for path in found:
         _check_size(path, _MOST_BESIDE, linked)
     return found
@@ -114,13 +129,16 @@ def read_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in small_files(folder, patterns)}
 
 
-def read_json(path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None) -> Any:
+def read_json(
+    path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None
+) -> Any:
     """The JSON of a regular file: see :func:`read_bytes` and :func:`parse_json`."""
     return parse_json(read_bytes(path, most_bytes=most_bytes, linked=linked))
 
 
 def check_values(data: bytes, most_values: int) -> None:
-    """Refuse JSON of more than about ``most_values`` values with a ValueError, without parsing it."""
+    """Refuse JSON of more than about ``most_values`` values with a ValueError, without parsing
+    it."""
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > most_values:
         raise ValueError(f"it holds about {values} values, at most {most_values} are read")
@@ -148,7 +166,8 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return the reason why a file is unusable, for a message: the text of a ValueError; for a missing key and the like, the kind too."""
+    """Return the reason why a file is unusable, for a message: the text of a ValueError; for a
+    missing key and the like, the kind too."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"[:300]
 
 
@@ -160,7 +179,13 @@ def _check_size(path: str | Path, most_bytes: int, linked: Sequence[Path] | None
 
 def _is_relative(name: str) -> bool:
     plain = name.isprintable() and not set(name) & {"\\", ":"} and len(name.encode()) <= _MOST_NAME
-    return plain and PurePosixPath(name).as_posix() == name and name != "." and name[0] != "/" and ".." not in name.split("/")
+    return (
+        plain
+        and PurePosixPath(name).as_posix() == name
+        and name != "."
+        and name[0] != "/"
+        and ".." not in name.split("/")
+    )
 
 
 def _entries(value: Any) -> Any:

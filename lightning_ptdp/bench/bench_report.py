@@ -21,11 +21,25 @@ def ranked(results: Sequence[BenchResult]) -> list[BenchResult]:
 
 
 def table(results: Sequence[BenchResult]) -> str:
-    """A line a layout, as they are ranked, with the planner's estimate and the place that it gives them."""
+    """A line a layout, as they are ranked, with the planner's estimate and the place that it gives
+    them."""
     expected = [one.predicted_s / one.samples if one.predicted_s else None for one in results]
     order = sorted(seconds for seconds in expected if seconds is not None)
     rows = [
-        ("", "layout", "m", "step", "p10 to p90", "tokens/s", "MFU", "slower by", "planner", "its place", "bubble", "memory GiB")
+        (
+            "",
+            "layout",
+            "m",
+            "step",
+            "p10 to p90",
+            "tokens/s",
+            "MFU",
+            "slower by",
+            "planner",
+            "its place",
+            "bubble",
+            "memory GiB",
+        )
     ]
     for place, (one, seconds) in enumerate(zip(results, expected, strict=True), 1):
         slower = one.median_s / one.samples / (results[0].median_s / results[0].samples) - 1
@@ -47,7 +61,9 @@ def table(results: Sequence[BenchResult]) -> str:
         )
     first = results[0]
     step = (
-        f"{first.samples} samples, {first.tokens:,} tokens" if len({one.samples for one in results}) == 1 else "of several sizes"
+        f"{first.samples} samples, {first.tokens:,} tokens"
+        if len({one.samples for one in results}) == 1
+        else "of several sizes"
     )
     return f"{_devices(first)}; a step: {step}\n\n{columns(rows, words=(1,))}"
 
@@ -58,7 +74,10 @@ def _rows(one: BenchResult) -> Iterator[tuple[str, str]]:
     yield "step", f"{one.samples} samples, {one.tokens:,} tokens"
     yield "step time, median", _ms(one.median_s)
     yield "p10 to p90", f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}"
-    yield "the planner's estimate", "-" if one.predicted_s is None else f"{_ms(one.predicted_s)} ({one.predicted_by})"
+    yield (
+        "the planner's estimate",
+        "-" if one.predicted_s is None else f"{_ms(one.predicted_s)} ({one.predicted_by})",
+    )
     yield "tokens/s", f"{one.tokens_per_s:,.0f}" if one.tokens else "-"
     yield "model TFLOP/s a device", f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-"
     yield "MFU", _percent(one.mfu)

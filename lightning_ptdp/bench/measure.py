@@ -30,17 +30,21 @@ __all__ = ["StepTimes"]
 class StepTimes(Callback):
     """Measure optimizer steps and end the fit; global rank 0 writes a ``BenchResult``.
 
-    The clock runs from the end of one step to the end of the next; on a GPU the device is waited for there. After the measured steps
-    one more is recorded where there is a pipeline, for its bubble, and on a CPU, for the peak of its tensors' memory.
+    The clock runs from the end of one step to the end of the next; on a GPU the device is waited
+    for there. After the measured steps one more is recorded where there is a pipeline, for its
+    bubble, and on a CPU, for the peak of its tensors' memory.
 
     Args:
         warmup: Steps before the measured ones.
         steps: Steps that are measured.
         file: Where the result is written.
-        peak_flops: Operations a second of which one device is capable; None: the data sheet's, where the device is known.
+        peak_flops: Operations a second of which one device is capable; None: the data sheet's,
+            where the device is known.
     """
 
-    def __init__(self, *, warmup: int, steps: int, file: Path, peak_flops: float | None = None) -> None:
+    def __init__(
+        self, *, warmup: int, steps: int, file: Path, peak_flops: float | None = None
+    ) -> None:
         self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
         self._ends: list[float] = []
         self._recorder: Recorder | None = None
@@ -67,7 +71,12 @@ class StepTimes(Callback):
             self._counted = CountedMemory().__enter__()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """Look at the clock; after the last step, gather and stop."""
         if trainer.global_step <= len(self._ends):
@@ -83,7 +92,11 @@ class StepTimes(Callback):
         if self._recorder is not None:
             trainer.strategy.observers.remove(self._recorder)
             self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
-        if self._recorder is not None or self._counted is not None or (on_gpu and self._measured and not has_pipeline(trainer)):
+        if (
+            self._recorder is not None
+            or self._counted is not None
+            or (on_gpu and self._measured and not has_pipeline(trainer))
+        ):
             self._shape = batch_shape(batch)
             trainer.should_stop = True
 
@@ -91,7 +104,9 @@ class StepTimes(Callback):
         """Write what was found."""
         device = trainer.strategy.root_device
         counted = 0 if self._counted is None else self._counted.peak_bytes
-        peaks = gather(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else counted)
+        peaks = gather(
+            torch.cuda.max_memory_allocated(device) if device.type == "cuda" else counted
+        )
         if trainer.is_global_zero:
             self._result(trainer, pl_module, peaks).write(self._file)
 
@@ -104,7 +119,10 @@ class StepTimes(Callback):
         rows, length = self._shape
         samples = rows * replicas(trainer) * trainer.accumulate_grad_batches
         device, precision = device_name(trainer.strategy.root_device), str(trainer.precision)
-        measured, expected = self._timeline, predicted(trainer, self._whole, samples=samples, length=length)
+        measured, expected = (
+            self._timeline,
+            predicted(trainer, self._whole, samples=samples, length=length),
+        )
         layout = getattr(trainer.strategy, "layout", None)
         return BenchResult(
             layout=type(trainer.strategy).__name__ if layout is None else layout.describe(),

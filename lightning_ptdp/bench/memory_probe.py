@@ -1,4 +1,5 @@
-"""The peak of what tensors take on a CPU, counted: a process's own peak has the interpreter, the libraries and what the C library keeps."""
+"""The peak of what tensors take on a CPU, counted: a process's own peak has the interpreter, the
+libraries and what the C library keeps."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ _LEAST = 1024
 
 
 class CountedMemory(TorchDispatchMode):
-    """While it is entered, looks after each operation which memory of tensors is still there; ``peak_bytes`` is the most that was.
+    """While it is entered, looks after each operation which memory of tensors is still there;
+    ``peak_bytes`` is the most that was.
 
-    Tensors of less than 1 KiB are left out. Some are freed by threads that communicate, of which torch's profiler does not know.
-    """
+    Tensors of less than 1 KiB are left out. Some are freed by threads that communicate, of which
+    torch's profiler does not know."""
 
     def __init__(self) -> None:
         super().__init__()

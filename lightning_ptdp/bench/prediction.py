@@ -30,7 +30,8 @@ class Prediction:
     """The planner's prediction.
 
     Attributes:
-        seconds: Of an optimizer step; None where it does not know the model, the device or the schedule.
+        seconds: Of an optimizer step; None where it does not know the model, the device or the
+            schedule.
         nbytes: Of the fullest rank's tensors, at their peak.
         figures: Whose figures of the device these are.
     """
@@ -40,7 +41,9 @@ class Prediction:
     figures: str = ""
 
 
-def predicted(trainer: Trainer, module: nn.Module | None, *, samples: int, length: int) -> Prediction:
+def predicted(
+    trainer: Trainer, module: nn.Module | None, *, samples: int, length: int
+) -> Prediction:
     """Return the planner's prediction for an optimizer step.
 
     Args:
@@ -50,14 +53,27 @@ def predicted(trainer: Trainer, module: nn.Module | None, *, samples: int, lengt
         length: Tokens of a sample.
     """
     strategy, accumulated = trainer.strategy, trainer.accumulate_grad_batches
-    device, layout = device_here(device_name(strategy.root_device)), getattr(strategy, "layout", None)
+    device, layout = (
+        device_here(device_name(strategy.root_device)),
+        getattr(strategy, "layout", None),
+    )
     if module is None or device is None or layout is None:
         return Prediction()
     config, rows = strategy.config, samples // layout.num_replicas // accumulated
     microbatches = config.microbatches(rows)
-    precision, software = str(trainer.precision), "ours" if config.compile == "none" else "ours-compiled"
+    precision, software = (
+        str(trainer.precision),
+        "ours" if config.compile == "none" else "ours-compiled",
+    )
     try:
-        model = described(module, config, length=length or None, precision=precision, software=software, device=device)
+        model = described(
+            module,
+            config,
+            length=length or None,
+            precision=precision,
+            software=software,
+            device=device,
+        )
         job = Job(
             model=model,
             world_size=layout.world_size,

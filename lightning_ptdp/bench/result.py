@@ -23,11 +23,13 @@ class BenchResult:
         num_microbatches: m, of a batch of a replica.
         samples: Of a step, over all replicas.
         tokens: The same; 0 if the batches hold no tokens.
-        flops: Model operations of a step, forward and backward, over all devices; 0 if the module does not tell.
+        flops: Model operations of a step, forward and backward, over all devices; 0 if the module
+            does not tell.
         seconds: Of every measured step.
         peak_memory_bytes: Of each rank's tensors.
         peak_flops: Operations a second of which a device is capable; None if that is not known.
-        bubble: Bubble time over ideal time of one step of the pipeline, as measured; None without a pipeline.
+        bubble: Bubble time over ideal time of one step of the pipeline, as measured; None without a
+            pipeline.
         ideal_bubble: The same of the schedule with equal stages and free messages.
         predicted_s: The planner's estimate of a step; None for what it does not know.
         predicted_bytes: Its estimate of the fullest rank's peak.

@@ -1,4 +1,5 @@
-"""Random tokens in the shapes that a data module would give: nothing is read, nothing is prepared."""
+"""Random tokens in the shapes that a data module would give: nothing is read, nothing is
+prepared."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _SPECIAL = 3  # [CLS] and two [SEP]
 
 
 class SyntheticData(LightningDataModule):
-    """The batches of a ``StreamDataModule`` in size and shape, with random contents: one batch a replica, again
-    and again. A ramp-up begins at its end.
+    """The batches of a ``StreamDataModule`` in size and shape, with random contents: one batch a
+    replica, again and again. A ramp-up begins at its end.
 
     Args:
         like: The data module; it is not asked for data.
@@ -63,7 +64,9 @@ class SyntheticData(LightningDataModule):
             "input_ids": ids,
             "token_type_ids": (torch.arange(s) >= s // 2).long().expand(size, s).contiguous(),
             "attention_mask": torch.ones_like(ids),
-            "labels": torch.full_like(ids, IGNORE_INDEX).scatter(1, positions, ids.gather(1, positions)),
+            "labels": torch.full_like(ids, IGNORE_INDEX).scatter(
+                1, positions, ids.gather(1, positions)
+            ),
             "masked_positions": positions,
             "next_sentence_label": torch.randint(2, (size,), generator=generator),
         }

@@ -1,8 +1,9 @@
-"""``torch.compile`` of the repeated blocks, each in place, when they are what this rank runs: cut, filled and sharded.
+"""``torch.compile`` of the repeated blocks, each in place, when they are what this rank runs: cut,
+filled and sharded.
 
-Only a block's forward is compiled. Its own hooks, through which a pipeline and others watch it, and its recomputation, stay around that
-(so what is recomputed is compiled too), and all blocks of a kind share one graph.
-"""
+Only a block's forward is compiled. Its own hooks, through which a pipeline and others watch it, and
+its recomputation, stay around that (so what is recomputed is compiled too), and all blocks of a
+kind share one graph."""
 
 from __future__ import annotations
 
@@ -41,19 +42,31 @@ class CompiledForward(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        return self._compiled(self.module, *args, **kwargs) if self.replaced is None else self._compiled(*args, **kwargs)
+        return (
+            self._compiled(self.module, *args, **kwargs)
+            if self.replaced is None
+            else self._compiled(*args, **kwargs)
+        )
 
     @cached_property
     def _compiled(self) -> Any:
-        # The function and not the bound method: the blocks of a class share what is compiled for one.
-        return torch.compile(type(self.module).forward if self.replaced is None else self.replaced, **self.options)
+        # The function and not the bound method: the blocks of a class share what is compiled for
+        # one.
+        return torch.compile(
+            type(self.module).forward if self.replaced is None else self.replaced, **self.options
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_compiled"}
 
 
 def compile_blocks(
-    module: nn.Module, *, policy: CompilePolicy, blocks: Blocks | None, device: torch.device, options: Mapping[str, Any]
+    module: nn.Module,
+    *,
+    policy: CompilePolicy,
+    blocks: Blocks | None,
+    device: torch.device,
+    options: Mapping[str, Any],
 ) -> None:
     """Compile this rank's blocks, in place; what an earlier call did is undone first.
 
@@ -103,8 +116,11 @@ def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:
     if on_gpu and importlib.util.find_spec("triton") is None:
         missing.append("the package triton, which is not installed")
     if not any(map(shutil.which, names)):
-        missing.append(f"a C{'' if on_gpu else '++'} compiler, and there is no {' or '.join(names)}")
+        missing.append(
+            f"a C{'' if on_gpu else '++'} compiler, and there is no {' or '.join(names)}"
+        )
     if missing:
         raise ValueError(
-            f"compiled blocks need {' and '.join(missing)}: install it, or use compile_options={{'backend': 'aot_eager'}} or compile='none'"
+            f"compiled blocks need {' and '.join(missing)}: install it, or use "
+            f"compile_options={{'backend': 'aot_eager'}} or compile='none'"
         )

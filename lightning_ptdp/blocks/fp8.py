@@ -1,13 +1,16 @@
-"""Linear layers of the repeated blocks whose three products are computed in float8, by torchao's recipes.
+"""Linear layers of the repeated blocks whose three products are computed in float8, by torchao's
+recipes.
 
-Activations, weights and gradients stay what they are; each product rounds its two operands to 8 bits just before, with a scale that brings
-the largest magnitude of the operand ("tensorwise"), or of each of its rows ("rowwise"), to the largest number in float8.
+Activations, weights and gradients stay what they are; each product rounds its two operands to 8
+bits just before, with a scale that brings the largest magnitude of the operand ("tensorwise"), or
+of each of its rows ("rowwise"), to the largest number in float8.
 
-Under tensor parallelism a rank scales what it multiplies: of a shard, the shard. So does Transformer Engine under Megatron (torchtitan
-takes the maximum over the group, for a collective before every product). A smaller operand never has a larger scale, so that results
-are as exact as one process's but rounded elsewhere; what is whole, the input of a column layer and the gradient of a row layer, which
-are gathered in full precision under sequence parallelism, is scaled as in one process.
-"""
+Under tensor parallelism a rank scales what it multiplies: of a shard, the shard. So does
+Transformer Engine under Megatron (torchtitan takes the maximum over the group, for a collective
+before every product). A smaller operand never has a larger scale, so that results are as exact as
+one process's but rounded elsewhere; what is whole, the input of a column layer and the gradient of
+a row layer, which are gathered in full precision under sequence parallelism, is scaled as in one
+process."""
 
 from __future__ import annotations
 
@@ -29,8 +32,17 @@ from lightning_ptdp.pipeline.containers import Blocks, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.shims.torchao import Recipe, Role, make_recipe, scaled
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
-from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, ParallelLayer, RowParallelLinear
-from lightning_ptdp.tensor_parallel.linear_like import has_own_forward, is_conv1d, is_linear, output_input_sizes
+from lightning_ptdp.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    ParallelLayer,
+    RowParallelLinear,
+)
+from lightning_ptdp.tensor_parallel.linear_like import (
+    has_own_forward,
+    is_conv1d,
+    is_linear,
+    output_input_sizes,
+)
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention
 
 __all__ = ["Float8Scaling", "apply_fp8", "check_fp8"]
@@ -62,20 +74,31 @@ class Float8Product(MatrixProduct):
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
         turned = self._scaled(self._turned(), "weight", -1)
-        return self._scaled(_rows(grad), "grad_output", -1).mm(turned.t()).view(*grad.shape[:-1], turned.size(0))
+        return (
+            self._scaled(_rows(grad), "grad_output", -1)
+            .mm(turned.t())
+            .view(*grad.shape[:-1], turned.size(0))
+        )
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the input (..., i)."""
+        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the
+        input (..., i)."""
         left, right = _rows(grad), _rows(x)
         pads = left.size(0) % _UNIT != 0
-        product = self._scaled(left, "grad_output", 0, pads=pads).t().mm(self._scaled(right, "input", 0, pads=pads))
+        product = (
+            self._scaled(left, "grad_output", 0, pads=pads)
+            .t()
+            .mm(self._scaled(right, "input", 0, pads=pads))
+        )
         return product.t() if self.transposed else product
 
     def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
         """Add ``weight_gradient`` to ``weight.grad``."""
         add_to_gradient(self.weight, self.weight_gradient(grad, x))
 
-    def _scaled(self, matrix: Tensor, role: Role, dim: Literal[0, -1], *, pads: bool = False) -> Tensor:
+    def _scaled(
+        self, matrix: Tensor, role: Role, dim: Literal[0, -1], *, pads: bool = False
+    ) -> Tensor:
         return scaled(matrix, role, dim, self.recipe, pads=pads)
 
     def _turned(self) -> Tensor:
@@ -97,11 +120,20 @@ class _Float8Linear(OwnForward):
         """The layer's forward."""
         own: Any = self.module
         store, transposed = own.weight_gradients, is_conv1d(own)
-        return multiply(x, own.weight, own.bias, products=self.products, transposed=transposed, store=store)
+        return multiply(
+            x, own.weight, own.bias, products=self.products, transposed=transposed, store=store
+        )
 
 
-def check_fp8(module: nn.Module, *, blocks: Blocks | None, kinds: Mapping[str, Kind], tensor_parallel_size: int) -> None:
-    """Check what can be known before launch of the whole, uncut module, which may be on the meta device.
+def check_fp8(
+    module: nn.Module,
+    *,
+    blocks: Blocks | None,
+    kinds: Mapping[str, Kind],
+    tensor_parallel_size: int,
+) -> None:
+    """Check what can be known before launch of the whole, uncut module, which may be on the meta
+    device.
 
     Args:
         module: The module.
@@ -111,7 +143,8 @@ def check_fp8(module: nn.Module, *, blocks: Blocks | None, kinds: Mapping[str, K
 
     Raises:
         RequirementError: torchao is missing, or another version than the declared one.
-        ValueError: There is no linear layer in the blocks, or one whose sizes are not multiples of 16.
+        ValueError: There is no linear layer in the blocks, or one whose sizes are not multiples of
+            16.
     """
     check_installed("torchao")
     found = False
@@ -122,10 +155,14 @@ def check_fp8(module: nn.Module, *, blocks: Blocks | None, kinds: Mapping[str, K
         _check_sizes(name, outputs, inputs)
         found = True
     if not found:
-        raise ValueError("fp8 is for the linear layers of the repeated blocks, but there is none: use fp8=None")
+        raise ValueError(
+            "fp8 is for the linear layers of the repeated blocks, but there is none: use fp8=None"
+        )
 
 
-def apply_fp8(module: nn.Module, *, scaling: Float8Scaling, blocks: Blocks | None, device: torch.device) -> str:
+def apply_fp8(
+    module: nn.Module, *, scaling: Float8Scaling, blocks: Blocks | None, device: torch.device
+) -> str:
     """Let the linear layers in this rank's blocks multiply in float8, in place.
 
     Args:
@@ -156,37 +193,54 @@ def apply_fp8(module: nn.Module, *, scaling: Float8Scaling, blocks: Blocks | Non
 
 
 def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in the local blocks that multiply by a weight, without those that are too small to gain by float8, such as
-    adapters and routers.
-    """
+    """Yield the layers in the local blocks that multiply by a weight, without those that are too
+    small to gain by float8, such as adapters and routers."""
     for block in layers_of(module, find_blocks(module) if blocks is None else blocks):
         inside = dict(module.get_submodule(block.name).named_modules(prefix=block.name))
         computed = {
-            name for name, child in inside.items() if isinstance(child, nn.MultiheadAttention | ParallelMultiheadAttention)
+            name
+            for name, child in inside.items()
+            if isinstance(child, nn.MultiheadAttention | ParallelMultiheadAttention)
         }
         for name, child in inside.items():
             plain = isinstance(child, ColumnParallelLinear | RowParallelLinear) or (
                 is_linear(child) and not has_own_forward(child, nn.Linear)
             )
-            if plain and name.rpartition(".")[0] not in computed and min(child.get_parameter("weight").shape) >= _UNIT:
+            if (
+                plain
+                and name.rpartition(".")[0] not in computed
+                and min(child.get_parameter("weight").shape) >= _UNIT
+            ):
                 yield name, child
 
 
 def _check_sizes(name: str, *sizes: int) -> None:
     if any(size % _UNIT for size in sizes):
         raise ValueError(
-            f"fp8: '{name}' multiplies by a matrix of {sizes[0]} x {sizes[1]} on a rank, but float8 products take multiples of {_UNIT}; "
+            f"fp8: '{name}' multiplies by a matrix of {sizes[0]} x {sizes[1]} on a rank, but "
+            f"float8 products take multiples of {_UNIT}; "
             "choose such sizes, a smaller tensor_parallel_size, or fp8=None"
         )
 
 
 def _check_device(device: torch.device) -> None:
     if device.type == "cpu":
-        warnings.warn("fp8 on a CPU is emulated: as exact as on a GPU, and slower than without it", stacklevel=2)
-    elif device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        warnings.warn(
+            "fp8 on a CPU is emulated: as exact as on a GPU, and slower than without it",
+            stacklevel=2,
+        )
+    elif (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
+    ):
+        name, (major, minor) = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+        )
         raise ValueError(
-            f"fp8 needs a GPU that multiplies in float8 (compute capability {'.'.join(map(str, _LEAST_CAPABILITY))}), but this {name} has "
+            "fp8 needs a GPU that multiplies in float8 (compute capability "
+            f"{'.'.join(map(str, _LEAST_CAPABILITY))}), but this {name} has "
             f"{major}.{minor}: use fp8=None with precision='bf16-mixed' or 'bf16-true'"
         )
 

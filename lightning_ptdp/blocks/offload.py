@@ -1,29 +1,33 @@
 """Activation offload: what a block keeps for its backward lies in host memory in between.
 
-A block is sent while the next one runs forward, and fetched while the one behind it runs backward, so that the device holds two blocks
-of a microbatch instead of all, and copies run beside the computation::
+A block is sent while the next one runs forward, and fetched while the one behind it runs backward,
+so that the device holds two blocks of a microbatch instead of all, and copies run beside the
+computation::
 
     forward     block 0 | block 1  | block 2  |                    backward   block 2 | block 1 | block 0
     copies              | 0 to host| 1 to host|  (2 stays)         copies     1 back  | 0 back  |
 
-What is copied is a storage: queries, keys and values that are views of one product travel once. Of a block there stay parameters and
-buffers, what the block is called with beside its first tensor (masks and rotary tables, which all blocks share), autocast's copies of
-weights (they are views of a matrix on its side), and whatever is smaller than an eighth of the first tensor.
+What is copied is a storage: queries, keys and values that are views of one product travel once. Of
+a block there stay parameters and buffers, what the block is called with beside its first tensor
+(masks and rotary tables, which all blocks share), autocast's copies of weights (they are views of a
+matrix on its side), and whatever is smaller than an eighth of the first tensor.
 
 Why no tensor is overwritten while it is copied, on CUDA, where a copy is only queued:
 
 - All copies are queued on one stream of their own, so that they never overtake one another.
-- To the host: the copying stream waits for the computing one first. The block's storages are held until the next block has run, and
-  let go only after the computing stream was told to wait for the copies: whoever gets the memory then writes behind them. (With
-  ``record_stream`` instead, memory would come back only when the host next looks, which runs ahead by a whole forward.)
-- From the host: the memory is allocated by the computing stream, the copying one waits for that, and ``record_stream`` keeps the
-  memory from being handed on before the copy is over, should nobody ever ask for it. Whoever asks waits for the copy.
-- Pinned memory comes from torch's pool of it, which hands on what it gets back when the copies queued before are over. It rounds sizes
-  up to powers of two, and keeps the memory until the process ends.
+- To the host: the copying stream waits for the computing one first. The block's storages are held
+  until the next block has run, and let go only after the computing stream was told to wait for the
+  copies: whoever gets the memory then writes behind them. (With ``record_stream`` instead, memory
+  would come back only when the host next looks, which runs ahead by a whole forward.)
+- From the host: the memory is allocated by the computing stream, the copying one waits for that,
+  and ``record_stream`` keeps the memory from being handed on before the copy is over, should nobody
+  ever ask for it. Whoever asks waits for the copy.
+- Pinned memory comes from torch's pool of it, which hands on what it gets back when the copies
+  queued before are over. It rounds sizes up to powers of two, and keeps the memory until the
+  process ends.
 
-A tensor that was saved is not written to before its backward (autograd refuses that), so a copy is as good. On a CPU the copies are made
-at once.
-"""
+A tensor that was saved is not written to before its backward (autograd refuses that), so a copy is
+as good. On a CPU the copies are made at once."""
 
 from __future__ import annotations
 
@@ -66,8 +70,13 @@ class Offloaded(OwnForward):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         staying = self._staying((*args, *kwargs.values())) if self.sends else None
-        # Nothing runs twice, but who may put off a gradient under somebody's hooks knows these by the first of the two contexts.
-        known = self.surroundings.recomputation()[0] if self.surroundings is not None else contextlib.nullcontext()
+        # Nothing runs twice, but who may put off a gradient under somebody's hooks knows these by
+        # the first of the two contexts.
+        known = (
+            self.surroundings.recomputation()[0]
+            if self.surroundings is not None
+            else contextlib.nullcontext()
+        )
         with self.offload.around(self.layer, staying), known:
             return self.original(*args, **kwargs)
 
@@ -75,7 +84,10 @@ class Offloaded(OwnForward):
         tensors = [tensor for _, tensor in tensors_in(inputs)]
         if not tensors:
             return None
-        first, own = tensors[0], [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()]
+        first, own = (
+            tensors[0],
+            [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()],
+        )
         storages = {tensor.untyped_storage().data_ptr() for tensor in (*own, *tensors[1:])}
         return _Staying(
             device=first.device,
@@ -103,11 +115,20 @@ class _Staying:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if the tensor stays."""
-        if type(tensor) is not Tensor or tensor.device != self.device or tensor.is_meta or tensor.layout is not torch.strided:
+        if (
+            type(tensor) is not Tensor
+            or tensor.device != self.device
+            or tensor.is_meta
+            or tensor.layout is not torch.strided
+        ):
             return True
         if tensor.is_complex() or tensor.is_neg() or tensor.nbytes < _SMALL * self.first:
             return True
-        turned = tensor.dim() == 2 and not tensor.is_contiguous() and tuple(reversed(tensor.shape)) in self.matrices
+        turned = (
+            tensor.dim() == 2
+            and not tensor.is_contiguous()
+            and tuple(reversed(tensor.shape)) in self.matrices
+        )
         return turned or tensor.untyped_storage().data_ptr() in self.storages
 
 
@@ -127,7 +148,8 @@ class Offload:
         """Around the forward of a block.
 
         Args:
-            layer: Its number; the block before it, if that ran last, is fetched when its backward begins.
+            layer: Its number; the block before it, if that ran last, is fetched when its backward
+                begins.
             staying: What is not sent; None: everything stays.
         """
         leaving = self._last
@@ -136,7 +158,9 @@ class Offload:
         self._last, hooks = None, cast(Context, contextlib.nullcontext())
         if staying is not None:
             before = leaving if leaving is not None and leaving.layer == layer - 1 else None
-            self._last = block = _Block(layer, staying, before, self._copying_stream(staying.device))
+            self._last = block = _Block(
+                layer, staying, before, self._copying_stream(staying.device)
+            )
             hooks = torch.autograd.graph.saved_tensors_hooks(block.pack, block.unpack)
         try:
             with hooks:
@@ -154,7 +178,9 @@ class Offload:
 class _Block:
     """Tensors that one call of a block keeps: on the device, sent, or fetched."""
 
-    def __init__(self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None
+    ) -> None:
         self.layer, self._staying, self._before, self._stream = layer, staying, before, stream
         self._storages: dict[tuple[int, int], weakref.ref[_Storage]] = {}
         self._leaving: list[_Storage] = []
@@ -174,7 +200,9 @@ class _Block:
                 return tensor
             kept = _Storage(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
             self._storages[key] = weakref.ref(kept)
-        return _Saved(kept, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return _Saved(
+            kept, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+        )
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
         """Called by autograd when it needs it."""
@@ -194,7 +222,9 @@ class _Block:
         self._leaving = self._alive()
         with self._copying():
             for storage in self._leaving:
-                storage.host = torch.empty(storage.nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+                storage.host = torch.empty(
+                    storage.nbytes, dtype=torch.uint8, pin_memory=self._stream is not None
+                )
                 storage.host.copy_(storage.on_device, non_blocking=True)
 
     def release(self) -> None:
@@ -212,7 +242,9 @@ class _Block:
         self._wanted = True
         missing = [storage for storage in self._alive() if storage.device is None]
         for storage in missing:
-            storage.device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._staying.device)
+            storage.device = torch.empty(
+                storage.nbytes, dtype=torch.uint8, device=self._staying.device
+            )
         with self._copying():
             for storage in missing:
                 assert storage.host is not None
@@ -263,4 +295,6 @@ class _Saved:
     def tensor(self) -> Tensor:
         """As it was saved."""
         source = self.storage.on_device.untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device=source.device).set_(source, self.offset, self.shape, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=source.device).set_(
+            source, self.offset, self.shape, self.stride
+        )

@@ -1,19 +1,22 @@
-"""Activation recomputation: drop what a part of the model would keep for its backward, and run its forward again there.
+"""Activation recomputation: drop what a part of the model would keep for its backward, and run its
+forward again there.
 
-``full`` recomputes whole blocks, so that of a block only its input is kept; ``selective`` only the modules that the plan names, for a
-GPT the attention core, which keeps much and costs little (arXiv 2205.05198, section 5). The recomputation belongs to the backward of
-its microbatch, so that it fits any schedule: at the price of a longer backward a stage holds fewer bytes a microbatch in flight::
+``full`` recomputes whole blocks, so that of a block only its input is kept; ``selective`` only the
+modules that the plan names, for a GPT the attention core, which keeps much and costs little (arXiv
+2205.05198, section 5). The recomputation belongs to the backward of
+its microbatch, so that it fits any schedule: at the price of a longer backward a stage holds fewer
+bytes a microbatch in flight::
 
     kept for the backward of a block       none           selective                  full
                                            everything     all but the core's inside  the input (1/t of it: ``shard_input``)
 
 ``offload`` recomputes nothing: what a block keeps lies in host memory until then (``offload.py``).
 
-A module is made to do so by another forward (``own_forward.py``): its own hooks run once; those of modules inside of it run in the
-recomputation too. Random numbers are replayed, so dropout drops the same. Two things do not survive running twice: state
-that a forward changes (running statistics; a Hugging Face model's cache, so build it with ``use_cache=False``) and control flow that
-depends on it.
-"""
+A module is made to do so by another forward (``own_forward.py``): its own hooks run once; those of
+modules inside of it run in the recomputation too. Random numbers are replayed, so dropout drops the
+same. Two things do not survive running twice: state that a forward changes (running statistics; a
+Hugging Face model's cache, so build it with ``use_cache=False``) and control flow that depends on
+it."""
 
 from __future__ import annotations
 
@@ -66,13 +69,15 @@ def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: i
         return
     if policy == "none":
         raise ValueError(
-            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use recompute='full', 'selective' or 'offload', or "
+            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use "
+            "recompute='full', 'selective' or 'offload', or "
             "leave recompute_layers out"
         )
     counts = list(layers) if isinstance(layers, Sequence) else [layers]
     if not isinstance(layers, int) and len(counts) != num_stages:
         raise ValueError(
-            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size * virtual_pipeline_size = {num_stages}; "
+            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size * "
+            f"virtual_pipeline_size = {num_stages}; "
             "give one a stage, or one number for all"
         )
 
@@ -86,7 +91,8 @@ def check_recomputation(
     layers: Layers = None,
     selective: Sequence[str] = (),
 ) -> None:
-    """Check the options of ``apply_recomputation`` against the whole, uncut module, which may be on the meta device.
+    """Check the options of ``apply_recomputation`` against the whole, uncut module, which may be on
+    the meta device.
 
     Raises:
         ValueError: A stage has fewer layers than shall be recomputed; there is no container; or
@@ -102,18 +108,22 @@ def check_recomputation(
     if not selective:
         raise ValueError(
             "recompute='selective', but the plan does not say which modules to recompute: give "
-            f"ParallelPlan(selective=(\"{names[0]}.*.attention.core\",)) with patterns of your own names, or use recompute='full'"
+            f'ParallelPlan(selective=("{names[0]}.*.attention.core",)) with patterns of your '
+            "own names, or use recompute='full'"
         )
     inside = {
         name: child
         for layer in layers_of(module, names)
-        for name, child in module.get_submodule(layer.name).named_modules(prefix=layer.name, remove_duplicate=False)
+        for name, child in module.get_submodule(layer.name).named_modules(
+            prefix=layer.name, remove_duplicate=False
+        )
     }
     for pattern in selective:
         if not any(matches(name, pattern) for name in inside):
             shown = " and ".join(f"'{name}'" for name in names)
             raise ValueError(
-                f"the plan's selective pattern {pattern!r} matches no module inside {shown}; {nearest_names(pattern, inside)}"
+                f"the plan's selective pattern {pattern!r} matches no module inside {shown}; "
+                f"{nearest_names(pattern, inside)}"
             )
 
 
@@ -128,19 +138,22 @@ def apply_recomputation(
     shard_input: Group | None = None,
     surroundings: Surroundings | None = None,
 ) -> tuple[str, ...]:
-    """Make this rank's part of a module recompute, in place; what an earlier call did is undone first.
+    """Make this rank's part of a module recompute, in place; what an earlier call did is undone
+    first.
 
     Args:
         module: The module after ``parallelize``. Blocks of other stages are skipped.
         policy: "none", "full", "selective" or "offload".
         blocks: Dotted names of the repeated containers; found if None.
         ranges: Half-open layer ranges, one a stage; empty: one stage of all layers.
-        layers: How many layers of each stage, the first ones, are recomputed or offloaded: one number for all stages (for a stage with
-            fewer layers all of them) or one a stage. None: all layers.
-        selective: Glob patterns of the modules inside the blocks that "selective" recomputes (``ParallelPlan.selective``).
-        shard_input: The tensor group, if its members hold the same input of a block (no sequence parallelism): "full" then keeps 1/t
-            of the input and gathers it for the recomputation (arXiv 2205.05198, section 4). An input that t does not divide is kept
-            whole.
+        layers: How many layers of each stage, the first ones, are recomputed or offloaded: one
+            number for all stages (for a stage with fewer layers all of them) or one a stage. None:
+            all layers.
+        selective: Glob patterns of the modules inside the blocks that "selective" recomputes
+            (``ParallelPlan.selective``).
+        shard_input: The tensor group, if its members hold the same input of a block (no sequence
+            parallelism): "full" then keeps 1/t of the input and gathers it for the recomputation
+            (arXiv 2205.05198, section 4). An input that t does not divide is kept whole.
         surroundings: What surrounds a forward.
 
     Returns:
@@ -164,7 +177,11 @@ def apply_recomputation(
     chosen = [(layer.name, layer.block) for layer in held if layer.chosen]
     if policy == "selective":
         chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
-    group = shard_input if policy == "full" and shard_input is not None and shard_input.size > 1 else None
+    group = (
+        shard_input
+        if policy == "full" and shard_input is not None and shard_input.size > 1
+        else None
+    )
     for _, target in chosen:
         replace_forward(target, _Recomputed, surroundings=surroundings, shard_input=group)
     return tuple(name for name, _ in chosen)
@@ -188,7 +205,8 @@ class _Recomputed(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        # All by position: torch looks among these for the tensors to save and the devices whose random state to replay.
+        # All by position: torch looks among these for the tensors to save and the devices whose
+        # random state to replay.
         inputs = (*args, *kwargs.values())
         run = partial(self._run, tuple(kwargs))
         group = self.shard_input
@@ -205,13 +223,22 @@ class _Recomputed(OwnForward):
 
 
 @untraced
-def _checkpoint_in(surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+def _checkpoint_in(
+    surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...]
+) -> Any:
     """A compiler knows recomputation, but no contexts of it."""
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True, context_fn=surroundings.recomputation)
+    return checkpoint(
+        run,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=True,
+        context_fn=surroundings.recomputation,
+    )
 
 
 class _InParts:
-    """Runs on the whole input the first time, and on what it gathers from its parts whenever it is run again."""
+    """Runs on the whole input the first time, and on what it gathers from its parts whenever it is
+    run again."""
 
     def __init__(self, whole: Tensor, group: Group) -> None:
         self._whole: Tensor | None = whole
@@ -226,7 +253,8 @@ class _InParts:
 
 
 def _is_divisible(value: Any, group: Group) -> bool:
-    """Return True if the parts of ``value``, put together, are the very same tensor, strides included."""
+    """Return True if the parts of ``value``, put together, are the very same tensor, strides
+    included."""
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
@@ -239,7 +267,9 @@ class _Layer(NamedTuple):
     chosen: bool
 
 
-def _held_layers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers) -> Iterator[_Layer]:
+def _held_layers(
+    module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers
+) -> Iterator[_Layer]:
     """The layers that are here; chosen are the first ones of each stage."""
     members = layers_of(module, blocks)
     ranges = ranges or ((0, len(members)),)
@@ -250,11 +280,16 @@ def _held_layers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Laye
                 yield _Layer(number, members[number].name, block, number < start + count)
 
 
-def _outermost(name: str, block: nn.Module, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside ``block`` that a pattern names; not the ones inside of those, which would be recomputed twice."""
+def _outermost(
+    name: str, block: nn.Module, patterns: Sequence[str]
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules inside ``block`` that a pattern names; not the ones inside of those, which would
+    be recomputed twice."""
     outer = ""
     for inner, module in block.named_modules(prefix=name, remove_duplicate=False):
-        if not (outer and inner.startswith(f"{outer}.")) and any(matches(inner, pattern) for pattern in patterns):
+        if not (outer and inner.startswith(f"{outer}.")) and any(
+            matches(inner, pattern) for pattern in patterns
+        ):
             outer = inner
             yield inner, module
 
@@ -267,14 +302,16 @@ def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:
         if layers > max(sizes):
             held = ", ".join(map(str, sizes))
             raise ValueError(
-                f"recompute_layers={layers}, but the stages have {held} layers; use {max(sizes)} or less, or None for all layers"
+                f"recompute_layers={layers}, but the stages have {held} layers; use {max(sizes)} "
+                "or less, or None for all layers"
             )
         return [min(layers, size) for size in sizes]
     for stage, (count, size) in enumerate(zip(layers, sizes, strict=True)):
         if count > size:
             fits = [min(count, size) for count, size in zip(layers, sizes, strict=True)]
             raise ValueError(
-                f"recompute_layers={_shown(layers)} asks for {count} layers of stage {stage}, which has {size}; use at most {fits}"
+                f"recompute_layers={_shown(layers)} asks for {count} layers of stage {stage}, "
+                f"which has {size}; use at most {fits}"
             )
     return list(layers)
 

@@ -1,4 +1,5 @@
-"""Ordinary Lightning callbacks that tell what a run is doing; they work with any strategy and say more with "ptdp"."""
+"""Ordinary Lightning callbacks that tell what a run is doing; they work with any strategy and say
+more with "ptdp"."""
 
 from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace

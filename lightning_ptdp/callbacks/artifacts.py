@@ -32,7 +32,8 @@ def store_tags(logger: Logger, tags: Mapping[str, object]) -> None:
 
 
 def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, step: int) -> None:
-    """Store a table with equally long columns: in MLflow and W&B as a table, in TensorBoard as text."""
+    """Store a table with equally long columns: in MLflow and W&B as a table, in TensorBoard as
+    text."""
     if isinstance(logger, MLFlowLogger):
         logger.log_table(table, f"{name}.json")
     elif _is(logger, "MLFlowLogger"):
@@ -42,23 +43,30 @@ def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, st
         logger.log_table(name, columns=list(table), data=rows, step=step)
     elif _is(logger, "TensorBoardLogger"):
         lines = ["| " + " | ".join(table) + " |", "|---" * len(table) + "|"]
-        lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in zip(*table.values(), strict=True)]
+        lines += [
+            "| " + " | ".join(_cell(value) for value in row) + " |"
+            for row in zip(*table.values(), strict=True)
+        ]
         logger.experiment.add_text(name, "\n".join(lines), step)
 
 
 def store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
-    """Store files in ``folder`` of the run's artifacts in MLflow; a failure is a warning, since the files remain on disk."""
+    """Store files in ``folder`` of the run's artifacts in MLflow; a failure is a warning, since the
+    files remain on disk."""
     if not _is(logger, "MLFlowLogger"):
         return
     try:
         for file in files:
             logger.experiment.log_artifact(logger.run_id, str(file), folder)
     except Exception as error:
-        rank_zero_warn(f"{files[0].name} could not be stored with the run, it is in {files[0].parent}: {error}")
+        rank_zero_warn(
+            f"{files[0].name} could not be stored with the run, it is in {files[0].parent}: {error}"
+        )
 
 
 def _is(logger: Logger, name: str) -> bool:
-    """Return True for Lightning's logger of this name, in either of its packages, and for loggers derived from it.
+    """Return True for Lightning's logger of this name, in either of its packages, and for loggers
+    derived from it.
 
     Methods do not tell: W&B's ``log_text`` has the name of ours and other arguments.
     """

@@ -1,8 +1,9 @@
-"""Numbers of tokens that each expert gets, counted on the device and summed over the ranks on demand.
+"""Numbers of tokens that each expert gets, counted on the device and summed over the ranks on
+demand.
 
-What is counted are choices of experts, as the modules of experts are called with them. Ranks that hold the same tokens count them again,
-and so does a recomputation; of one layer all tokens alike, so that the *share* of an expert is right in every layout.
-"""
+What is counted are choices of experts, as the modules of experts are called with them. Ranks that
+hold the same tokens count them again, and so does a recomputation; of one layer all tokens alike,
+so that the *share* of an expert is right in every layout."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ class LayerLoad:
     Attributes:
         name: Of its module of experts.
         loads: Tokens that each expert got, over the mean of all.
-        router_entropy: Mean over the tokens of the entropy of the router's probabilities, over its greatest value, that of the same
-            probability for each; None where the scores were not seen.
+        router_entropy: Mean over the tokens of the entropy of the router's probabilities, over its
+            greatest value, that of the same probability for each; None where the scores were not
+            seen.
     """
 
     name: str
@@ -45,7 +47,8 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Return the entropy of the loads over its maximum: 1 if all experts got the same, 0 if one expert got everything."""
+        """Return the entropy of the loads over its maximum: 1 if all experts got the same, 0 if one
+        expert got everything."""
         shares = [load / len(self.loads) for load in self.loads if load]
         return -sum(share * math.log(share) for share in shares) / math.log(max(2, len(self.loads)))
 
@@ -81,7 +84,8 @@ class _Layer:
 
     Attributes:
         counts: (E,) float64, choices of each.
-        entropy: (2,) float64, the sum of the entropies of the router's probabilities, and of how many tokens.
+        entropy: (2,) float64, the sum of the entropies of the router's probabilities, and of how
+            many tokens.
         scores: The last thing before the experts that looked like the router's scores, (..., E).
         scored_by: Which of the modules beside the experts made it, or a module inside of it.
     """
@@ -93,22 +97,40 @@ class _Layer:
 
     def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[Callable[[], None]]:
         position = list(inspect.signature(type(experts).forward).parameters)[2]
-        hooks = [experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)]
-        hooks += [inner.register_forward_hook(partial(self._scored, each)) for each in siblings for inner in each.modules()]
+        hooks = [
+            experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)
+        ]
+        hooks += [
+            inner.register_forward_hook(partial(self._scored, each))
+            for each in siblings
+            for inner in each.modules()
+        ]
         return [hook.remove for hook in hooks]
 
-    def _scored(self, sibling: nn.Module, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    def _scored(
+        self, sibling: nn.Module, module: nn.Module, args: tuple[Any, ...], output: object
+    ) -> None:
         """Keep the scores among a sibling's output; they replace those of a module inside of it."""
         if module is not sibling and sibling is self.scored_by:
             return
-        rows = args[0].numel() // args[0].size(-1) if args and isinstance(args[0], Tensor) and args[0].numel() else None
+        rows = (
+            args[0].numel() // args[0].size(-1)
+            if args and isinstance(args[0], Tensor) and args[0].numel()
+            else None
+        )
         for tensor in iterate_tensors(output):
-            if tensor.is_floating_point() and tensor.shape[-1:] == self.counts.shape and tensor.shape[:-1].numel() == rows:
+            if (
+                tensor.is_floating_point()
+                and tensor.shape[-1:] == self.counts.shape
+                and tensor.shape[:-1].numel() == rows
+            ):
                 self.scores, self.scored_by = tensor.detach(), sibling
                 return
 
     @torch.no_grad()
-    def _chosen(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _chosen(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         index: Tensor = args[1] if len(args) > 1 else kwargs[name]
         chosen = index.reshape(-1).long()
         exists = (chosen >= 0) & (chosen < self.counts.numel())
@@ -144,7 +166,11 @@ class ExpertCounts:
         for name, experts in found.items():
             zeros = partial(torch.zeros, dtype=torch.float64, device=trainer.strategy.root_device)
             layer = counts._layers[name] = _Layer(counts=zeros(numbers[name]), entropy=zeros(2))
-            siblings = [child for child in module.get_submodule(name.rpartition(".")[0]).children() if child is not experts]
+            siblings = [
+                child
+                for child in module.get_submodule(name.rpartition(".")[0]).children()
+                if child is not experts
+            ]
             counts._undo += layer.attach(experts, siblings)
         return counts
 
@@ -154,7 +180,8 @@ class ExpertCounts:
             undo()
 
     def aside(self) -> Callable[[], None]:
-        """Begin anew; returns what throws away what is counted then, and goes on where this began."""
+        """Begin anew; returns what throws away what is counted then, and goes on where this
+        began."""
         kept = [tensor.clone() for tensor in self._tensors()]
         self._clear()
 
@@ -165,11 +192,14 @@ class ExpertCounts:
         return go_on
 
     def take(self, trainer: Trainer) -> ExpertLoads:
-        """Return and reset the counts since the last call, over all ranks; collective, and waits for the device."""
+        """Return and reset the counts since the last call, over all ranks; collective, and waits
+        for the device."""
         if not self.numbers:
             return ExpertLoads(layers=())
         width = max(self.numbers.values())
-        table = torch.zeros(len(self.numbers), width + 2, dtype=torch.float64, device=trainer.strategy.root_device)
+        table = torch.zeros(
+            len(self.numbers), width + 2, dtype=torch.float64, device=trainer.strategy.root_device
+        )
         for row, (name, number) in enumerate(self.numbers.items()):
             if name in self._layers:
                 table[row, :number] = self._layers[name].counts
@@ -181,7 +211,9 @@ class ExpertCounts:
                 LayerLoad(
                     name=name,
                     loads=tuple(number * count / total for count in row[:number]),
-                    router_entropy=row[width] / row[width + 1] / math.log(max(2, number)) if row[width + 1] else None,
+                    router_entropy=row[width] / row[width + 1] / math.log(max(2, number))
+                    if row[width + 1]
+                    else None,
                 )
                 for (name, number), row in zip(self.numbers.items(), rows, strict=True)
                 if (total := sum(row[:number]))
@@ -189,7 +221,9 @@ class ExpertCounts:
         )
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for layer in self._layers.values() for tensor in (layer.counts, layer.entropy)]
+        return [
+            tensor for layer in self._layers.values() for tensor in (layer.counts, layer.entropy)
+        ]
 
     def _clear(self) -> None:
         for tensor in self._tensors():
@@ -200,7 +234,9 @@ def _number(trainer: Trainer, experts: nn.Module) -> int:
     """Return the number of experts on all ranks."""
     first = next(experts.parameters())
     parallel = getattr(trainer.strategy, "parallel", None)
-    return first.size(0) if parallel is None else int(parallel.records[first].sharding.full_shape[0])
+    return (
+        first.size(0) if parallel is None else int(parallel.records[first].sharding.full_shape[0])
+    )
 
 
 def _of_all_stages(trainer: Trainer, found: dict[str, int]) -> dict[str, int]:

@@ -21,24 +21,29 @@ __all__ = ["ExpertLoad"]
 class ExpertLoad(Callback):
     """Log how evenly a mixture's routers use their experts, and draw it at every validation.
 
-    Logged are, of the steps since the last time every ``log_every_n_steps``, and with ``val_`` before the name of each validation:
+    Logged are, of the steps since the last time every ``log_every_n_steps``, and with ``val_``
+    before the name of each validation:
 
-    - ``expert_load_max`` and ``expert_load_min``: the tokens of the expert that got most, and least, in any layer, over the mean of its
-      layer;
-    - ``expert_load_entropy``: the entropy of the tokens' distribution over the experts of a layer, 1 where it is even and 0 where one
-      gets everything, mean over the layers;
+    - ``expert_load_max`` and ``expert_load_min``: the tokens of the expert that got most, and
+      least, in any layer, over the mean of its layer;
+    - ``expert_load_entropy``: the entropy of the tokens' distribution over the experts of a layer,
+      1 where it is even and 0 where one gets everything, mean over the layers;
     - ``dead_experts``: how many, of all layers together, got nothing;
-    - ``router_entropy``: the entropy of what a router says of a token, in the same way, mean over tokens and layers. Of the scores that
-      a module beside the experts returns, one for each expert, as probabilities or before the softmax (also where the router takes
-      each one's sigmoid); left out where none does.
+    - ``router_entropy``: the entropy of what a router says of a token, in the same way, mean over
+      tokens and layers. Of the scores that a module beside the experts returns, one for each
+      expert, as probabilities or before the softmax (also where the router takes each one's
+      sigmoid); left out where none does.
 
-    The layers' loads are also written as ``step-000100.png``, a row a layer, and ``step-000100.json``, which an MLflow logger keeps as
-    artifacts. Counted are choices, on the device; it is read when something is logged. Known are modules that list their experts as
-    Hugging Face's do (the kind "experts"), whatever the strategy; of a model without them nothing is logged.
+    The layers' loads are also written as ``step-000100.png``, a row a layer, and
+    ``step-000100.json``, which an MLflow logger keeps as artifacts. Counted are choices, on the
+    device; it is read when something is logged. Known are modules that list their experts as
+    Hugging Face's do (the kind "experts"), whatever the strategy; of a model without them nothing
+    is logged.
 
     Args:
         picture: Whether to write the files.
-        dirpath: Where they go; default: the folder "experts" in the logger's folder, or in ``default_root_dir``.
+        dirpath: Where they go; default: the folder "experts" in the logger's folder, or in
+            ``default_root_dir``.
     """
 
     def __init__(self, picture: bool = True, dirpath: str | None = None) -> None:
@@ -92,17 +97,25 @@ class ExpertLoad(Callback):
 
     def _log(self, loads: ExpertLoads, prefix: str = "") -> None:
         for name, value in loads.metrics().items():
-            self.log(f"{prefix}{name}", value, batch_size=1, sync_dist=bool(prefix))  # equal on all ranks; Lightning would warn
+            self.log(
+                f"{prefix}{name}", value, batch_size=1, sync_dist=bool(prefix)
+            )  # equal on all ranks; Lightning would warn
 
     def _write(self, trainer: Trainer, loads: ExpertLoads) -> None:
         folder = Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "experts"
-        picture, numbers = (folder / f"step-{trainer.global_step:06d}{suffix}" for suffix in (".png", ".json"))
+        picture, numbers = (
+            folder / f"step-{trainer.global_step:06d}{suffix}" for suffix in (".png", ".json")
+        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            numbers.write_text(json.dumps({layer.name: layer.loads for layer in loads.layers}), encoding="utf-8")
+            numbers.write_text(
+                json.dumps({layer.name: layer.loads for layer in loads.layers}), encoding="utf-8"
+            )
             draw_loads(loads, picture, title=f"step {trainer.global_step}")
         except OSError as error:  # a full disk: training does not end for it
-            rank_zero_warn(f"the experts' loads at step {trainer.global_step} could not be written: {error}")
+            rank_zero_warn(
+                f"the experts' loads at step {trainer.global_step} could not be written: {error}"
+            )
             return
         for logger in trainer.loggers:
             store_files(logger, [picture, numbers], folder="experts")

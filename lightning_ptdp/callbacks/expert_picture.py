@@ -1,4 +1,5 @@
-"""A picture of what each expert of each layer gets; matplotlib is imported only when it is drawn."""
+"""A picture of what each expert of each layer gets; matplotlib is imported only when it is
+drawn."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ _HIGH_FOR_ALL = 7.0
 
 
 def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
-    """Write a PNG: a row a layer, a column an expert, its colour the tokens that it got over the mean of its layer.
+    """Write a PNG: a row a layer, a column an expert, its colour the tokens that it got over the
+    mean of its layer.
 
-    The colours mean the same in every picture: a quarter of the mean and four times it are the ends of the scale, and what got nothing
-    is black. Where there is room the number is written.
-    """
+    The colours mean the same in every picture: a quarter of the mean and four times it are the ends
+    of the scale, and what got nothing is black. Where there is room the number is written."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -35,7 +36,9 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
     size = (_LEFT + wide + _RIGHT, _TOP + high + _FOOT)
     figure = Figure(figsize=size, dpi=_DPI)
     axes = figure.add_axes((_LEFT / size[0], _FOOT / size[1], wide / size[0], high / size[1]))
-    colours = figure.add_axes(((_LEFT + wide + 0.14) / size[0], _FOOT / size[1], 0.13 / size[0], high / size[1]))
+    colours = figure.add_axes(
+        ((_LEFT + wide + 0.14) / size[0], _FOOT / size[1], 0.13 / size[0], high / size[1])
+    )
 
     table = np.full((rows, columns), np.nan)
     for row, layer in enumerate(loads.layers):
@@ -47,17 +50,36 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
         aspect="auto",
         interpolation="nearest",
     )
-    axes.imshow(np.where(table == 0, 0.0, np.nan), cmap="gray", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    axes.imshow(
+        np.where(table == 0, 0.0, np.nan),
+        cmap="gray",
+        vmin=0,
+        vmax=1,
+        aspect="auto",
+        interpolation="nearest",
+    )
     if cell >= _NUMBERED:
         for (row, column), value in np.ndenumerate(table):
             ink = "white" if value < 0.45 or value > 2.8 else "black"
-            axes.text(column, row, "" if np.isnan(value) else f"{value:.2g}", ha="center", va="center", fontsize=7, color=ink)
-    bar = figure.colorbar(image, cax=colours, extend="both" if high > 1 else "neither", ticks=[0.25, 0.5, 1, 2, 4])
+            axes.text(
+                column,
+                row,
+                "" if np.isnan(value) else f"{value:.2g}",
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink,
+            )
+    bar = figure.colorbar(
+        image, cax=colours, extend="both" if high > 1 else "neither", ticks=[0.25, 0.5, 1, 2, 4]
+    )
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"], fontsize=7)
     bar.ax.minorticks_off()
 
     every = max(1, -(-rows * 16 // int(high * 100)))
-    axes.set_yticks(range(0, rows, every), [_label(layer) for layer in loads.layers[::every]], fontsize=7)
+    axes.set_yticks(
+        range(0, rows, every), [_label(layer) for layer in loads.layers[::every]], fontsize=7
+    )
     axes.set_ylabel("layer", fontsize=8)
     axes.set_xlabel("expert", fontsize=8)
     axes.locator_params(axis="x", integer=True)
@@ -79,9 +101,7 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
 def _said(loads: ExpertLoads) -> str:
     found = loads.metrics()
     dead = int(found["dead_experts"])
-    return (
-        f"largest {found['expert_load_max']:.3g}   ·   smallest {found['expert_load_min']:.3g}   ·   {dead} got nothing (black)"
-    )
+    return f"largest {found['expert_load_max']:.3g}   ·   smallest {found['expert_load_min']:.3g}   ·   {dead} got nothing (black)"
 
 
 def _label(layer: LayerLoad) -> str:

@@ -22,27 +22,34 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ExportHuggingFace(pl.Callback):
-    """Write the trained model as a Hugging Face folder, which ``from_pretrained`` and what serves such folders load: all ranks together,
-    each what it has.
+    """Write the trained model as a Hugging Face folder, which ``from_pretrained`` and what serves
+    such folders load: all ranks together, each what it has.
 
-    Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is one of ours. Beside the weights, as a checkpoint would
-    hold them (adapters of LoRA are merged into those beside which they are trained), there are ``config.json``,
-    ``generation_config.json``, and the tokenizer and chat template that the data had, or those of the folder that the model's configuration
-    was read from. What cannot be exported is an error before the first step.
+    Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is one of ours.
+    Beside the weights, as a checkpoint would hold them (adapters of LoRA are merged into those
+    beside which they are trained), there are ``config.json``, ``generation_config.json``, and the
+    tokenizer and chat template that the data had, or those of the folder that the model's
+    configuration was read from. What cannot be exported is an error before the first step.
 
     Args:
-        folder: The folder to make, on a file system that all ranks share; an earlier export there is replaced when the new one is whole.
-        when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint has been saved, if
-            training goes on; these are ``folder/step-NUMBER`` then, also the last one, and stay there.
+        folder: The folder to make, on a file system that all ranks share; an earlier export there
+            is replaced when the new one is whole.
+        when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint
+            has been saved, if training goes on; these are ``folder/step-NUMBER`` then, also the
+            last one, and stay there.
         dtype: What floating-point tensors are converted to; default: as they are.
         shard_bytes: Most bytes of tensors in one file.
-        prefix: Where the module holds several Hugging Face models: the attribute of the one, with a dot.
+        prefix: Where the module holds several Hugging Face models: the attribute of the one, with a
+            dot.
 
     Raises:
-        CheckpointError: (when fit begins, or when it is written) What is wrong with the model or the folder.
+        CheckpointError: (when fit begins, or when it is written) What is wrong with the model or
+            the folder.
     """
 
-    needs_checkpoint_folders = True  # an export can then be made again from each checkpoint, by to_huggingface
+    needs_checkpoint_folders = (
+        True  # an export can then be made again from each checkpoint, by to_huggingface
+    )
 
     def __init__(
         self,
@@ -52,7 +59,10 @@ class ExportHuggingFace(pl.Callback):
         shard_bytes: int = 5_000_000_000,
         prefix: str | None = None,
     ) -> None:
-        for name, value, choices in (("when", when, get_args(When)), ("dtype", dtype, (None, *get_args(Dtype)))):
+        for name, value, choices in (
+            ("when", when, get_args(When)),
+            ("dtype", dtype, (None, *get_args(Dtype))),
+        ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
         if shard_bytes < 1:
@@ -60,17 +70,23 @@ class ExportHuggingFace(pl.Callback):
         if when == "end":
             files.check_replaceable(folder, marker=files.EXPORT_MARK)
         self._folder, self._when = os.fspath(folder), when
-        self._options = {"dtype": dtype and getattr(torch, dtype), "shard_bytes": shard_bytes, "prefix": prefix}
+        self._options = {
+            "dtype": dtype and getattr(torch, dtype),
+            "shard_bytes": shard_bytes,
+            "prefix": prefix,
+        }
         self._last, self._is_due = -1, False
 
     def check(self, read: Iterable[object]) -> None:
         """Check the folder against what the run reads.
 
         Args:
-            read: Values of the run's options. Those that are paths, alone or in lists and mappings, are read.
+            read: Values of the run's options. Those that are paths, alone or in lists and mappings,
+                are read.
 
         Raises:
-            ValueError: The folder cannot be made, or the export would change a file or folder that the run reads.
+            ValueError: The folder cannot be made, or the export would change a file or folder that
+                the run reads.
         """
         folder = Path(os.path.abspath(self._folder))
         check_writable_folder(folder.parent, f"export folder {self._folder}")
@@ -81,13 +97,22 @@ class ExportHuggingFace(pl.Callback):
         data: Any = getattr(trainer, "datamodule", None)
         self.check([dict(pl_module.hparams), dict(getattr(data, "hparams", {})), trainer.ckpt_path])
         if not hasattr(trainer.strategy, "export_huggingface"):
-            raise ValueError(f'ExportHuggingFace needs Trainer(strategy="ptdp"), not {type(trainer.strategy).__name__}')
+            raise ValueError(
+                'ExportHuggingFace needs Trainer(strategy="ptdp"), not '
+                f"{type(trainer.strategy).__name__}"
+            )
         self._last, self._is_due = -1, False
         self._export(trainer, check_only=True)
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Remember it: a run that is told to end has no time for more than its checkpoint."""
-        self._is_due = self._when == "checkpoint" and trainer.state.fn == TrainerFn.FITTING and self._last != trainer.global_step
+        self._is_due = (
+            self._when == "checkpoint"
+            and trainer.state.fn == TrainerFn.FITTING
+            and self._last != trainer.global_step
+        )
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         """Write the export of the weights that were saved, before they change."""
@@ -96,7 +121,10 @@ class ExportHuggingFace(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the export after all other callbacks have changed the weights."""
-        if not (trainer.fast_dev_run or (self._when == "checkpoint" and self._last == trainer.global_step)):
+        if not (
+            trainer.fast_dev_run
+            or (self._when == "checkpoint" and self._last == trainer.global_step)
+        ):
             self._export(trainer)
 
     def _export(self, trainer: pl.Trainer, *, check_only: bool = False) -> None:

@@ -16,25 +16,36 @@ __all__ = ["GradientNorm"]
 class GradientNorm(Callback):
     """Log ``grad_norm``: the global 2-norm of the gradient before clipping.
 
-    A strategy that shards parameters computes it while it clips and offers it as ``gradient_norm`` (a scalar tensor, or None
-    before the first clipped step); without clipping it is asked to (``compute_gradient_norm()``). Where every rank holds the whole
-    gradient (one device, DDP) it is computed here. With any other strategy nothing is logged.
-    """
+    A strategy that shards parameters computes it while it clips and offers it as ``gradient_norm``
+    (a scalar tensor, or None before the first clipped step); without clipping it is asked to
+    (``compute_gradient_norm()``). Where every rank holds the whole gradient (one device, DDP) it is
+    computed here. With any other strategy nothing is logged."""
 
     def __init__(self) -> None:
         self._norm: Tensor | None = None
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         """Compute the norm where the gradient is whole."""
         strategy: Any = trainer.strategy
         if hasattr(strategy, "compute_gradient_norm"):
             self._norm = None if trainer.gradient_clip_val else strategy.compute_gradient_norm()
         elif isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [
+                p.grad
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
             self._norm = torch.nn.utils.get_total_norm(gradients)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Log the last step's norm."""
-        norm = self._norm if self._norm is not None else getattr(trainer.strategy, "gradient_norm", None)
+        norm = (
+            self._norm
+            if self._norm is not None
+            else getattr(trainer.strategy, "gradient_norm", None)
+        )
         if norm is not None:
             self.log("grad_norm", norm, batch_size=1)

@@ -12,7 +12,8 @@ __all__ = ["LayoutSummary"]
 
 
 class LayoutSummary(Callback):
-    """Print the strategy's layout once, on global rank 0, and keep it with the run as tags and ``layout.txt``.
+    """Print the strategy's layout once, on global rank 0, and keep it with the run as tags and
+    ``layout.txt``.
 
     Strategies without a ``summary()`` are left alone.
     """

@@ -8,8 +8,9 @@ __all__ = ["LearningRate"]
 
 
 class LearningRate(Callback):
-    """Log ``learning_rate`` with the other metrics of a step: one number where all parameter groups have the same one, else one a group
-    (``learning_rate/1`` …); of several optimizers the first. Lightning's ``LearningRateMonitor`` draws the same curve for every group."""
+    """Log ``learning_rate`` with the other metrics of a step: one number where all parameter groups
+    have the same one, else one a group (``learning_rate/1`` …); of several optimizers the first.
+    Lightning's ``LearningRateMonitor`` draws the same curve for every group."""
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """Log that of the step that begins."""

@@ -10,8 +10,9 @@ __all__ = ["LogDatasets"]
 
 
 class LogDatasets(Callback):
-    """Tell loggers that know datasets (``MLFlowLogger.log_dataset``) which data are trained and validated on: name, source, hash, samples
-    and tokens of every split, if the data module can say so (``datasets()``, as those of ``lightning_ptdp.data`` can)."""
+    """Tell loggers that know datasets (``MLFlowLogger.log_dataset``) which data are trained and
+    validated on: name, source, hash, samples and tokens of every split, if the data module can say
+    so (``datasets()``, as those of ``lightning_ptdp.data`` can)."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell them, on global rank 0."""

@@ -11,11 +11,12 @@ __all__ = ["TrainPerplexity"]
 class TrainPerplexity(Callback):
     """Log ``train_perplexity``: e to the logged mean loss of the step.
 
-    From the mean and not inside ``training_step``, where a mean over microbatches would be taken of the exponentials.
+    From the mean and not inside ``training_step``, where a mean over microbatches would be taken of
+    the exponentials.
 
     Args:
-        loss: Name under which the module logs its mean loss in nats a token; None: what the module's attribute ``perplexity_loss``
-            says, or else ``train_loss``.
+        loss: Name under which the module logs its mean loss in nats a token; None: what the
+            module's attribute ``perplexity_loss`` says, or else ``train_loss``.
     """
 
     def __init__(self, loss: str | None = None) -> None:

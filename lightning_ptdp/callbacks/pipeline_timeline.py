@@ -20,32 +20,45 @@ __all__ = ["PipelineTimeline", "has_pipeline"]
 
 
 class PipelineTimeline(Callback):
-    """Record training steps and draw them beside their ideal: the same schedule with the mean measured costs and free messages.
+    """Record training steps and draw them beside their ideal: the same schedule with the mean
+    measured costs and free messages.
 
-    Every pipeline rank of the first replica records. Written are ``step-000100.png`` and ``step-000100.json`` (for
-    https://ui.perfetto.dev), which an MLflow logger also keeps as artifacts, and the loggers get ``timeline/step_seconds``,
-    ``timeline/bubble_measured``, ``timeline/bubble_ideal`` (idle over computing time) and ``timeline/overhead`` (measured over ideal
-    step time, less 1). A step is the forwards, backwards and reductions of a batch, without the optimizer; while gradients are
-    accumulated, of the last batch. Steps that are not recorded cost nothing.
+    Every pipeline rank of the first replica records. Written are ``step-000100.png`` and
+    ``step-000100.json`` (for https://ui.perfetto.dev), which an MLflow logger also keeps as
+    artifacts, and the loggers get ``timeline/step_seconds``, ``timeline/bubble_measured``,
+    ``timeline/bubble_ideal`` (idle over computing time) and ``timeline/overhead`` (measured over
+    ideal step time, less 1). A step is the forwards, backwards and reductions of a batch, without
+    the optimizer; while gradients are accumulated, of the last batch. Steps that are not recorded
+    cost nothing.
 
     Args:
-        every_n_steps: Record the steps n, 2n, … as ``trainer.global_step`` counts them, from 0. The first step is never among them: it
-            pays for what is done once.
+        every_n_steps: Record the steps n, 2n, … as ``trainer.global_step`` counts them, from 0. The
+            first step is never among them: it pays for what is done once.
         steps: Record these steps.
-        dirpath: Where the files go; default: the folder "timeline" in the logger's folder, or in ``default_root_dir``.
+        dirpath: Where the files go; default: the folder "timeline" in the logger's folder, or in
+            ``default_root_dir``.
 
     Raises:
-        ValueError: Not exactly one of ``every_n_steps`` and ``steps`` is given, or one is out of range.
+        ValueError: Not exactly one of ``every_n_steps`` and ``steps`` is given, or one is out of
+            range.
     """
 
     def __init__(
-        self, every_n_steps: Size | None = None, steps: Sequence[Count] | None = None, dirpath: str | None = None
+        self,
+        every_n_steps: Size | None = None,
+        steps: Sequence[Count] | None = None,
+        dirpath: str | None = None,
     ) -> None:
         check_arguments(PipelineTimeline.__init__, locals())
         if (every_n_steps is None) == (steps is None):
-            raise ValueError(f"every_n_steps={every_n_steps!r} and steps={steps!r}: give one of them, such as every_n_steps=1000")
+            raise ValueError(
+                f"every_n_steps={every_n_steps!r} and steps={steps!r}: give one of them, such as "
+                "every_n_steps=1000"
+            )
         if steps is not None and not steps:
-            raise ValueError(f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]")
+            raise ValueError(
+                f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]"
+            )
         self.every_n_steps, self.steps, self.dirpath = every_n_steps, steps, dirpath
         self._recorder: Recorder | None = None
         self._step = 0
@@ -57,7 +70,12 @@ class PipelineTimeline(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """Begin to record."""
-        if self._recorder is None and self._wants(trainer.global_step) and has_pipeline(trainer) and _in_first_replica(trainer):
+        if (
+            self._recorder is None
+            and self._wants(trainer.global_step)
+            and has_pipeline(trainer)
+            and _in_first_replica(trainer)
+        ):
             self._recorder, self._step = Recorder(trainer.strategy.root_device), trainer.global_step
             trainer.strategy.observers.add(self._recorder)
 
@@ -75,7 +93,9 @@ class PipelineTimeline(Callback):
         """Forget a step that was not completed."""
         self._stop(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Forget the step that failed."""
         self._stop(trainer)
 
@@ -93,13 +113,20 @@ class PipelineTimeline(Callback):
 
     def _tell(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
         """On the first rank of the pipeline, which is global rank 0."""
-        folder = Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "timeline"
+        folder = (
+            Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "timeline"
+        )
         picture, trace = (folder / f"step-{self._step:06d}{suffix}" for suffix in (".png", ".json"))
-        titles = [f"{measured.schedule.name}, step {self._step}, measured", "ideal: mean costs, free messages"]
+        titles = [
+            f"{measured.schedule.name}, step {self._step}, measured",
+            "ideal: mean costs, free messages",
+        ]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             draw_timelines([measured, ideal], picture, titles=titles, measured=True)
-            trace.write_text(json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8")
+            trace.write_text(
+                json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8"
+            )
         except OSError as error:  # a full disk: training does not end for it
             rank_zero_warn(f"the timeline of step {self._step} could not be written: {error}")
             return

@@ -21,11 +21,12 @@ Record = dict[str, object]
 
 
 class PredictionWriter(Callback):
-    """Write what ``predict_step`` returns: a tensor, or a mapping of tensors, with a row a sample; or what the module's
-    ``summarize_predictions(outputs)`` makes of it, if it has one.
+    """Write what ``predict_step`` returns: a tensor, or a mapping of tensors, with a row a sample;
+    or what the module's ``summarize_predictions(outputs)`` makes of it, if it has one.
 
-    A line is ``{"sample": 7, "nll": 61.2, …}``; the number of the sample is there if the loader tells it, by a method ``indices(step)``
-    as ``EvaluationLoader`` has it, where -1 marks a row that only fills up its batch and is left out. Rank 0 gathers every batch from
+    A line is ``{"sample": 7, "nll": 61.2, …}``; the number of the sample is there if the loader
+    tells it, by a method ``indices(step)`` as ``EvaluationLoader`` has it, where -1 marks a row
+    that only fills up its batch and is left out. Rank 0 gathers every batch from
     the other replicas and writes it at once: a batch of all replicas is all that is held.
 
     Args:
@@ -74,7 +75,9 @@ class PredictionWriter(Callback):
             rank_zero_info(f"{self._written} predictions written to {self._path}")
         self._close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Keep what was written."""
         self._close()
 
@@ -96,9 +99,12 @@ def _indices(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> list[int]
 
 def _records(outputs: object, indices: list[int] | None) -> Iterator[Record]:
     columns = {"prediction": outputs} if isinstance(outputs, Tensor) else outputs
-    if not isinstance(columns, Mapping) or not all(isinstance(value, Tensor) and value.dim() for value in columns.values()):
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(value, Tensor) and value.dim() for value in columns.values()
+    ):
         raise ValueError(
-            f"predict_step returned {_kind(outputs)}: predictions are written from a tensor, or a mapping of tensors, with a row a sample; "
+            f"predict_step returned {_kind(outputs)}: predictions are written from a tensor, or a "
+            "mapping of tensors, with a row a sample; "
             "for anything else give the Trainer a BasePredictionWriter of your own"
         )
     lists = {str(name): value.detach().to("cpu").tolist() for name, value in columns.items()}
@@ -112,7 +118,9 @@ def _records(outputs: object, indices: list[int] | None) -> Iterator[Record]:
 
 def _kind(outputs: object) -> str:
     if isinstance(outputs, Mapping):
-        return "a mapping of " + ", ".join(sorted({type(value).__name__ for value in outputs.values()}))
+        return "a mapping of " + ", ".join(
+            sorted({type(value).__name__ for value in outputs.values()})
+        )
     return "a " + type(outputs).__name__
 
 
@@ -123,6 +131,10 @@ def _from_all_replicas(trainer: Trainer, records: list[Record]) -> list[list[Rec
     ranks = range(trainer.world_size) if group is None else group.ranks
     if len(ranks) == 1:
         return [records]
-    gathered: list[list[Record]] | None = [[] for _ in ranks] if dist.get_rank() == ranks[0] else None
-    dist.gather_object(records, gathered, dst=ranks[0], group=None if group is None else group.handle)
+    gathered: list[list[Record]] | None = (
+        [[] for _ in ranks] if dist.get_rank() == ranks[0] else None
+    )
+    dist.gather_object(
+        records, gathered, dst=ranks[0], group=None if group is None else group.handle
+    )
     return gathered or []

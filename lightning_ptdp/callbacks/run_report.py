@@ -59,7 +59,9 @@ class RunRecord:
         if self.run_id:
             found.append(f"MLflow run:  {self.url or self.run_id}")
             if not self.tracking_uri.startswith("http"):
-                found.append(f"             after mlflow ui --backend-store-uri {self.tracking_uri}")
+                found.append(
+                    f"             after mlflow ui --backend-store-uri {self.tracking_uri}"
+                )
         return found
 
 
@@ -67,8 +69,9 @@ class RunReport(Callback):
     """Print where the checkpoint and the MLflow run are when training has ended, on global rank 0.
 
     Args:
-        file: Also write the record there as JSON, first when training starts and again at its end. A process that launched
-            the ranks as children of its own reads it with ``RunReport.read``, since it sees nothing of what they did.
+        file: Also write the record there as JSON, first when training starts and again at its end.
+            A process that launched the ranks as children of its own reads it with
+            ``RunReport.read``, since it sees nothing of what they did.
     """
 
     def __init__(self, file: str | None = None) -> None:
@@ -92,7 +95,13 @@ class RunReport(Callback):
             self._write(record)
             for logger in trainer.loggers:
                 if record.checkpoint:
-                    store_tags(logger, {"checkpoint": record.checkpoint, "best_checkpoint": record.best_checkpoint})
+                    store_tags(
+                        logger,
+                        {
+                            "checkpoint": record.checkpoint,
+                            "best_checkpoint": record.best_checkpoint,
+                        },
+                    )
             say("\n" + "\n".join(record.lines()))
 
     def _write(self, record: RunRecord) -> None:
@@ -103,15 +112,27 @@ class RunReport(Callback):
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     best = next((c for c in callbacks if c.monitor), None)
-    tracked = [logger for logger in trainer.loggers if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id")]
+    tracked = [
+        logger
+        for logger in trainer.loggers
+        if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id")
+    ]
     return RunRecord(
         folder=str(run_folder(trainer)),
         checkpoint_folder=str(next((c.dirpath for c in callbacks if c.dirpath), "")),
-        checkpoint=next((path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""),
+        checkpoint=next(
+            (path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""
+        ),
         best_checkpoint=best.best_model_path if best is not None else "",
         monitor=str(best.monitor) if best is not None else "",
-        best_score=float(best.best_model_score) if best is not None and best.best_model_score is not None else None,
-        validation={name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")},
+        best_score=float(best.best_model_score)
+        if best is not None and best.best_model_score is not None
+        else None,
+        validation={
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val")
+        },
         tracking_uri=str(tracked[0].tracking_uri) if tracked else "",
         run_id=str(tracked[0].run_id) if tracked else "",
         url=str(getattr(tracked[0], "url", "")) if tracked else "",

@@ -1,4 +1,5 @@
-"""Summary of a run before it starts: degrees, stages and their layers, parameters a rank, bubble."""
+"""Summary of a run before it starts: degrees, stages and their layers, parameters a rank,
+bubble."""
 
 from __future__ import annotations
 
@@ -57,13 +58,16 @@ class StrategySummary:
     Attributes:
         layout: Degrees of parallelism.
         schedule: Name of the pipeline schedule.
-        num_microbatches: m, microbatches in a step of one replica; None if it follows from each batch.
+        num_microbatches: m, microbatches in a step of one replica; None if it follows from each
+            batch.
         micro_batch_size: b, samples of a microbatch, where m follows from it.
         stages: All pipeline stages in order; empty without a pipeline.
         parameters_per_rank: Parameters (elements) that each global rank holds.
         parameters: Of the whole model, tied ones once.
-        active_parameters: Those that one token visits, of a mixture whose number of experts a token is known; else None.
-        bubble: The schedule's, over the time of its computations, with equal stages; None if m is not known.
+        active_parameters: Those that one token visits, of a mixture whose number of experts a token
+            is known; else None.
+        bubble: The schedule's, over the time of its computations, with equal stages; None if m is
+            not known.
         notes: Remarks for the user, such as a padded vocabulary.
     """
 
@@ -80,7 +84,8 @@ class StrategySummary:
 
 
 def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig) -> StrategySummary:
-    """Degrees, stages, parameters a rank and the schedule's ideal bubble; collective over the world."""
+    """Degrees, stages, parameters a rank and the schedule's ideal bubble; collective over the
+    world."""
     layout = mesh.layout
     microbatches = config.usual_microbatches
     schedule = None if microbatches is None else config.build_schedule(microbatches)
@@ -89,7 +94,11 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
     if layout.world_size > 1:
         all_held = [held] * layout.world_size
         dist.all_gather_object(all_held, held)
-    once = [all_held[rank] for rank in layout.group_of("shards", 0)] if layout.world_size > 1 else all_held
+    once = (
+        [all_held[rank] for rank in layout.group_of("shards", 0)]
+        if layout.world_size > 1
+        else all_held
+    )
     total, resting = sum(each.counted for each in once), [each.resting for each in once]
     return StrategySummary(
         layout=layout,
@@ -99,15 +108,17 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
         stages=_stages(parallel, layout),
         parameters_per_rank=tuple(each.local for each in all_held),
         parameters=total,
-        active_parameters=round(total - sum(resting)) if any(resting) and not math.isnan(sum(resting)) else None,
+        active_parameters=round(total - sum(resting))
+        if any(resting) and not math.isnan(sum(resting))
+        else None,
         bubble=None if schedule is None else ideal_bubble(schedule),
         notes=parallel.notes,
     )
 
 
 class _Held(NamedTuple):
-    """Parameters that a rank has, that it counts for all ranks that have them, and of those the ones that a token passes by: NaN where it
-    is not known how many experts it visits."""
+    """Parameters that a rank has, that it counts for all ranks that have them, and of those the
+    ones that a token passes by: NaN where it is not known how many experts it visits."""
 
     local: int
     counted: int
@@ -115,21 +126,36 @@ class _Held(NamedTuple):
 
 
 def _held(parallel: ParallelModel) -> _Held:
-    counted = {p: record.sharding.num_counted for p, record in parallel.records.items() if record.counted and record.leads}
+    counted = {
+        p: record.sharding.num_counted
+        for p, record in parallel.records.items()
+        if record.counted and record.leads
+    }
     kind, resting = Experts(), 0.0
     for name, module in parallel.module.named_modules():
         if kind.fits(module):
             of_experts = list(module.parameters())
-            number, chosen = parallel.records[of_experts[0]].sharding.full_shape[0], _chosen(parallel.module, name)
-            resting += sum(counted.get(p, 0) for p in of_experts) * (1 - (chosen or math.nan) / number)
+            number, chosen = (
+                parallel.records[of_experts[0]].sharding.full_shape[0],
+                _chosen(parallel.module, name),
+            )
+            resting += sum(counted.get(p, 0) for p in of_experts) * (
+                1 - (chosen or math.nan) / number
+            )
     return _Held(sum(p.numel() for p in parallel.records), sum(counted.values()), resting)
 
 
 def _chosen(module: nn.Module, experts: str) -> int | None:
-    """Return the number of experts that a token visits, by the modules around them, or their configurations."""
+    """Return the number of experts that a token visits, by the modules around them, or their
+    configurations."""
     parent = module.get_submodule(experts.rpartition(".")[0])
     around = [module.get_submodule(experts), parent, *parent.children()]
-    said = (getattr(place, key, None) for one in around for place in (one, getattr(one, "config", None)) for key in _CHOSEN)
+    said = (
+        getattr(place, key, None)
+        for one in around
+        for place in (one, getattr(one, "config", None))
+        for key in _CHOSEN
+    )
     return next((number for number in said if isinstance(number, int)), None)
 
 
@@ -137,8 +163,15 @@ def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSumma
     if parallel.cut is None:
         return ()
     last, parts = len(parallel.ranges) - 1, parallel.cut.parts
-    held = [(0, parts.before), *((stage, parts.between) for stage in parallel.cut.starts), (last, parts.after)]
-    extras = {stage: ", ".join(name for at, names in held if at == stage for name in names) for stage, _ in held}
+    held = [
+        (0, parts.before),
+        *((stage, parts.between) for stage in parallel.cut.starts),
+        (last, parts.after),
+    ]
+    extras = {
+        stage: ", ".join(name for at, names in held if at == stage for name in names)
+        for stage, _ in held
+    }
     return tuple(
         StageSummary(
             stage=stage,
@@ -154,19 +187,26 @@ def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSumma
 def render(summary: StrategySummary) -> str:
     """The summary as a text table, at most 100 columns wide for ordinary sizes::
 
-    layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence parallel
-    schedule    interleaved, 8 microbatches, bubble 6.2 %
-    parameters  912.5 K to 1.2 M a rank
+    layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence
+    parallel schedule    interleaved, 8 microbatches, bubble 6.2 % parameters  912.5 K to 1.2 M a
+    rank
 
     stage  ranks  layers  also
         0  0-1    0       embedding
         1  2-3    1
     """
-    facts = [["layout", _degrees(summary.layout)], ["schedule", _schedule(summary)], *_parameters(summary)]
+    facts = [
+        ["layout", _degrees(summary.layout)],
+        ["schedule", _schedule(summary)],
+        *_parameters(summary),
+    ]
     parts = [columns(facts, words=(0, 1))]
     if summary.stages:
         header = ["stage", "ranks", "layers", "also"]
-        rows = [[str(s.stage), _ranks_of(summary.layout, s.rank), s.layers, s.extra] for s in summary.stages]
+        rows = [
+            [str(s.stage), _ranks_of(summary.layout, s.rank), s.layers, s.extra]
+            for s in summary.stages
+        ]
         parts.append(columns([header, *rows], words=(1, 2, 3)))
     if summary.notes:
         parts.append("\n".join(f"note: {note}" for note in summary.notes))
@@ -202,7 +242,8 @@ def _parameters(summary: StrategySummary) -> list[list[str]]:
 
 
 def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:
-    """Global ranks of all replicas that hold a stage of this pipeline rank; pipeline is the outermost axis."""
+    """Global ranks of all replicas that hold a stage of this pipeline rank; pipeline is the
+    outermost axis."""
     width = layout.world_size // layout.size("pipeline")
     first = pipeline_rank * width
     return str(first) if width == 1 else f"{first}-{first + width - 1}"

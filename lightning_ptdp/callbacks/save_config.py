@@ -16,11 +16,11 @@ __all__ = ["SaveResolvedConfig"]
 class SaveResolvedConfig(Callback):
     """Write ``config.yaml`` into the run folder once, and as an artifact in MLflow.
 
-    Every logger gets the Trainer's and the strategy's keys as hyperparameters, beside those of the module and the data, which Lightning
-    logs.
+    Every logger gets the Trainer's and the strategy's keys as hyperparameters, beside those of the
+    module and the data, which Lightning logs.
 
-    A run that is resumed in the same folder with another configuration writes ``config-1.yaml`` and so on; nothing is
-    overwritten.
+    A run that is resumed in the same folder with another configuration writes ``config-1.yaml`` and
+    so on; nothing is overwritten.
 
     Args:
         text: The configuration, resolved, as YAML.

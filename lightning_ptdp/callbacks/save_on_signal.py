@@ -25,20 +25,25 @@ _REQUEUED = "hpc_ckpt_*.ckpt"  # Lightning's names, in default_root_dir
 
 
 class SaveOnSignal(pl.Callback):
-    """After Ctrl-C or SIGTERM to any rank, all ranks finish the step that they are in, save, say where, and end.
+    """After Ctrl-C or SIGTERM to any rank, all ranks finish the step that they are in, save, say
+    where, and end.
 
-    Lightning's own handler of SIGTERM talks to the other ranks from inside the signal handler, in the middle of whatever they are in, and
-    Ctrl-C raises there; here a handler sets a flag, and the ranks compare flags after every step, over a group of their own and one step
-    late, so that nobody waits. The second Ctrl-C ends them where they are. The signal that SLURM sends before it takes a job away
-    (Lightning's handler for it saves and puts the job back in the queue) is put off to the same moment; one that arrived while ``ptdp``
-    was starting is acted on after the first steps. Under the ptdp strategy the checkpoint that it leaves is removed when the run has a
-    newer one.
+    Lightning's own handler of SIGTERM talks to the other ranks from inside the signal handler, in
+    the middle of whatever they are in, and Ctrl-C raises there; here a handler sets a flag, and the
+    ranks compare flags after every step, over a group of their own and one step late, so that
+    nobody waits. The second Ctrl-C ends them where they are. The signal that SLURM sends before it
+    takes a job away (Lightning's handler for it saves and puts the job back in the queue) is put
+    off to the same moment; one that arrived while ``ptdp`` was starting is acted on after the first
+    steps. Under the ptdp strategy the checkpoint that it leaves is removed when the run has a newer
+    one.
 
     Args:
-        name: Name of the checkpoint; it lies where ModelCheckpoint writes, else in ``default_root_dir``.
+        name: Name of the checkpoint; it lies where ModelCheckpoint writes, else in
+            ``default_root_dir``.
 
     Raises:
-        SIGTERMException: (after the save) From the hook that runs after a step; Lightning then closes everything.
+        SIGTERMException: (after the save) From the hook that runs after a step; Lightning then
+            closes everything.
         KeyboardInterrupt: (after the save) Likewise.
     """
 
@@ -61,7 +66,11 @@ class SaveOnSignal(pl.Callback):
         self._before = {number: signal.getsignal(number) for number in numbers}
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         self._notes.take(*numbers)
-        held = {number: handler for number, handler in self._before.items() if isinstance(handler, HeldSignal)}
+        held = {
+            number: handler
+            for number, handler in self._before.items()
+            if isinstance(handler, HeldSignal)
+        }
         self._after = {number: requeue_handler(trainer) for number in held}
         self._before |= self._after
         self._notes.received |= {number for number, handler in held.items() if handler.received}
@@ -100,7 +109,9 @@ class SaveOnSignal(pl.Callback):
         """Remove what earlier signals left."""
         self._remove_superseded(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Give the signals back; of a SIGTERM that no step followed, the launcher is told."""
         if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "told_to_end"):
             trainer.strategy.run.stop_request.received = True
@@ -121,7 +132,9 @@ class SaveOnSignal(pl.Callback):
 
     def _requeue(self, trainer: pl.Trainer, number: int) -> None:
         """Let Lightning save and put the job back into the queue."""
-        _finish_saving(trainer)  # and save in the foreground from now on: SLURM ends the job as soon as it is in the queue
+        _finish_saving(
+            trainer
+        )  # and save in the foreground from now on: SLURM ends the job as soon as it is in the queue
         before = _requeued(trainer)
         self._before[number](number, None)
         self._left |= _requeued(trainer) - before
@@ -134,17 +147,35 @@ class SaveOnSignal(pl.Callback):
         _finish_saving(trainer)
         if not trainer.is_global_zero:
             return
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        saved = {path for one in callbacks for path in (one.last_model_path, one.best_model_path, *one.best_k_models) if path}
+        callbacks = [
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
+        saved = {
+            path
+            for one in callbacks
+            for path in (one.last_model_path, one.best_model_path, *one.best_k_models)
+            if path
+        }
         named = strategy.run_facts.get("started_from")
         found = _requeued(trainer) - {Path(named).resolve() if named else None}
         experiment = strategy.run_facts.get("experiment")
-        for path in superseded(found, saved=map(Path, saved), own=self._left, experiment=experiment):
+        for path in superseded(
+            found, saved=map(Path, saved), own=self._left, experiment=experiment
+        ):
             strategy.remove_checkpoint(path)
 
     def _save(self, trainer: pl.Trainer, why: str) -> None:
-        folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-        path = Path(next((folder for folder in folders if folder), trainer.default_root_dir)) / self._name
+        folders = [
+            callback.dirpath
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
+        path = (
+            Path(next((folder for folder in folders if folder), trainer.default_root_dir))
+            / self._name
+        )
         rank_zero_info(f"{why}: saving {path}")
         trainer.save_checkpoint(path)
         _finish_saving(trainer)
@@ -169,8 +200,11 @@ def _requeued(trainer: pl.Trainer) -> set[Path]:
 
 
 def _signals(trainer: pl.Trainer) -> tuple[int, ...]:
-    """Those that end, and the one after which Lightning saves and asks SLURM to run the job again."""
+    """Those that end, and the one after which Lightning saves and asks SLURM to run the job
+    again."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
-    if not getattr(environment, "auto_requeue", False) or not hasattr(environment, "requeue_signal"):
+    if not getattr(environment, "auto_requeue", False) or not hasattr(
+        environment, "requeue_signal"
+    ):
         return _ENDS
     return (*_ENDS, int(environment.requeue_signal or signal.SIGUSR1))

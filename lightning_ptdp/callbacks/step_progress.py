@@ -21,13 +21,17 @@ Style = Literal["rich", "tqdm", "lines"]
 
 
 class StepProgress(ProgressBar):
-    """The step and the last one, what was logged with ``prog_bar=True`` (loss, tokens/s, MFU), and when it will be done; on rank 0.
+    """The step and the last one, what was logged with ``prog_bar=True`` (loss, tokens/s, MFU), and
+    when it will be done; on rank 0.
 
-    Lightning's own bars count the batches of an epoch; a run of ``max_steps`` has no epochs to count, and they show "Epoch 0/-2".
+    Lightning's own bars count the batches of an epoch; a run of ``max_steps`` has no epochs to
+    count, and they show "Epoch 0/-2".
 
     Args:
-        style: "rich" or "tqdm", or "lines", a line now and then, as for a log file; None: rich on a terminal, else lines.
-        refresh_rate: Steps from one update to the next; lines follow the Trainer's ``log_every_n_steps`` too.
+        style: "rich" or "tqdm", or "lines", a line now and then, as for a log file; None: rich on a
+            terminal, else lines.
+        refresh_rate: Steps from one update to the next; lines follow the Trainer's
+            ``log_every_n_steps`` too.
     """
 
     def __init__(self, style: Style | None = None, refresh_rate: Size = 1) -> None:
@@ -50,7 +54,9 @@ class StepProgress(ProgressBar):
         if self._enabled:
             every = math.lcm(self._refresh_rate, max(1, trainer.log_every_n_steps))
             self._shown = trainer.global_step
-            self._display = _open(self._style, first=trainer.global_step, last=_last_step(trainer), every=every)
+            self._display = _open(
+                self._style, first=trainer.global_step, last=_last_step(trainer), every=every
+            )
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Show the step."""
@@ -70,7 +76,10 @@ class StepProgress(ProgressBar):
     ) -> None:
         """Say that this is a validation."""
         if self._display is not None and not isinstance(self._display, _Lines):
-            self._display.show(trainer.global_step, f"validation {batch_idx + 1}/{trainer.num_val_batches[dataloader_idx]}")
+            self._display.show(
+                trainer.global_step,
+                f"validation {batch_idx + 1}/{trainer.num_val_batches[dataloader_idx]}",
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the display; the last step stays."""
@@ -78,7 +87,9 @@ class StepProgress(ProgressBar):
             self._display.show(trainer.global_step, describe(trainer.progress_bar_metrics))
         self._close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Give the terminal back."""
         self._close()
 
@@ -94,7 +105,11 @@ class StepProgress(ProgressBar):
 
 def describe(metrics: Mapping[str, object]) -> str:
     """Metrics in a line: ``train_loss 3.142, 12.3k tokens/s, MFU 41.2%``."""
-    return ", ".join(_one(name, float(value)) for name, value in metrics.items() if isinstance(value, (int, float)))
+    return ", ".join(
+        _one(name, float(value))
+        for name, value in metrics.items()
+        if isinstance(value, (int, float))
+    )
 
 
 def _one(name: str, value: float) -> str:
@@ -136,14 +151,30 @@ def _open(style: Style | None, *, first: int, last: int | None, every: int) -> _
 
 class _Rich:
     def __init__(self, first: int, last: int | None) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+        columns = (
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
         # Not as markup: a metric's name may hold brackets.
-        self._progress = Progress(TextColumn("step"), *columns, TextColumn("{task.description}", markup=False))
+        self._progress = Progress(
+            TextColumn("step"), *columns, TextColumn("{task.description}", markup=False)
+        )
         streams = (sys.stdout, sys.stderr)
         self._progress.start()
-        # What is printed now goes above the bar. Log handlers, Lightning's among them, still hold the streams of before.
+        # What is printed now goes above the bar. Log handlers, Lightning's among them, still hold
+        # the streams of before.
         self._handlers = [
             (handler, before, now)
             for before, now in zip(streams, (sys.stdout, sys.stderr), strict=True)
@@ -165,7 +196,12 @@ class _Rich:
 
 def _stream_handlers() -> list[logging.StreamHandler[TextIO]]:
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
+    handlers = {
+        handler
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+        for handler in logger.handlers
+    }
     return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]
 
 
@@ -173,7 +209,9 @@ class _Tqdm:
     def __init__(self, first: int, last: int | None) -> None:
         from tqdm.auto import tqdm
 
-        self._bar = tqdm(total=last, initial=first, desc="step", unit="step", dynamic_ncols=True, file=sys.stdout)
+        self._bar = tqdm(
+            total=last, initial=first, desc="step", unit="step", dynamic_ncols=True, file=sys.stdout
+        )
 
     def show(self, step: int, text: str) -> None:
         self._bar.set_postfix_str(text, refresh=False)
@@ -197,7 +235,9 @@ class _Lines:
     def _eta(self, step: int) -> str:
         if self._last is None or step >= self._last:
             return ""
-        seconds = round((time.monotonic() - self._start) / (step - self._first) * (self._last - step))
+        seconds = round(
+            (time.monotonic() - self._start) / (step - self._first) * (self._last - step)
+        )
         return f", ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def close(self) -> None:

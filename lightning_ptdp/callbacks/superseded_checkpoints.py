@@ -10,7 +10,13 @@ from lightning_ptdp.checkpoint import CheckpointError, CheckpointMetadata, read_
 __all__ = ["superseded"]
 
 
-def superseded(found: Iterable[Path], *, saved: Iterable[Path], own: Collection[Path], experiment: object | None) -> list[Path]:
+def superseded(
+    found: Iterable[Path],
+    *,
+    saved: Iterable[Path],
+    own: Collection[Path],
+    experiment: object | None,
+) -> list[Path]:
     """Return those checkpoints of this run that are older than its newest.
 
     Args:

@@ -17,18 +17,20 @@ __all__ = ["Throughput", "batch_shape", "device_name", "flops_per_sample", "repl
 
 
 class Throughput(Callback):
-    """Log ``samples_per_s``, ``tokens_per_s``, ``model_tflops_per_s`` and ``mfu``, the mean over the last steps.
+    """Log ``samples_per_s``, ``tokens_per_s``, ``model_tflops_per_s`` and ``mfu``, the mean over
+    the last steps.
 
-    Time runs from the end of one step to the end of the next, so that loading data counts; the first step and validation
-    do not count. All three are totals over the replicas. Tokens are counted if the batch holds token ids: ``input_ids``
-    (b, s), or else an integer first tensor of two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)``
-    method on the LightningModule: model operations, forward and backward, of one sample. ``mfu`` is these operations over what all
-    devices are capable of (arXiv 2204.02311, appendix B).
+    Time runs from the end of one step to the end of the next, so that loading data counts; the
+    first step and validation do not count. All three are totals over the replicas. Tokens are
+    counted if the batch holds token ids: ``input_ids`` (b, s), or else an integer first tensor of
+    two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)``
+    method on the LightningModule: model operations, forward and backward, of one sample. ``mfu`` is
+    these operations over what all devices are capable of (arXiv 2204.02311, appendix B).
 
     Args:
         window: Number of steps to average over.
-        peak_tflops: Of one device, in the precision of the matrix products; None: the data sheet's, or no ``mfu`` where the device is
-            none of the planner's.
+        peak_tflops: Of one device, in the precision of the matrix products; None: the data sheet's,
+            or no ``mfu`` where the device is none of the planner's.
     """
 
     def __init__(self, window: Size = 20, peak_tflops: float | None = None) -> None:
@@ -56,7 +58,12 @@ class Throughput(Callback):
         self._paused += time.perf_counter() - self._pause_began
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """Measure and log."""
         now, is_first = time.perf_counter(), self._last is None
@@ -79,7 +86,9 @@ class Throughput(Callback):
             device = device_name(trainer.strategy.root_device)
             peak = self._peak_flops or known_peak_flops(device, str(trainer.precision))
             if peak is not None:
-                self.log("mfu", flops / seconds / peak / trainer.world_size, prog_bar=True, batch_size=1)
+                self.log(
+                    "mfu", flops / seconds / peak / trainer.world_size, prog_bar=True, batch_size=1
+                )
 
 
 def device_name(device: torch.device) -> str:
@@ -94,13 +103,15 @@ def replicas(trainer: Trainer) -> int:
 
 
 def flops_per_sample(module: LightningModule, length: int) -> float:
-    """Model operations, forward and backward, of a sample of ``length`` tokens; 0 if the module does not tell."""
+    """Model operations, forward and backward, of a sample of ``length`` tokens; 0 if the module
+    does not tell."""
     count = getattr(module, "flops_per_sample", None)
     return float(count(length)) if callable(count) and length else 0.0
 
 
 def batch_shape(batch: object) -> tuple[int, int]:
-    """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token ids."""
+    """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token
+    ids."""
     tensor = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if tensor is None:
         tensor = next(iterate_tensors(batch), None)

@@ -8,14 +8,17 @@ __all__ = ["ValidateAtEnd"]
 
 
 class ValidateAtEnd(Callback):
-    """Validate after the last step also where ``max_steps`` or ``max_epochs`` ends training between two validations.
+    """Validate after the last step also where ``max_steps`` or ``max_epochs`` ends training between
+    two validations.
 
-    It only asks the Trainer to stop, one step before the Trainer would stop by itself: Lightning validates when asked to.
-    """
+    It only asks the Trainer to stop, one step before the Trainer would stop by itself: Lightning
+    validates when asked to."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
         """Ask on the last step."""
         last_step = 0 < trainer.max_steps <= trainer.global_step
-        last_epoch = trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
+        last_epoch = (
+            trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
+        )
         if last_step or (last_epoch and trainer.is_last_batch):
             trainer.should_stop = True

@@ -27,18 +27,23 @@ At = Literal["validation", "end"]
 
 
 class WriteSamples(Callback):
-    """Continue prompts with the model as it is, in the layout that it is trained in: no rank gathers it.
+    """Continue prompts with the model as it is, in the layout that it is trained in: no rank
+    gathers it.
 
-    The texts are printed, and appended to ``samples.jsonl`` in the run's folder with step and prompt; an MLflow logger gets them as the
-    table ``samples.json``, a TensorBoard logger as text. Training goes on as it would have without.
+    The texts are printed, and appended to ``samples.jsonl`` in the run's folder with step and
+    prompt; an MLflow logger gets them as the table ``samples.json``, a TensorBoard logger as text.
+    Training goes on as it would have without.
 
     Args:
         prompts: Texts to continue, or a file with one a line.
         sampling: How tokens are chosen.
-        chat: Each prompt is what a user says to the model, by the tokenizer's chat template, and the text is the answer.
-        at: "validation": at the end of every validation of a fit; "end": when training has ended, where a problem is only told.
+        chat: Each prompt is what a user says to the model, by the tokenizer's chat template, and
+            the text is the answer.
+        at: "validation": at the end of every validation of a fit; "end": when training has ended,
+            where a problem is only told.
         every_n_validations: At the end of every n-th validation, beginning with the first.
-        tokenizer: Folder of the tokenizer; None: that of the prepared data, or of the Hugging Face model that the module's ``path`` names.
+        tokenizer: Folder of the tokenizer; None: that of the prepared data, or of the Hugging Face
+            model that the module's ``path`` names.
 
     Raises:
         ValueError: There are no prompts; (when fit begins) there is no tokenizer.
@@ -79,7 +84,9 @@ class WriteSamples(Callback):
         if self.at == "end":
             try:
                 if language_model(pl_module) is None:
-                    raise ValueError(f"{type(pl_module).__name__} holds no language model that is known")
+                    raise ValueError(
+                        f"{type(pl_module).__name__} holds no language model that is known"
+                    )
                 self._write(trainer, pl_module)
             except ValueError as error:
                 if trainer.is_global_zero:
@@ -89,22 +96,32 @@ class WriteSamples(Callback):
         texts, rows, eos_ids = self._encoded(trainer, module)
         written = generate(module, rows, self.sampling, eos_ids=eos_ids)
         if self._tokenizer is not None:
-            shown = [new if self.chat else [*row, *new] for row, new in zip(rows, written, strict=True)]
+            shown = [
+                new if self.chat else [*row, *new] for row, new in zip(rows, written, strict=True)
+            ]
             self._tell(trainer, texts, [self._tokenizer.decode(ids) for ids in shown])
 
-    def _encoded(self, trainer: Trainer, module: LightningModule) -> tuple[list[str], list[list[int]], frozenset[int]]:
-        """Prompts, their ids, and what ends a text; rank 0 alone has the files and the tokenizer."""
+    def _encoded(
+        self, trainer: Trainer, module: LightningModule
+    ) -> tuple[list[str], list[list[int]], frozenset[int]]:
+        """Prompts, their ids, and what ends a text; rank 0 alone has the files and the
+        tokenizer."""
 
         def encode() -> tuple[list[str], list[list[int]], frozenset[int]]:
             if self._tokenizer is None:
                 state = {
                     "hyper_parameters": dict(module.hparams),
-                    "datamodule_hyper_parameters": dict(getattr(getattr(trainer, "datamodule", None), "hparams", {})),
+                    "datamodule_hyper_parameters": dict(
+                        getattr(getattr(trainer, "datamodule", None), "hparams", {})
+                    ),
                 }
                 self._tokenizer = find_tokenizer(state, self.tokenizer)
             tokenizer, texts = self._tokenizer, _texts(self.prompts)
             rows = [
-                tokenizer.chat([{"role": "user", "content": text}]) if self.chat else tokenizer.encode(text) for text in texts
+                tokenizer.chat([{"role": "user", "content": text}])
+                if self.chat
+                else tokenizer.encode(text)
+                for text in texts
             ]
             return texts, rows, tokenizer.eos_ids
 
@@ -112,7 +129,10 @@ class WriteSamples(Callback):
 
     def _tell(self, trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
         step = trainer.global_step
-        rows = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        rows = [
+            {"step": step, "prompt": prompt, "text": text}
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
         for row in rows:
             say(f"\nsample at step {step} ({row['prompt']!r}):\n{row['text']}")
         folder = run_folder(trainer)
@@ -123,7 +143,9 @@ class WriteSamples(Callback):
         except OSError as error:  # a full disk: training does not end for it
             rank_zero_warn(f"the samples of step {step} could not be kept: {error}")
         for logger in trainer.loggers:
-            store_table(logger, {key: [row[key] for row in rows] for key in rows[0]}, "samples", step=step)
+            store_table(
+                logger, {key: [row[key] for row in rows] for key in rows[0]}, "samples", step=step
+            )
 
 
 def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
@@ -149,7 +171,9 @@ def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
 def _texts(prompts: list[str] | str) -> list[str]:
     if not isinstance(prompts, str):
         return prompts
-    found = [line for line in Path(prompts).read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = [
+        line for line in Path(prompts).read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
     if not found:
         raise ValueError(f"prompts={prompts!r}: the file has no line with a prompt")
     return found

@@ -1,8 +1,9 @@
-"""Checkpoints that belong to the model and not to the layout, through torch's Distributed Checkpoint (DCP).
+"""Checkpoints that belong to the model and not to the layout, through torch's Distributed
+Checkpoint (DCP).
 
-A checkpoint is Lightning's single file where one rank holds all of it (single_file.py), else a folder. There tensors are stored as
-rectangles of the full, single-process tensors under global names, so that any layout reads what any other wrote; everything else is one
-small file each::
+A checkpoint is Lightning's single file where one rank holds all of it (single_file.py), else a
+folder. There tensors are stored as rectangles of the full, single-process tensors under global
+names, so that any layout reads what any other wrote; everything else is one small file each::
 
     last.ckpt/
       metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
@@ -13,17 +14,32 @@ small file each::
       __0_0.distcp …   the rectangles, one file or more a rank
       __0_0.crc …      checksums of their blocks
 
-A folder appears under its name complete or not at all, and an error on one rank is the same error on every rank.
-"""
+A folder appears under its name complete or not at all, and an error on one rank is the same error
+on every rank."""
 
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError, reading
+from lightning_ptdp.checkpoint.checkpoint_error import (
+    CheckpointError,
+    MissingCheckpointError,
+    reading,
+)
 from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.files import local_path
-from lightning_ptdp.checkpoint.latest import OnDamage, choose_checkpoint, complete_checkpoints, mark_latest, newest_checkpoint
+from lightning_ptdp.checkpoint.latest import (
+    OnDamage,
+    choose_checkpoint,
+    complete_checkpoints,
+    mark_latest,
+    newest_checkpoint,
+)
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Placed, rectangles_of
-from lightning_ptdp.checkpoint.metadata import CheckpointMetadata, FileEntry, TensorEntry, read_metadata
+from lightning_ptdp.checkpoint.metadata import (
+    CheckpointMetadata,
+    FileEntry,
+    TensorEntry,
+    read_metadata,
+)
 from lightning_ptdp.checkpoint.opaque_objects import left_out
 from lightning_ptdp.checkpoint.optimizer import (
     keeps_history,
@@ -43,7 +59,12 @@ from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.save_folders import Keeper
 from lightning_ptdp.checkpoint.saved_state import portable, read_state
 from lightning_ptdp.checkpoint.single_file import PARAMETER_NAMES, InMemory, write_file
-from lightning_ptdp.checkpoint.whole_checkpoint import StoredOptimizers, StoredWeights, is_checkpoint, read_whole
+from lightning_ptdp.checkpoint.whole_checkpoint import (
+    StoredOptimizers,
+    StoredWeights,
+    is_checkpoint,
+    read_whole,
+)
 from lightning_ptdp.checkpoint.whole_tensors import read_full, to_lightning_file
 
 __all__ = [

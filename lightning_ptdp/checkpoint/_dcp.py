@@ -1,9 +1,10 @@
-"""All that this project says to torch's Distributed Checkpoint, and the private names of it (tests/checkpoint/test_dcp.py).
+"""All that this project says to torch's Distributed Checkpoint, and the private names of it
+(tests/checkpoint/test_dcp.py).
 
-Tensors go through a planner of our own, a subclass of the public default one: it emits one item a rectangle, where the default
-one knows whole tensors, DTensors and ShardedTensors only. What torch's tools read is only written: its index is a pickle, which runs what a
-file tells it to when it is read.
-"""
+Tensors go through a planner of our own, a subclass of the public default one: it emits one item a
+rectangle, where the default one knows whole tensors, DTensors and ShardedTensors only. What torch's
+tools read is only written: its index is a pickle, which runs what a file tells it to when it is
+read."""
 
 from __future__ import annotations
 
@@ -52,27 +53,38 @@ class Written:
 
 
 def write_rectangles(
-    folder: Path, rectangles: Iterable[LocalRectangle], group: dist.ProcessGroup | None = None, num_files: int = 1
+    folder: Path,
+    rectangles: Iterable[LocalRectangle],
+    group: dist.ProcessGroup | None = None,
+    num_files: int = 1,
 ) -> Written:
-    """Write every rank's rectangles; collective over ``group`` (None: the default process group, if there is one).
+    """Write every rank's rectangles; collective over ``group`` (None: the default process group, if
+    there is one).
 
-    A rectangle that several ranks hold is written by one of them, chosen so that the ranks write about the same amount.
+    A rectangle that several ranks hold is written by one of them, chosen so that the ranks write
+    about the same amount.
 
     Raises:
         CheckpointException: Writing failed on some rank (raised by DCP on all of them).
         CheckpointError: The written files cannot all be seen from here.
     """
     joined = dist.is_available() and dist.is_initialized()
-    # The filters of warnings are the whole process's: a thread that saves in the background leaves them alone.
+    # The filters of warnings are the whole process's: a thread that saves in the background leaves
+    # them alone.
     with nullcontext() if joined else warnings.catch_warnings():
         if not joined:  # which is what a single-device run asks for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         writer = _Writer(folder, num_files)
-        metadata = dcp.save({}, storage_writer=writer, planner=_SavePlanner(rectangles), process_group=group)
+        metadata = dcp.save(
+            {}, storage_writer=writer, planner=_SavePlanner(rectangles), process_group=group
+        )
     for name, size in _file_sizes(metadata).items():
         file = folder / name
         if not file.is_file() or file.stat().st_size < size:
-            raise CheckpointError(f"{file} was written but is not seen here: all ranks must write to one shared file system")
+            raise CheckpointError(
+                f"{file} was written but is not seen here: all ranks must write to one shared "
+                "file system"
+            )
     tensors = {
         name: TensorEntry(shape=tuple(entry.size), dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -84,14 +96,18 @@ def write_rectangles(
 class _SavePlanner(dcp.DefaultSavePlanner):
     def __init__(self, rectangles: Iterable[LocalRectangle]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._rectangles = {MetadataIndex(one.name, torch.Size(one.offset)): one for one in rectangles}
+        self._rectangles = {
+            MetadataIndex(one.name, torch.Size(one.offset)): one for one in rectangles
+        }
 
     def create_local_plan(self) -> SavePlan:
         self.plan = SavePlan([_write_item(index, one) for index, one in self._rectangles.items()])
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp.Metadata]:
-        check_held([[*map(_held, plan.items)] for plan in all_plans], "to save")  # torch looks for less, and does not say where
+        check_held(
+            [[*map(_held, plan.items)] for plan in all_plans], "to save"
+        )  # torch looks for less, and does not say where
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
@@ -123,21 +139,31 @@ class _Writer(dcp.FileSystemWriter):
             self.rectangles.setdefault(result.index.fqn, []).append(result.rectangle)
         super().finish(metadata, results)
 
-    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        assert plan.storage_data is not None, "FileSystemWriter gives every rank a prefix of its files' names"
-        names = [f"{plan.storage_data.prefix}{number}{DATA_SUFFIX}" for number in range(self._num_files)]
+    def write_data(
+        self, plan: SavePlan, planner: dcp.SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        assert plan.storage_data is not None, (
+            "FileSystemWriter gives every rank a prefix of its files' names"
+        )
+        names = [
+            f"{plan.storage_data.prefix}{number}{DATA_SUFFIX}" for number in range(self._num_files)
+        ]
         shares = _shares(plan.items, self._num_files)
         try:
             if self._num_files == 1:
                 written = [self._write_file(names[0], shares[0], planner)]
             else:
                 with ThreadPoolExecutor(self._num_files) as pool:
-                    written = list(pool.map(self._write_file, names, shares, [planner] * self._num_files))
+                    written = list(
+                        pool.map(self._write_file, names, shares, [planner] * self._num_files)
+                    )
         except Exception as error:
             raise CheckpointError(explain(error)) from None
         return _done([result for results in written for result in results])
 
-    def _write_file(self, name: str, items: list[dcp.WriteItem], planner: dcp.SavePlanner) -> list[WriteResult]:
+    def _write_file(
+        self, name: str, items: list[dcp.WriteItem], planner: dcp.SavePlanner
+    ) -> list[WriteResult]:
         results: list[WriteResult] = []
         with summing(self._folder / name) as file:
             for item in items:
@@ -146,14 +172,25 @@ class _Writer(dcp.FileSystemWriter):
                 position, begin, length = write_archive(file, values.detach())
                 place = _StorageInfo(relative_path=name, offset=position, length=length)
                 assert item.index.offset is not None
-                rectangle = StoredRectangle(file=name, begin=begin, place=Rectangle.at(item.index.offset, values.shape))
-                results.append(_Result(index=item.index, size_in_bytes=length, storage_data=place, rectangle=rectangle))
+                rectangle = StoredRectangle(
+                    file=name, begin=begin, place=Rectangle.at(item.index.offset, values.shape)
+                )
+                results.append(
+                    _Result(
+                        index=item.index,
+                        size_in_bytes=length,
+                        storage_data=place,
+                        rectangle=rectangle,
+                    )
+                )
         return results
 
 
 def _write_item(index: MetadataIndex, rectangle: LocalRectangle) -> dcp.WriteItem:
     data = TensorWriteData(
-        chunk=dcp.ChunkStorageMetadata(offsets=torch.Size(rectangle.offset), sizes=rectangle.values.size()),
+        chunk=dcp.ChunkStorageMetadata(
+            offsets=torch.Size(rectangle.offset), sizes=rectangle.values.size()
+        ),
         properties=TensorProperties(dtype=rectangle.values.dtype),
         size=torch.Size(rectangle.full_shape),
     )
@@ -185,12 +222,19 @@ def _done(value: T) -> torch.futures.Future[T]:
 def _held(item: dcp.WriteItem) -> Held:
     assert item.tensor_data is not None
     entry = TensorEntry(shape=tuple(item.tensor_data.size), dtype=item.tensor_data.properties.dtype)
-    return Held(item.index.fqn, entry, Rectangle.at(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes))
+    return Held(
+        item.index.fqn,
+        entry,
+        Rectangle.at(item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes),
+    )
 
 
 def _file_sizes(metadata: dcp.Metadata) -> dict[str, int]:
-    """Least size of every data file, from the index (its entries are of a private class of torch)."""
+    """Least size of every data file, from the index (its entries are of a private class of
+    torch)."""
     sizes: dict[str, int] = {}
     for entry in (metadata.storage_data or {}).values():
-        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+        sizes[entry.relative_path] = max(
+            sizes.get(entry.relative_path, 0), entry.offset + entry.length
+        )
     return sizes

@@ -1,10 +1,10 @@
 """A tensor written as ``torch.save`` writes it, in pieces that fit a cache.
 
-``torch.save`` wants the tensor whole and contiguous, and computes a CRC-32 of its own beside ours. Here it writes the archive around the
-values only (``torch.serialization.skip_data``); the values are gathered, summed and written a piece after the other, each while it is in
-the processor's cache. In the archive's directory their CRC-32 is 0, as after ``set_crc32_options(False)``: torch does not look at it.
-``stored_tensor.py`` reads the values.
-"""
+``torch.save`` wants the tensor whole and contiguous, and computes a CRC-32 of its own beside ours.
+Here it writes the archive around the values only (``torch.serialization.skip_data``); the values
+are gathered, summed and written a piece after the other, each while it is in the processor's cache.
+In the archive's directory their CRC-32 is 0, as after ``set_crc32_options(False)``: torch does not
+look at it. ``stored_tensor.py`` reads the values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _PIECE = 1 << 20
 
 
 def write_archive(file: SummingFile, values: torch.Tensor) -> tuple[int, int, int]:
-    """Append a tensor of any device and strides; where its archive and where its values begin in the file, and the archive's length."""
+    """Append a tensor of any device and strides; where its archive and where its values begin in
+    the file, and the archive's length."""
     head, tail = _frame(values.shape, values.dtype)
     start = file.position
     file.write(head)
@@ -46,7 +47,8 @@ def rows_at_once(row_bytes: int) -> int:
 
 
 def _pieces(values: torch.Tensor) -> Iterator[memoryview]:
-    """The values row by row, in pieces that all but the last end where a block ends; each is valid until the next is asked for."""
+    """The values row by row, in pieces that all but the last end where a block ends; each is valid
+    until the next is asked for."""
     if not values.numel():
         return
     if values.is_cpu and values.is_contiguous():
@@ -75,7 +77,9 @@ def _frame(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """Return the bytes before and after the values in an archive."""
     stream = _Frame()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], stream))  # memory that is never touched
+        torch.save(
+            torch.empty(shape, dtype=dtype), cast(IO[bytes], stream)
+        )  # memory that is never touched
     head, tail = (b"".join(parts) for parts in (stream.head, stream.tail))
     assert stream.hole == math.prod(shape) * dtype.itemsize, (shape, dtype, stream.hole)
     return head, tail

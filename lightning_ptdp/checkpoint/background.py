@@ -28,11 +28,12 @@ _TELL_S = 2.0
 
 
 class BackgroundSaver:
-    """One save at a time in a thread of its own, agreed on over a process group of its own; used by all ranks alike. The end of the
-    process waits for it, however it comes, unless by a signal that Python does not see.
+    """One save at a time in a thread of its own, agreed on over a process group of its own; used by
+    all ranks alike. The end of the process waits for it, however it comes, unless by a signal that
+    Python does not see.
 
-    The copies' memory (as much as this rank holds of the model and the optimizer) is kept from one save to the next; under CUDA it is
-    pinned, so that the copy runs at the bus's speed.
+    The copies' memory (as much as this rank holds of the model and the optimizer) is kept from one
+    save to the next; under CUDA it is pinned, so that the copy runs at the bus's speed.
 
     Args:
         limit: Of every wait for another rank; a save has to end within twice that.
@@ -51,7 +52,8 @@ class BackgroundSaver:
         self._lock = threading.Lock()
         self._then: list[Callable[[], object]] = []
         self._target = Path()
-        # Python joins no daemon thread, and other threads without a limit; processes of multiprocessing know no atexit.
+        # Python joins no daemon thread, and other threads without a limit; processes of
+        # multiprocessing know no atexit.
         self._at_exit = util.Finalize(None, self._finish, exitpriority=_EXIT_PRIORITY)
 
     def save(
@@ -63,7 +65,8 @@ class BackgroundSaver:
         metadata: Mapping[str, Json],
         then: Callable[[], object],
     ) -> None:
-        """As :func:`save_checkpoint`, but returns when everything is copied; waits for the save before.
+        """As :func:`save_checkpoint`, but returns when everything is copied; waits for the save
+        before.
 
         Args:
             path: The folder to make.
@@ -83,12 +86,16 @@ class BackgroundSaver:
             rectangles = rectangles_of(self._copied(tensors))
         self._then, self._is_writing = [then], True
         self._thread = threading.Thread(
-            target=self._write, args=(rectangles, content, metadata), name=f"save {self._target.name}", daemon=True
+            target=self._write,
+            args=(rectangles, content, metadata),
+            name=f"save {self._target.name}",
+            daemon=True,
         )
         self._thread.start()
 
     def after(self, action: Callable[[], object]) -> None:
-        """Call ``action`` when the save that is running is complete (not if it fails); at once if none is."""
+        """Call ``action`` when the save that is running is complete (not if it fails); at once if
+        none is."""
         with self._lock:
             if self._is_writing:
                 self._then.append(action)
@@ -100,7 +107,8 @@ class BackgroundSaver:
         """Wait until nothing is being saved.
 
         Raises:
-            CheckpointError: The save failed, or does not end within the limit; what was there before is whole.
+            CheckpointError: The save failed, or does not end within the limit; what was there
+                before is whole.
             RuntimeError: Another rank was lost meanwhile (the error of torch's communication).
         """
         # Twice: the thread's own waits for other ranks began later than this one, and say more.
@@ -109,7 +117,10 @@ class BackgroundSaver:
             return
         thread.join(limit.total_seconds())
         if thread.is_alive():
-            raise CheckpointError(f"saving the checkpoint {self._target} did not end within {limit.total_seconds():g} s")
+            raise CheckpointError(
+                f"saving the checkpoint {self._target} did not end within "
+                f"{limit.total_seconds():g} s"
+            )
         error, self._thread, self._error = self._error, None, None
         if isinstance(error, CheckpointError):
             raise CheckpointError(str(error)) from error
@@ -137,11 +148,19 @@ class BackgroundSaver:
         thread.join(_TELL_S)
         if thread.is_alive():
             limit = self._limit.total_seconds()
-            print(f"waiting until the checkpoint {self._target} is complete, at most {limit:g} s", file=sys.stderr, flush=True)
+            print(
+                f"waiting until the checkpoint {self._target} is complete, at most {limit:g} s",
+                file=sys.stderr,
+                flush=True,
+            )
         try:
             self.wait()
         except (Exception, KeyboardInterrupt) as error:
-            print(f"the checkpoint {self._target} was not saved: {str(error) or 'Ctrl-C'}", file=sys.stderr, flush=True)
+            print(
+                f"the checkpoint {self._target} was not saved: {str(error) or 'Ctrl-C'}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _copied(self, tensors: Tensors) -> Tensors:
         copies: dict[str, torch.Tensor] = {}
@@ -155,10 +174,17 @@ class BackgroundSaver:
         self._copies = copies
         return {name: (copies[name], sharding) for name, (_, sharding) in tensors.items()}
 
-    def _write(self, rectangles: list[LocalRectangle], content: bytes, metadata: Mapping[str, Json]) -> None:
+    def _write(
+        self, rectangles: list[LocalRectangle], content: bytes, metadata: Mapping[str, Json]
+    ) -> None:
         try:
             save_rectangles(
-                self._target, rectangles=rectangles, content=content, metadata=metadata, keeper=self._keeper, group=self._group
+                self._target,
+                rectangles=rectangles,
+                content=content,
+                metadata=metadata,
+                keeper=self._keeper,
+                group=self._group,
             )
             while True:
                 with self._lock:

@@ -12,7 +12,8 @@ __all__ = ["CheckpointError", "MissingCheckpointError", "explain", "reading"]
 
 
 class CheckpointError(PTDPError, ValueError):
-    """A checkpoint cannot be written, is damaged, or does not fit what is asked of it; the message says which and why."""
+    """A checkpoint cannot be written, is damaged, or does not fit what is asked of it; the message
+    says which and why."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
@@ -21,7 +22,8 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 @contextmanager
 def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
-    """Around what reads a file and compares it: what is wrong with it is a ``CheckpointError`` that names it, and ``says`` so."""
+    """Around what reads a file and compares it: what is wrong with it is a ``CheckpointError`` that
+    names it, and ``says`` so."""
     try:
         yield
     except CheckpointError:
@@ -34,10 +36,11 @@ def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line: ours speak for themselves, others need their type, and the error that they came from.
+    """An error in one line: ours speak for themselves, others need their type, and the error that
+    they came from.
 
-    (``torch.save`` on a full disk raises about positions in an archive; that the disk is full is in the error before it.)
-    """
+    (``torch.save`` on a full disk raises about positions in an archive; that the disk is full is in
+    the error before it.)"""
     if isinstance(error, CheckpointError):
         return str(error)
     root = error

@@ -8,13 +8,21 @@ from pathlib import Path
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import open_summed
 from lightning_ptdp.checkpoint.index import check_index
-from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_sums, read_verified
+from lightning_ptdp.checkpoint.metadata import (
+    STATE_FILE,
+    CheckpointMetadata,
+    read_metadata,
+    read_sums,
+    read_verified,
+)
 from lightning_ptdp.checkpoint.saved_state import read_state_file
 
 __all__ = ["verify_checkpoint"]
 
 
-def verify_checkpoint(path: str | os.PathLike[str], *, part: int = 0, parts: int = 1) -> CheckpointMetadata:
+def verify_checkpoint(
+    path: str | os.PathLike[str], *, part: int = 0, parts: int = 1
+) -> CheckpointMetadata:
     """Read a whole checkpoint and compare it with its checksums; not collective.
 
     Args:

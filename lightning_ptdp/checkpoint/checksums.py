@@ -1,13 +1,13 @@
 """Checksums of a data file, block by block, so that a part of it can be read and checked alone.
 
-CRC-32 is the hash: it is in the standard library (zlib), runs at some GB/s on one core without holding the interpreter's lock (where
-sha256 without special instructions runs at a tenth of that), and notices every damage that is confined to 32 bits and all but 2^-32
-of any other. It is no defence against intent; nor is anything that lies beside the data.
+CRC-32 is the hash: it is in the standard library (zlib), runs at some GB/s on one core without
+holding the interpreter's lock (where sha256 without special instructions runs at a tenth of that),
+and notices every damage that is confined to 32 bits and all but 2^-32 of any other. It is no
+defence against intent; nor is anything that lies beside the data.
 
-``__0_0.distcp`` has its sums in ``__0_0.crc``: an array of (offset of the block, CRC-32 of it), both little-endian. The values of a
-tensor, if they are at least a block, begin a block of their own: a part of a tensor that begins at a round place is read without what
-comes before it.
-"""
+``__0_0.distcp`` has its sums in ``__0_0.crc``: an array of (offset of the block, CRC-32 of it),
+both little-endian. The values of a tensor, if they are at least a block, begin a block of their
+own: a part of a tensor that begins at a round place is read without what comes before it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ DATA_SUFFIX, SUMS_SUFFIX = ".distcp", ".crc"
 Array = np.ndarray[Any, Any]
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
 _MOST_BLOCK = 4 * BLOCK
-_FEWEST_BYTES = 256  # on average of a block: what is around the values of a tensor is more, and makes two blocks of three
+# on average of a block: what is around the values of a tensor is more, and makes two blocks of
+# three
+_FEWEST_BYTES = 256
 
 
 class SummingFile:
@@ -63,7 +65,8 @@ class SummingFile:
             self.end_block()
 
     def write_blocks(self, pieces: Iterable[memoryview]) -> None:
-        """Append the values of a tensor. The first piece begins a block, unless all of them are less than one.
+        """Append the values of a tensor. The first piece begins a block, unless all of them are
+        less than one.
 
         Args:
             pieces: All but the last are a multiple of BLOCK bytes.
@@ -115,7 +118,8 @@ def parse_sums(content: bytes, *, size: int) -> BlockSums:
     """The content of a ``.crc`` file, of a data file of ``size`` bytes.
 
     Raises:
-        Misfit: It cannot be that file's: what is not in small blocks from its beginning to its end could not be checked piece by piece.
+        Misfit: It cannot be that file's: what is not in small blocks from its beginning to its end
+            could not be checked piece by piece.
     """
     if len(content) % _ENTRY.itemsize:
         raise Misfit(f"has {len(content)} bytes, which are not whole entries")
@@ -123,11 +127,20 @@ def parse_sums(content: bytes, *, size: int) -> BlockSums:
     starts = entries["offset"]
     if size == 0 and not len(starts):
         return BlockSums(starts=np.zeros(1, dtype=np.int64), crcs=entries["crc"])
-    if not len(starts) or starts[0] != 0 or starts[-1] >= size or not (starts[1:] > starts[:-1]).all():
-        raise Misfit(f"does not list the blocks of a file of {size} bytes from its beginning to its end")
+    if (
+        not len(starts)
+        or starts[0] != 0
+        or starts[-1] >= size
+        or not (starts[1:] > starts[:-1]).all()
+    ):
+        raise Misfit(
+            f"does not list the blocks of a file of {size} bytes from its beginning to its end"
+        )
     if (longest := int(np.diff(starts, append=np.uint64(size)).max())) > _MOST_BLOCK:
         raise Misfit(f"lists a block of {longest} bytes; no block has more than {_MOST_BLOCK}")
-    return BlockSums(starts=np.append(entries["offset"], np.uint64(size)).astype(np.int64), crcs=entries["crc"])
+    return BlockSums(
+        starts=np.append(entries["offset"], np.uint64(size)).astype(np.int64), crcs=entries["crc"]
+    )
 
 
 def most_sums_bytes(size: int) -> int:
@@ -158,25 +171,38 @@ class SummedFile:
         Args:
             start: First byte.
             stop: Behind the last byte.
-            into: Memory of that many bytes, which is read into and returned if they are whole blocks. Otherwise what is returned is
-                used again by the next call.
+            into: Memory of that many bytes, which is read into and returned if they are whole
+                blocks. Otherwise what is returned is used again by the next call.
 
         Raises:
-            CheckpointError: The file is damaged there, or ends before; names the file and the first bad byte's block.
+            CheckpointError: The file is damaged there, or ends before; names the file and the first
+                bad byte's block.
         """
         if not 0 <= start <= stop <= self.size:
-            raise CheckpointError(f"{self.path} is damaged: bytes {start} to {stop} would be in it, but it has {self.size}")
+            raise CheckpointError(
+                f"{self.path} is damaged: bytes {start} to {stop} would be in it, but it has "
+                f"{self.size}"
+            )
         if stop == start:
             return memoryview(bytearray())
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         last = int(np.searchsorted(self._starts, stop))
         begin, end = int(self._starts[first]), int(self._starts[last])
-        content = into if into is not None and (begin, end) == (start, stop) else self._memory(end - begin)
+        content = (
+            into
+            if into is not None and (begin, end) == (start, stop)
+            else self._memory(end - begin)
+        )
         self._fill(content, begin)
         bounds = self._starts[first : last + 1].tolist()
-        for one, other, crc in zip(bounds, bounds[1:], self._crcs[first:last].tolist(), strict=False):
+        for one, other, crc in zip(
+            bounds, bounds[1:], self._crcs[first:last].tolist(), strict=False
+        ):
             if zlib.crc32(content[one - begin : other - begin]) != crc:
-                raise CheckpointError(f"{self.path} is damaged: bytes {one} to {other} do not have the CRC-32 that was written")
+                raise CheckpointError(
+                    f"{self.path} is damaged: bytes {one} to {other} do not have the CRC-32 that "
+                    "was written"
+                )
         return content if content is into else content[start - begin : stop - begin]
 
     def check(self, *, step: int = 1 << 20) -> None:
@@ -192,7 +218,8 @@ class SummedFile:
             start = stop
 
     def _memory(self, size: int) -> memoryview:
-        """The same for every read: what is still in the processor's cache is faster than what is fresh."""
+        """The same for every read: what is still in the processor's cache is faster than what is
+        fresh."""
         if len(self._scratch) < size:
             self._scratch = np.empty(size, dtype=np.uint8)
         return self._scratch.data[:size]
@@ -203,7 +230,9 @@ class SummedFile:
         while done < len(content):
             count = self._stream.readinto(content[done:])
             if not count:
-                raise CheckpointError(f"{self.path} is damaged: it ends at byte {begin + done} instead of {self.size}")
+                raise CheckpointError(
+                    f"{self.path} is damaged: it ends at byte {begin + done} instead of {self.size}"
+                )
             done += count
 
 

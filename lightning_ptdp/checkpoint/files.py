@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 EXPORT_MARK = ".lightning-ptdp"
-"""Empty file in an exported folder. Only folders that have it are replaced: any other may be the only copy of a model."""
+"""Empty file in an exported folder. Only folders that have it are replaced: any other may be the
+only copy of a model."""
 _PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
 _TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
 _SYNC_BYTES = 1 << 25
@@ -57,7 +58,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if not found or protocol == "file":
         return rest or text
     raise CheckpointError(
-        f"{text} is not on a file system that all ranks see, where checkpoints of this strategy are: use a folder that is mounted on every "
+        f"{text} is not on a file system that all ranks see, where checkpoints of this strategy "
+        "are: use a folder that is mounted on every "
         "machine, and copy what is to be elsewhere"
     )
 
@@ -77,7 +79,8 @@ def open_synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class EarlySync:
-    """Sends what there is of a large file to the disk while more of it is being written: at its end there is little to wait for.
+    """Sends what there is of a large file to the disk while more of it is being written: at its end
+    there is little to wait for.
 
     Args:
         stream: The file.
@@ -85,7 +88,9 @@ class EarlySync:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._synced = stream, 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")  # starts its thread when it is asked to
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="sync"
+        )  # starts its thread when it is asked to
         self._running: Future[None] | None = None
 
     def reached(self, position: int) -> None:
@@ -94,10 +99,14 @@ class EarlySync:
         Raises:
             OSError: The disk did not take what was there before.
         """
-        if position - self._synced < _SYNC_BYTES or (self._running is not None and not self._running.done()):
+        if position - self._synced < _SYNC_BYTES or (
+            self._running is not None and not self._running.done()
+        ):
             return
         self.wait()
-        with contextlib.suppress(RuntimeError):  # Python is ending, and starts no thread any more: the last sync does it all
+        with contextlib.suppress(
+            RuntimeError
+        ):  # Python is ending, and starts no thread any more: the last sync does it all
             self._running = self._pool.submit(os.fsync, self._stream.fileno())
         self._synced = position
 
@@ -135,7 +144,8 @@ def lock_name(path: Path) -> Path:
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Return the temporary names beside ``target`` of saves and removals that were cut off or still run, and their locks."""
+    """Return the temporary names beside ``target`` of saves and removals that were cut off or still
+    run, and their locks."""
     if not target.parent.is_dir():
         return []
     return sorted(entry for entry in target.parent.iterdir() if leftover_of(entry) == target)
@@ -148,8 +158,8 @@ def leftover_of(path: Path) -> Path | None:
 
 
 def kind_of(path: Path) -> str:
-    """ "tmp" for the name of what is being written, "old" of what was there before it, "gone" of what is being removed, however whole
-    it still is; "" for other names."""
+    """ "tmp" for the name of what is being written, "old" of what was there before it, "gone" of
+    what is being removed, however whole it still is; "" for other names."""
     name = _TEMPORARY.fullmatch(path.name)
     return name[2] if name is not None else ""
 
@@ -161,14 +171,17 @@ def settled(path: Path) -> Path:
 
 
 def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lambda _: None) -> None:
-    """Put ``part`` in the place of ``target``; what was there is moved aside first and removed last.
+    """Put ``part`` in the place of ``target``; what was there is moved aside first and removed
+    last.
 
-    A crash at any point leaves the old or the new one whole, under its name or, between the two renames, beside it.
+    A crash at any point leaves the old or the new one whole, under its name or, between the two
+    renames, beside it.
 
     Args:
         part: What is complete under its temporary name.
         target: The name that it shall have.
-        follow: Is given where one of the two stands, before the other one is renamed: a link that is moved there always leads to one.
+        follow: Is given where one of the two stands, before the other one is renamed: a link that
+            is moved there always leads to one.
     """
     aside = part_name(target, _OLD) if os.path.lexists(target) else None
     try:
@@ -198,7 +211,8 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A temporary name to write under; at the end it is put in the place of ``target``, after an error nothing is left of it.
+    """A temporary name to write under; at the end it is put in the place of ``target``, after an
+    error nothing is left of it.
 
     Raises:
         CheckpointError: The disk does not take it.
@@ -215,7 +229,8 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder so that at no instant a part of it stands under its name; another training may have done that already."""
+    """Remove a folder so that at no instant a part of it stands under its name; another training
+    may have done that already."""
     gone = part_name(path, _GONE)
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
@@ -223,7 +238,8 @@ def discard(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there and if we may: what is removed here is never needed again."""
+    """Remove a file, a link or a folder, if it is there and if we may: what is removed here is
+    never needed again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -235,17 +251,27 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
     """Refuse to replace a folder that is not a checkpoint, and a file unless ``or_file``.
 
     Raises:
-        CheckpointError: ``path`` is a URL, a file, or a folder with content but without the file ``marker``.
+        CheckpointError: ``path`` is a URL, a file, or a folder with content but without the file
+            ``marker``.
     """
     if "://" in str(path):
-        raise CheckpointError(f"{path} is not a path of a mounted file system; checkpoints are written to folders only")
+        raise CheckpointError(
+            f"{path} is not a path of a mounted file system; checkpoints are written to folders "
+            "only"
+        )
     if has_other_content(Path(path), marker=marker):
-        raise CheckpointError(f"{Path(path)} is a folder with other content and would be lost: choose another path")
+        raise CheckpointError(
+            f"{Path(path)} is a folder with other content and would be lost: choose another path"
+        )
     if Path(path).is_file() and not or_file:
-        raise CheckpointError(f"{Path(path)} is a file and would be lost, since a folder is made: choose another path")
+        raise CheckpointError(
+            f"{Path(path)} is a file and would be lost, since a folder is made: choose another path"
+        )
 
 
-def check_apart(target: str | os.PathLike[str], read: Iterable[str | os.PathLike[str]], *, what: str = "") -> None:
+def check_apart(
+    target: str | os.PathLike[str], read: Iterable[str | os.PathLike[str]], *, what: str = ""
+) -> None:
     """Refuse to write over, into or around a file or folder that is read. Links are followed.
 
     Args:
@@ -262,11 +288,14 @@ def check_apart(target: str | os.PathLike[str], read: Iterable[str | os.PathLike
             continue
         found = Path(os.path.realpath(source))
         if written == found or found in written.parents or written in found.parents:
-            raise CheckpointError(f"{what} {target} would change {source}, which is read here: choose another path".lstrip())
+            raise CheckpointError(
+                f"{what} {target} would change {source}, which is read here: choose another path".lstrip()
+            )
 
 
 def existing_paths(values: object) -> Iterator[Path]:
-    """Yield the strings and paths in nested lists and mappings that name an existing file or folder."""
+    """Yield the strings and paths in nested lists and mappings that name an existing file or
+    folder."""
     if isinstance(values, Mapping):
         values = list(values.values())
     if isinstance(values, str | os.PathLike):

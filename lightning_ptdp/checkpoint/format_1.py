@@ -1,4 +1,5 @@
-"""Checkpoints of format 1, whose only index is the one of torch's Distributed Checkpoint, a pickle: read as data and not executed.
+"""Checkpoints of format 1, whose only index is the one of torch's Distributed Checkpoint, a pickle:
+read as data and not executed.
 
 ``ptdp ckpt reshard`` writes them again, in today's format.
 """
@@ -20,11 +21,14 @@ __all__ = ["find_values", "parse_index"]
 
 T = TypeVar("T")
 _DCP = "torch.distributed.checkpoint"
-_RECORD = struct.Struct("<4s22xHH")  # in a zip archive: signature, …, length of the name and of what follows it
+_RECORD = struct.Struct(
+    "<4s22xHH"
+)  # in a zip archive: signature, …, length of the name and of what follows it
 
 
 def parse_index(file: Path, content: bytes) -> tuple[list[str], dict[str, Json]]:
-    """Names of data files, and of every tensor its rectangles as ``index.json`` lists them; they begin where their archives do.
+    """Names of data files, and of every tensor its rectangles as ``index.json`` lists them; they
+    begin where their archives do.
 
     Args:
         file: For messages.
@@ -39,28 +43,39 @@ def parse_index(file: Path, content: bytes) -> tuple[list[str], dict[str, Json]]
         tensors: dict[str, Json] = {}
         for name, entry in _field(index, "state_dict_metadata", Pairs):
             tensors[_text(name)] = []
-            for chunk in _field(_state(entry, f"{_DCP}.metadata.TensorStorageMetadata"), "chunks", list):
+            for chunk in _field(
+                _state(entry, f"{_DCP}.metadata.TensorStorageMetadata"), "chunks", list
+            ):
                 fields = _state(chunk, f"{_DCP}.metadata.ChunkStorageMetadata")
                 shapes[name, _size(fields["offsets"])] = _size(fields["sizes"])
         numbers: dict[str, int] = {}
         for key, place in _field(index, "storage_data", Pairs):
-            where, fields = _state(key, f"{_DCP}.metadata.MetadataIndex"), _state(place, f"{_DCP}.filesystem._StorageInfo")
+            where, fields = (
+                _state(key, f"{_DCP}.metadata.MetadataIndex"),
+                _state(place, f"{_DCP}.filesystem._StorageInfo"),
+            )
             name, offset = _text(where["fqn"]), _size(where["offset"])
             number = numbers.setdefault(_text(fields["relative_path"]), len(numbers))
-            tensors[name].append([number, fields["offset"], list(offset), list(shapes.pop((name, offset)))])
+            tensors[name].append(
+                [number, fields["offset"], list(offset), list(shapes.pop((name, offset)))]
+            )
     except (Misfit, KeyError) as error:
         what = error if isinstance(error, Misfit) else f"it lacks {error}"
         raise CheckpointError(f"{file} is damaged: {what}") from error
     if shapes:
-        raise CheckpointError(f"{file} is damaged: it does not say where {min(shapes)[0]!r} is stored")
+        raise CheckpointError(
+            f"{file} is damaged: it does not say where {min(shapes)[0]!r} is stored"
+        )
     return list(numbers), tensors
 
 
 def find_values(file: SummedFile, start: int) -> int:
-    """Return the offset of the values in an archive at ``start`` that ``torch.save`` wrote: after the name of its record ``data/0``.
+    """Return the offset of the values in an archive at ``start`` that ``torch.save`` wrote: after
+    the name of its record ``data/0``.
 
     Raises:
-        CheckpointError: There is no such record, or its values are not in this machine's order of bytes.
+        CheckpointError: There is no such record, or its values are not in this machine's order of
+            bytes.
     """
     end = start
     while end < min(file.size, start + 2 * BLOCK):
@@ -72,7 +87,9 @@ def find_values(file: SummedFile, start: int) -> int:
             begin = place + _RECORD.size + name + extra
             if head[place + _RECORD.size :][:name].endswith(b"/data/0") and begin <= len(head):
                 if sys.byteorder.encode() not in head[:place]:
-                    raise CheckpointError(f"{file.path}: the values at byte {start} are not {sys.byteorder}-endian")
+                    raise CheckpointError(
+                        f"{file.path}: the values at byte {start} are not {sys.byteorder}-endian"
+                    )
                 return start + begin
             place = head.find(b"PK\x03\x04", place + 1)
     raise CheckpointError(f"{file.path} is damaged: there is no tensor at byte {start}")
@@ -80,7 +97,11 @@ def find_values(file: SummedFile, start: int) -> int:
 
 def _state(value: object, kind: str) -> Mapping[str, object]:
     """The fields of an object of the class ``kind``."""
-    if not isinstance(value, Made) or value.maker != Name(kind) or not isinstance(value.state, Pairs):
+    if (
+        not isinstance(value, Made)
+        or value.maker != Name(kind)
+        or not isinstance(value.state, Pairs)
+    ):
         raise Misfit(f"it holds {_called(value)}, which has no place there: expected {kind}")
     return {_text(key): item for key, item in value.state}
 
@@ -105,7 +126,11 @@ def _text(value: object) -> str:
 
 
 def _size(value: object) -> tuple[int, ...]:
-    if not isinstance(value, Made) or value.maker != Name("torch.Size") or type(value.arguments) is not tuple:
+    if (
+        not isinstance(value, Made)
+        or value.maker != Name("torch.Size")
+        or type(value.arguments) is not tuple
+    ):
         raise Misfit(f"it holds {_called(value)} where a size belongs")
     extents = value.arguments[0] if len(value.arguments) == 1 else ()
     if type(extents) is not tuple or any(type(extent) is not int for extent in extents):

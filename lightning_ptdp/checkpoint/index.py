@@ -1,4 +1,5 @@
-"""``index.json``: which rectangle of which tensor is where. It is what we read; ``.metadata`` says the same to torch's own tools."""
+"""``index.json``: which rectangle of which tensor is where. It is what we read; ``.metadata`` says
+the same to torch's own tools."""
 
 from __future__ import annotations
 
@@ -10,13 +11,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.base.checked_json import FILE_NAME, Check, Json, Misfit, integer, list_of, map_of, record, text
+from lightning_ptdp.base.checked_json import (
+    FILE_NAME,
+    Check,
+    Json,
+    Misfit,
+    integer,
+    list_of,
+    map_of,
+    record,
+    text,
+)
 from lightning_ptdp.base.untrusted import parse_json
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.checksums import SummedFile
 from lightning_ptdp.checkpoint.format_1 import find_values, parse_index
-from lightning_ptdp.checkpoint.metadata import DCP_FILE, INDEX_FILE, CheckpointMetadata, TensorEntry, read_verified
+from lightning_ptdp.checkpoint.metadata import (
+    DCP_FILE,
+    INDEX_FILE,
+    CheckpointMetadata,
+    TensorEntry,
+    read_verified,
+)
 from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 
 __all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
@@ -41,7 +58,8 @@ class StoredRectangle:
 
 
 class Index:
-    """Positions of a checkpoint's tensors in its files. The entry of a tensor is checked when it is read.
+    """Positions of a checkpoint's tensors in its files. The entry of a tensor is checked when it is
+    read.
 
     Args:
         file: What was read, for messages.
@@ -64,9 +82,13 @@ class Index:
         self.rectangles = functools.cache(self._rectangles)
         self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
         if unlisted := sorted(set(files) - metadata.files.keys()):
-            raise CheckpointError(f"{file} is damaged: it names {unlisted[0]}, which metadata.json does not list")
+            raise CheckpointError(
+                f"{file} is damaged: it names {unlisted[0]}, which metadata.json does not list"
+            )
         if other := sorted(tensors.keys() ^ metadata.tensors.keys()):
-            raise CheckpointError(f"{file} is damaged: {other[0]!r} is in it or in metadata.json, but not in both")
+            raise CheckpointError(
+                f"{file} is damaged: {other[0]!r} is in it or in metadata.json, but not in both"
+            )
 
     def _rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
         """The rectangles of a tensor, each inside of it and of its file.
@@ -81,19 +103,33 @@ class Index:
 
     def _checked(self, entry: TensorEntry, value: Json) -> tuple[StoredRectangle, ...]:
         sizes: Check[tuple[int, ...]] = list_of(integer())
-        fields: tuple[Check[Json], ...] = (integer(most=len(self._files) - 1), integer(), sizes, sizes)
+        fields: tuple[Check[Json], ...] = (
+            integer(most=len(self._files) - 1),
+            integer(),
+            sizes,
+            sizes,
+        )
 
         def check(value: Json) -> StoredRectangle:
             if type(value) is not list or len(value) != len(fields):
                 raise Misfit("is not [file, begin, offset, shape]")
-            file, begin, offset, shape = (field(item) for field, item in zip(fields, value, strict=True))
+            file, begin, offset, shape = (
+                field(item) for field, item in zip(fields, value, strict=True)
+            )
             if not len(offset) == len(shape) == len(entry.shape) or any(
-                first + extent > full for first, extent, full in zip(offset, shape, entry.shape, strict=True)
+                first + extent > full
+                for first, extent, full in zip(offset, shape, entry.shape, strict=True)
             ):
-                raise Misfit(f"is {list(shape)} at {list(offset)}, which is not in a tensor of {list(entry.shape)}")
+                raise Misfit(
+                    f"is {list(shape)} at {list(offset)}, which is not in a tensor of "
+                    f"{list(entry.shape)}"
+                )
             name = self._files[file]
             if begin + math.prod(shape) * entry.dtype.itemsize > self._metadata.files[name].size:
-                raise Misfit(f"would reach beyond the end of {name}, which has {self._metadata.files[name].size} bytes")
+                raise Misfit(
+                    f"would reach beyond the end of {name}, which has "
+                    f"{self._metadata.files[name].size} bytes"
+                )
             return StoredRectangle(file=name, begin=begin, place=Rectangle.at(offset, shape))
 
         return list_of(check)(value)
@@ -108,7 +144,9 @@ def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) 
         "byteorder": sys.byteorder,
         "files": names,
         "tensors": {
-            name: [[number[one.file], one.begin, one.place.begin, one.place.shape] for one in stored]
+            name: [
+                [number[one.file], one.begin, one.place.begin, one.place.shape] for one in stored
+            ]
             for name, stored in tensors.items()
         },
     }
@@ -129,11 +167,18 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
     stored = sum(entry.size for entry in metadata.files.values())
     dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
     # A rectangle is three lists with offset, extent, file and place, a comma behind each.
-    most = (8 + 2 * dimensions) * (stored // _SMALLEST_ARCHIVE + 1) + 2 * len(metadata.tensors) + 2 * len(metadata.files) + 16
+    most = (
+        (8 + 2 * dimensions) * (stored // _SMALLEST_ARCHIVE + 1)
+        + 2 * len(metadata.tensors)
+        + 2 * len(metadata.files)
+        + 16
+    )
     with reading(file):
         fields = _FIELDS(parse_json(read_verified(folder, metadata, INDEX_FILE), most_values=most))
     if fields["byteorder"] != sys.byteorder:
-        raise CheckpointError(f"{file}: the values are {fields['byteorder']}-endian, which this machine does not read")
+        raise CheckpointError(
+            f"{file}: the values are {fields['byteorder']}-endian, which this machine does not read"
+        )
     return Index(file, metadata, files=fields["files"], tensors=fields["tensors"])
 
 
@@ -145,7 +190,9 @@ def check_index(folder: Path, metadata: CheckpointMetadata) -> None:
     """
     index = open_index(folder, metadata)
     for name, entry in metadata.tensors.items():
-        check_cover(name, entry.shape, (stored.place for stored in index.rectangles(name)), f"in {folder}")
+        check_cover(
+            name, entry.shape, (stored.place for stored in index.rectangles(name)), f"in {folder}"
+        )
 
 
 _FIELDS = record(

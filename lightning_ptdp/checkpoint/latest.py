@@ -1,9 +1,10 @@
-"""The newest complete checkpoint of a folder: how it is marked, and how it is found when the mark or the checkpoint is damaged.
+"""The newest complete checkpoint of a folder: how it is marked, and how it is found when the mark
+or the checkpoint is damaged.
 
-``latest`` is a link beside the checkpoints that is moved, in one step, when one has been written whole, and that leads to a whole one at
-every instant, also while the one that it leads to is replaced or removed. It is a convenience and not the truth: what counts is which
-folders hold a whole ``metadata.json``, and when they say that they were written.
-"""
+``latest`` is a link beside the checkpoints that is moved, in one step, when one has been written
+whole, and that leads to a whole one at every instant, also while the one that it leads to is
+replaced or removed. It is a convenience and not the truth: what counts is which folders hold a
+whole ``metadata.json``, and when they say that they were written."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ OnDamage = Literal["previous", "refuse"]
 
 
 def mark_latest(checkpoint: Path) -> None:
-    """Point ``latest``, beside a complete checkpoint, to it. Something else of that name is left alone."""
+    """Point ``latest``, beside a complete checkpoint, to it. Something else of that name is left
+    alone."""
     link = checkpoint.parent / LATEST
     if os.path.lexists(link) and not link.is_symlink():
         return
@@ -48,7 +50,11 @@ def mark_latest(checkpoint: Path) -> None:
         for cut_off in link.parent.glob(f".{LATEST}-*"):
             files.remove(cut_off)
     except OSError as error:  # a file system without links; the checkpoint itself is whole
-        warnings.warn(f"{link} cannot be made ({error}): continue with newest_checkpoint({str(link.parent)!r})", stacklevel=2)
+        warnings.warn(
+            f"{link} cannot be made ({error}): continue with "
+            f"newest_checkpoint({str(link.parent)!r})",
+            stacklevel=2,
+        )
 
 
 def _pointed(link: Path, name: str) -> bool:
@@ -66,9 +72,8 @@ def _pointed(link: Path, name: str) -> bool:
 
 
 def latest_follows(target: Path) -> Callable[[Path], None]:
-    """Return a function that moves a ``latest`` which leads to ``target``, or to the remains of a save of it, to a given path; any
-    other ``latest`` stays.
-    """
+    """Return a function that moves a ``latest`` which leads to ``target``, or to the remains of a
+    save of it, to a given path; any other ``latest`` stays."""
     led = _led_to(target.parent)
     if led is None or target not in (led, files.leftover_of(led)):
         return lambda _: None
@@ -76,7 +81,8 @@ def latest_follows(target: Path) -> Callable[[Path], None]:
 
 
 def latest_leaves(checkpoint: Path) -> None:
-    """Before ``checkpoint`` is removed: a ``latest`` that leads to it is moved to the newest complete one of the others."""
+    """Before ``checkpoint`` is removed: a ``latest`` that leads to it is moved to the newest
+    complete one of the others."""
     if _led_to(checkpoint.parent) != checkpoint:
         return
     left = [other for other in complete_checkpoints(checkpoint.parent) if other != checkpoint]
@@ -93,7 +99,8 @@ def _led_to(folder: Path) -> Path | None:
 
 
 def leads_nowhere(folder: Path) -> bool:
-    """Return True if ``latest`` leads to a name that no longer exists, because a rename was cut off."""
+    """Return True if ``latest`` leads to a name that no longer exists, because a rename was cut
+    off."""
     led = _led_to(folder)
     return led is not None and not led.exists()
 
@@ -107,9 +114,11 @@ def written_at(path: Path) -> float | None:
 
 
 def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
-    """The checkpoints in a folder whose metadata is whole and whose files are there, the newest first.
+    """The checkpoints in a folder whose metadata is whole and whose files are there, the newest
+    first.
 
-    What an interrupted save left under a temporary name counts where it is complete: between two renames it is all there is.
+    What an interrupted save left under a temporary name counts where it is complete: between two
+    renames it is all there is.
 
     Args:
         folder: Where to look; need not exist.
@@ -129,7 +138,8 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder or below it, or None: ``trainer.fit(..., ckpt_path=newest_checkpoint("runs"))``."""
+    """The newest complete checkpoint in a folder or below it, or None: ``trainer.fit(...,
+    ckpt_path=newest_checkpoint("runs"))``."""
     return next(iter(complete_checkpoints(folder, recursive=True)), None)
 
 
@@ -139,16 +149,19 @@ def choose_checkpoint(
     on_damage: OnDamage = "previous",
     verify: Callable[[Path], object] = verify_checkpoint,
 ) -> Path:
-    """The checkpoint to continue from: ``path`` if every byte of it is as it was written, else the one before it.
+    """The checkpoint to continue from: ``path`` if every byte of it is as it was written, else the
+    one before it.
 
     Args:
-        path: A checkpoint, the ``latest`` beside checkpoints, or a folder of checkpoints, which means its newest.
-        on_damage: What to do about a damaged one: use the newest whole one written before it in the same folder, with a warning, or
-            refuse.
+        path: A checkpoint, the ``latest`` beside checkpoints, or a folder of checkpoints, which
+            means its newest.
+        on_damage: What to do about a damaged one: use the newest whole one written before it in the
+            same folder, with a warning, or refuse.
         verify: Raises a CheckpointError if a checkpoint is damaged.
 
     Raises:
-        CheckpointError: It is damaged and ``on_damage`` is "refuse", or no other is whole; a MissingCheckpointError if there is none.
+        CheckpointError: It is damaged and ``on_damage`` is "refuse", or no other is whole; a
+            MissingCheckpointError if there is none.
     """
     if on_damage not in get_args(OnDamage):
         raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
@@ -183,31 +196,39 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     first = given.resolve()
 
     def earlier() -> list[Path]:
-        others = [other for other in complete_checkpoints(first.parent) if other != first and _is_older(other, first)]
+        others = [
+            other
+            for other in complete_checkpoints(first.parent)
+            if other != first and _is_older(other, first)
+        ]
         if first.exists():
             return others
-        left = files.leftovers(first)  # a name that is not there is a mistake, unless a save of it was cut off
+        left = files.leftovers(
+            first
+        )  # a name that is not there is a mistake, unless a save of it was cut off
         return [other for other in others if other in left]
 
     return first, earlier
 
 
 def _tells_nothing(latest: Path) -> bool:
-    """Return True if ``latest`` is no link (the file system has none, or a copy made a folder of it, which no save moves), leads to
-    nothing, or leads to the temporary name of a save that was cut off.
-    """
+    """Return True if ``latest`` is no link (the file system has none, or a copy made a folder of
+    it, which no save moves), leads to nothing, or leads to the temporary name of a save that was
+    cut off."""
     led = _led_to(latest.parent)
     return led is None or not led.exists() or files.leftover_of(led) is not None
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:
-    """A folder of checkpoints: not one itself, not even a torn one, which has no metadata but looks like one."""
+    """A folder of checkpoints: not one itself, not even a torn one, which has no metadata but looks
+    like one."""
     if not path.is_dir() or (path / METADATA_FILE).exists():
         return False
     return any((entry / METADATA_FILE).is_file() for entry in path.iterdir())
 
 
 def _is_older(candidate: Path, than: Path) -> bool:
-    """Return True if ``candidate`` was written before a damaged checkpoint, as far as the latter shows its time."""
+    """Return True if ``candidate`` was written before a damaged checkpoint, as far as the latter
+    shows its time."""
     limit, time = written_at(than), written_at(candidate)
     return limit is None or (time is not None and time <= limit)

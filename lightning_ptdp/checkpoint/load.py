@@ -39,27 +39,34 @@ def load_tensors(
     rename: Mapping[str, str] | None = None,
     open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
 ) -> list[str]:
-    """Fill local tensors in place from a checkpoint of any layout; collective over the default process group, if there is one.
+    """Fill local tensors in place from a checkpoint of any layout; collective over the default
+    process group, if there is one.
 
-    Every rank reads only the stored rectangles that overlap its own. Values are converted to the target's dtype; local elements
-    that no rectangle of the sharding covers (padding) keep their values.
+    Every rank reads only the stored rectangles that overlap its own. Values are converted to the
+    target's dtype; local elements that no rectangle of the sharding covers (padding) keep their
+    values.
 
     Args:
         path: The checkpoint folder.
-        tensors: This rank's local tensors with their shardings under global names; may differ between ranks, or be empty.
-        strict: Whether a name that the checkpoint lacks is an error; otherwise that tensor is left as it is.
-        prefix: With ``strict``, a tensor of the checkpoint whose name begins with this and that *no* rank asks for is an error
-            too (a checkpoint of 12 layers does not load into a model of 6).
-        rename: What names of ``tensors`` are called in the checkpoint: ``{"model/model.": "model/net."}``. A key that ends with a dot or
-            a slash stands for all names that begin with it; the longest key that fits decides.
+        tensors: This rank's local tensors with their shardings under global names; may differ
+            between ranks, or be empty.
+        strict: Whether a name that the checkpoint lacks is an error; otherwise that tensor is left
+            as it is.
+        prefix: With ``strict``, a tensor of the checkpoint whose name begins with this and that
+            *no* rank asks for is an error too (a checkpoint of 12 layers does not load into a model
+            of 6).
+        rename: What names of ``tensors`` are called in the checkpoint: ``{"model/model.":
+            "model/net."}``. A key that ends with a dot or a slash stands for all names that begin
+            with it; the longest key that fits decides.
         open_stored: What makes of ``path`` what is read; by default a checkpoint folder.
 
     Returns:
         The names of ``tensors`` that the checkpoint lacks; empty if ``strict``.
 
     Raises:
-        CheckpointError: On every rank, if on any: the checkpoint is damaged, names are missing or unexpected, full shapes
-            differ, a floating-point tensor meets an integer one, or what is stored does not cover a tensor.
+        CheckpointError: On every rank, if on any: the checkpoint is damaged, names are missing or
+            unexpected, full shapes differ, a floating-point tensor meets an integer one, or what is
+            stored does not cover a tensor.
     """
     doing = f"loading the checkpoint {path}"
     stored = {name: renamed(name, rename or {}) for name in tensors}
@@ -71,7 +78,9 @@ def load_tensors(
     if strict and prefix is not None:
         asked = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
         if unexpected := {name for name in found.tensors if name.startswith(prefix)} - asked:
-            raise CheckpointError(f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model")
+            raise CheckpointError(
+                f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model"
+            )
     with same_outcome(doing):
         found.fill({name: value for name, value in tensors.items() if name not in missing})
     return sorted(name for name, other in stored.items() if other in missing)
@@ -93,7 +102,8 @@ def _check_distinct(stored: Mapping[str, str]) -> None:
     for name, other in stored.items():
         if first.setdefault(other, name) != name:
             raise CheckpointError(
-                f"rename makes one of two names: {first[other]!r} and {name!r} are both {other!r} in the checkpoint"
+                f"rename makes one of two names: {first[other]!r} and {name!r} are both {other!r} "
+                "in the checkpoint"
             )
 
 
@@ -108,7 +118,10 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
             continue
         entry = entries[name]
         if entry.shape != sharding.full_shape:
-            wrong.append(f"{name!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here")
+            wrong.append(
+                f"{name!r} has the shape {entry.shape} in the checkpoint and "
+                f"{sharding.full_shape} here"
+            )
         elif not _convertible(entry, tensor):
             wrong.append(f"{name!r} is {entry.dtype} in the checkpoint and {tensor.dtype} here")
     if wrong:
@@ -117,7 +130,8 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
 
 
 def _convertible(entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    """By value: float to float, integer to integer; a fraction that silently becomes an integer is a mistake."""
+    """By value: float to float, integer to integer; a fraction that silently becomes an integer is
+    a mistake."""
     same_kind = entry.dtype.is_floating_point == tensor.is_floating_point()
     return same_kind and entry.dtype.is_complex == tensor.is_complex()
 

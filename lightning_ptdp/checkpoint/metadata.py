@@ -29,8 +29,18 @@ from lightning_ptdp.base.checked_json import (
 )
 from lightning_ptdp.base.untrusted import read_json, regular_size
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError, reading
-from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX, BlockSums, most_sums_bytes, parse_sums
+from lightning_ptdp.checkpoint.checkpoint_error import (
+    CheckpointError,
+    MissingCheckpointError,
+    reading,
+)
+from lightning_ptdp.checkpoint.checksums import (
+    DATA_SUFFIX,
+    SUMS_SUFFIX,
+    BlockSums,
+    most_sums_bytes,
+    parse_sums,
+)
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -57,11 +67,16 @@ METADATA_FILE, INDEX_FILE, STATE_FILE = "metadata.json", "index.json", "state.pt
 DCP_FILE, README_FILE = ".metadata", "README.txt"
 _STORED = re.compile(r"bool|(u?int|b?float|complex)(8|16|32|64|128)(_e\w+)?")
 _DTYPES: Mapping[str, torch.dtype] = {
-    name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype) and _STORED.fullmatch(name)
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and _STORED.fullmatch(name)
 }
 """The dtypes that a checkpoint can store, by name."""
 
-_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**56  # torch's limit; and what any number of bytes of it is told in 64 bits
+_MOST_DIMENSIONS, _MOST_ELEMENTS = (
+    64,
+    2**56,
+)  # torch's limit; and what any number of bytes of it is told in 64 bits
 _MOST_SMALL = 1 << 28
 _LAST_SECOND = 253402300799.0  # of the year 9999
 
@@ -81,7 +96,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size of a file in bytes, and its sha256 (None for a file of tensors, whose sums by block are in a file of their own)."""
+    """Size of a file in bytes, and its sha256 (None for a file of tensors, whose sums by block are
+    in a file of their own)."""
 
     size: int
     sha256: str | None = None
@@ -96,9 +112,10 @@ class CheckpointMetadata:
         packages: Versions of Python and of the packages that wrote the checkpoint.
         tensors: Every full tensor by its global name.
         files: Every other file of the folder by its name.
-        created: When it was written, in seconds since 1970, later than what was in its folder by then, whatever the clock said
-            (save_folders.py): orders checkpoints.
-        format_version: Version of the format. Tensors are listed in ``index.json`` since 2, before in DCP's index alone.
+        created: When it was written, in seconds since 1970, later than what was in its folder by
+            then, whatever the clock said (save_folders.py): orders checkpoints.
+        format_version: Version of the format. Tensors are listed in ``index.json`` since 2, before
+            in DCP's index alone.
     """
 
     run: Mapping[str, Json]
@@ -110,7 +127,8 @@ class CheckpointMetadata:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """The model's names that are not stored, because they are tied to one that is: name -> stored name."""
+        """The model's names that are not stored, because they are tied to one that is: name ->
+        stored name."""
         return self.run.get("aliases", {})
 
     def names(self, prefix: str) -> set[str]:
@@ -118,7 +136,9 @@ class CheckpointMetadata:
         return {name for name in self.tensors if name.startswith(prefix)}
 
 
-def write_metadata(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float) -> None:
+def write_metadata(
+    folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float
+) -> None:
     """Write ``metadata.json``, with a digest of itself, into a folder that holds everything else.
 
     Raises:
@@ -133,12 +153,19 @@ def write_metadata(folder: Path, *, run: Mapping[str, Json], tensors: Mapping[st
         {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            "created": min(created, _LAST_SECOND),  # what is in the folder may say that it is from the end of days
+            "created": min(
+                created, _LAST_SECOND
+            ),  # what is in the folder may say that it is from the end of days
             "run": run,
-            "packages": {"python": platform.python_version(), "lightning-ptdp": __version__, **versions},
+            "packages": {
+                "python": platform.python_version(),
+                "lightning-ptdp": __version__,
+                **versions,
+            },
             "files": found,
             "tensors": {
-                name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")} for name, entry in tensors.items()
+                name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
+                for name, entry in tensors.items()
             },
         }
     )
@@ -154,7 +181,9 @@ def check_json(run: Mapping[str, Json]) -> None:
         try:
             json.dumps({key: value}, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"metadata[{key!r}] = {value!r} cannot be written as JSON ({error})") from error
+            raise CheckpointError(
+                f"metadata[{key!r}] = {value!r} cannot be written as JSON ({error})"
+            ) from error
     try:
         _run(_plain(run))
     except Misfit as error:
@@ -162,10 +191,12 @@ def check_json(run: Mapping[str, Json]) -> None:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
-    """Read and check ``metadata.json``: that it is whole, of a known version, and that the files it lists are there.
+    """Read and check ``metadata.json``: that it is whole, of a known version, and that the files it
+    lists are there.
 
     Raises:
-        CheckpointError: ``path`` is not a checkpoint, is damaged, is of a newer format, or lacks files.
+        CheckpointError: ``path`` is not a checkpoint, is damaged, is of a newer format, or lacks
+            files.
     """
     folder = Path(path)
     with reading(folder / METADATA_FILE):
@@ -175,8 +206,11 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     return metadata
 
 
-def read_verified(folder: Path, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL) -> bytes:
-    """Content of a small file, of at most ``most`` bytes (None: however many), compared with its digest.
+def read_verified(
+    folder: Path, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL
+) -> bytes:
+    """Content of a small file, of at most ``most`` bytes (None: however many), compared with its
+    digest.
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -186,10 +220,15 @@ def read_verified(folder: Path, metadata: CheckpointMetadata, name: str, *, most
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
     _check_file(folder / name, entry.size)
     if most is not None and entry.size > most:
-        raise CheckpointError(f"{folder / name} is damaged: it has {entry.size} bytes, where no more than {most} make sense")
+        raise CheckpointError(
+            f"{folder / name} is damaged: it has {entry.size} bytes, where no more than {most} "
+            "make sense"
+        )
     content = (folder / name).read_bytes()
     if files.sha256(content) != entry.sha256:
-        raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one that {METADATA_FILE} lists")
+        raise CheckpointError(
+            f"{folder / name} is damaged: its sha256 is not the one that {METADATA_FILE} lists"
+        )
     return content
 
 
@@ -211,17 +250,22 @@ def _content(folder: Path) -> dict[str, Json]:
     """The JSON object of a folder, which is whole and of a version that is known."""
     file = folder / METADATA_FILE
     if not file.is_file():
-        raise (CheckpointError if folder.exists() else MissingCheckpointError)(_not_a_checkpoint(folder))
+        raise (CheckpointError if folder.exists() else MissingCheckpointError)(
+            _not_a_checkpoint(folder)
+        )
     content = read_json(file, most_bytes=_MOST_JSON, linked=())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the metadata of a {FORMAT}, or is damaged")
     version = content.get("version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} has format version {version}, this lightning-ptdp reads up to {FORMAT_VERSION}: update the package"
+            f"{folder} has format version {version}, this lightning-ptdp reads up to "
+            f"{FORMAT_VERSION}: update the package"
         )
     if content.pop("sha256", None) != _digest(content):
-        raise CheckpointError(f"{file} is damaged (or was edited): its content does not have the sha256 that it names")
+        raise CheckpointError(
+            f"{file} is damaged (or was edited): its content does not have the sha256 that it names"
+        )
     return content
 
 
@@ -238,7 +282,9 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
         raise Misfit(f"does not list {listed}", "files")
     for name, file in metadata.files.items():
         if (file.sha256 is None) != name.endswith(DATA_SUFFIX):
-            raise Misfit("is missing" if file.sha256 is None else "is there", f"files.{name}.sha256")
+            raise Misfit(
+                "is missing" if file.sha256 is None else "is there", f"files.{name}.sha256"
+            )
     stored = sum(file.size for name, file in metadata.files.items() if name.endswith(DATA_SUFFIX))
     if (asked := sum(entry.num_bytes for entry in metadata.tensors.values())) > stored:
         raise Misfit(f"would need {asked} bytes, but the files of tensors have {stored}", "tensors")
@@ -247,7 +293,12 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
 
 def _run(value: Json) -> dict[str, Json]:
     """Facts about the run, of which those that we read ourselves are what they should be."""
-    record(others=True, aliases=optional(map_of(text())), epoch=optional(integer()), global_step=optional(integer()))(value)
+    record(
+        others=True,
+        aliases=optional(map_of(text())),
+        epoch=optional(integer()),
+        global_step=optional(integer()),
+    )(value)
     return {key: item for key, item in value.items() if key != "aliases" or item is not None}
 
 
@@ -259,7 +310,8 @@ def _entry(value: Json) -> TensorEntry:
 
 
 _ENTRY = record(
-    shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS), dtype=one_of(_DTYPES, "a dtype that is stored")
+    shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS),
+    dtype=one_of(_DTYPES, "a dtype that is stored"),
 )
 _FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
 _FIELDS = record(
@@ -268,7 +320,10 @@ _FIELDS = record(
     created=number(0.0, _LAST_SECOND),
     run=_run,
     packages=map_of(text()),
-    files=map_of(lambda value: FileEntry(**_FILE(value)), key=text(FILE_NAME, "the name of a file in this folder")),
+    files=map_of(
+        lambda value: FileEntry(**_FILE(value)),
+        key=text(FILE_NAME, "the name of a file in this folder"),
+    ),
     tensors=map_of(_entry, key=text()),
 )
 
@@ -278,11 +333,16 @@ def _not_a_checkpoint(folder: Path) -> str:
         return f"{folder} is not a checkpoint, or not a whole one: it has no {METADATA_FILE}"
     if folder.exists():
         return (
-            f"{folder} is a file, such as Lightning's, which ptdp and load_from_checkpoint read; here a folder with a "
+            f"{folder} is a file, such as Lightning's, which ptdp and load_from_checkpoint read; "
+            "here a folder with a "
             f"{METADATA_FILE} is needed, which PTDPStrategy(checkpoint_format='folder') writes"
         )
     whole = [str(entry) for entry in files.leftovers(folder) if (entry / METADATA_FILE).is_file()]
-    hint = f"; a save was interrupted and left {' and '.join(whole)}: rename one of them" if whole else ""
+    hint = (
+        f"; a save was interrupted and left {' and '.join(whole)}: rename one of them"
+        if whole
+        else ""
+    )
     return f"{folder} does not exist{hint}"
 
 
@@ -296,7 +356,8 @@ def _check_file(file: Path, size: int) -> None:
 
 
 def _plain(value: Json) -> Json:
-    """As it comes back from the file: keys are strings, tuples are lists; what the digest is taken of."""
+    """As it comes back from the file: keys are strings, tuples are lists; what the digest is taken
+    of."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 

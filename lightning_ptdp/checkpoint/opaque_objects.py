@@ -1,4 +1,5 @@
-"""Hyperparameters that are objects: left out of the plain state by name, and kept as bytes that only a reader who trusts them unpickles."""
+"""Hyperparameters that are objects: left out of the plain state by name, and kept as bytes that
+only a reader who trusts them unpickles."""
 
 from __future__ import annotations
 
@@ -19,15 +20,20 @@ _MOST_BYTES = 1 << 24
 
 
 def left_out(hyperparameters: object) -> dict[str, str]:
-    """Return the class names of hyperparameters that are no plain values, by their keys; the key "" stands for all together."""
+    """Return the class names of hyperparameters that are no plain values, by their keys; the key ""
+    stands for all together."""
     if not isinstance(hyperparameters, dict):
         return {} if _is_plain(hyperparameters) else {"": _kind(hyperparameters)}
-    return {str(key): _kind(value) for key, value in hyperparameters.items() if not _is_plain(value)}
+    return {
+        str(key): _kind(value) for key, value in hyperparameters.items() if not _is_plain(value)
+    }
 
 
 def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the objects among the hyperparameters as bytes, and their names."""
-    names = {key: found for key in _HYPERPARAMETERS if key in state and (found := left_out(state[key]))}
+    names = {
+        key: found for key in _HYPERPARAMETERS if key in state and (found := left_out(state[key]))
+    }
     if not names:
         return state
     kept, objects = dict(state), {}
@@ -36,15 +42,22 @@ def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
             del kept[key]
             objects[key] = state[key]
         else:
-            kept[key] = {name: value for name, value in state[key].items() if str(name) not in found}
-            objects[key] = {name: value for name, value in state[key].items() if str(name) in found and _dumped(value)}
+            kept[key] = {
+                name: value for name, value in state[key].items() if str(name) not in found
+            }
+            objects[key] = {
+                name: value
+                for name, value in state[key].items()
+                if str(name) in found and _dumped(value)
+            }
     if isinstance(kept.get(_TYPE), type):
         objects[_TYPE] = kept.pop(_TYPE)
     return {**kept, LEFT_OUT: names, _OBJECTS: _dumped(objects)}
 
 
 def with_objects(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with the objects that :func:`separate_objects` took out; unpickles them, which runs what they say."""
+    """Return the state with the objects that :func:`separate_objects` took out; unpickles them,
+    which runs what they say."""
     kept = {key: value for key, value in state.items() if key not in (LEFT_OUT, _OBJECTS)}
     if not state.get(_OBJECTS):
         return kept
@@ -64,7 +77,8 @@ def _is_plain(value: object) -> bool:
 
 
 def _dumped(value: object) -> bytes:
-    """Return the pickled value; nothing if it cannot be pickled, or is too large for what stands beside the tensors."""
+    """Return the pickled value; nothing if it cannot be pickled, or is too large for what stands
+    beside the tensors."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)

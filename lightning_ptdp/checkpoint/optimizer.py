@@ -1,11 +1,12 @@
 """Optimizer states under the names of their parameters, never under indices.
 
-Two layouts hold different parameters, in a different order: index 3 of one is not index 3 of the other (nor need it be after the
-model was edited). So ``exp_avg`` of the first optimizer is stored as ``optimizer/0/exp_avg/<parameter>``, cut like the parameter;
-a Python number, such as a step count kept as int, as ``optimizer/0/step:number/<parameter>``, so that it comes back as a number.
+Two layouts hold different parameters, in a different order: index 3 of one is not index 3 of the
+other (nor need it be after the model was edited). So ``exp_avg`` of the first optimizer is stored
+as ``optimizer/0/exp_avg/<parameter>``, cut like the parameter; a Python number, such as a step
+count kept as int, as ``optimizer/0/step:number/<parameter>``, so that it comes back as a number.
 
-LBFGS keeps one history of all parameters together, flattened in the optimizer's order: it is stored as it is, for ranks that hold all.
-"""
+LBFGS keeps one history of all parameters together, flattened in the optimizer's order: it is stored
+as it is, for ranks that hold all."""
 
 from __future__ import annotations
 
@@ -38,13 +39,15 @@ __all__ = [
 
 Names = Mapping[torch.nn.Parameter, str]
 Group = dict[str, Any]
-"""Hyperparameters of a parameter group by name, and its parameters, or their global names, as ``"params"``."""
+"""Hyperparameters of a parameter group by name, and its parameters, or their global names, as
+``"params"``."""
 
 History = dict[int, Any]
 """An optimizer's state that belongs to all parameters together, as in its ``state_dict``."""
 
 _NUMBER = ":number"
-# How this machine computes the update, not what the update is: kept from the optimizer at hand when a checkpoint is loaded.
+# How this machine computes the update, not what the update is: kept from the optimizer at hand when
+# a checkpoint is loaded.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -59,14 +62,16 @@ def optimizer_tensors(
     """This rank's optimizer state as :func:`save_checkpoint` takes it.
 
     Args:
-        optimizer: Any whose states are tensors of the parameter's shape, 0-d tensors, numbers or None (which is left out).
+        optimizer: Any whose states are tensors of the parameter's shape, 0-d tensors, numbers or
+            None (which is left out).
         names: Global name of every local parameter of the optimizer.
         shardings: The parameters' records, by global name.
         index: Which of the module's optimizers this is.
         extra: Further states of parameters, which the optimizer does not know of.
 
     Raises:
-        CheckpointError: A parameter has no name, or a state has another shape or type; names optimizer, state and parameter.
+        CheckpointError: A parameter has no name, or a state has another shape or type; names
+            optimizer, state and parameter.
     """
     found = {}
     for parameter, name in _named(optimizer, names).items():
@@ -75,14 +80,22 @@ def optimizer_tensors(
             if value is None:
                 continue
             if isinstance(value, int | float):
-                key, value = key + _NUMBER, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                key, value = (
+                    key + _NUMBER,
+                    torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None),
+                )
             if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
-                raise CheckpointError(_unsupported(optimizer, key, name, f"is a {type(value).__name__}"))
+                raise CheckpointError(
+                    _unsupported(optimizer, key, name, f"is a {type(value).__name__}")
+                )
             if value.shape != parameter.shape and value.dim() > 0:
                 what = f"has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
                 raise CheckpointError(_unsupported(optimizer, key, name, what))
             like_it = value.shape == parameter.shape
-            found[f"{_prefix(index)}{key}/{name}"] = (value, shardings[name] if like_it else Sharding.replicated(()))
+            found[f"{_prefix(index)}{key}/{name}"] = (
+                value,
+                shardings[name] if like_it else Sharding.replicated(()),
+            )
     return found
 
 
@@ -102,7 +115,8 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
 
     Args:
         optimizer: Its groups are restored.
-        saved: What was saved of the optimizer that the checkpoint was written with; its ``"history"``, if that kept one.
+        saved: What was saved of the optimizer that the checkpoint was written with; its
+            ``"history"``, if that kept one.
 
     Raises:
         CheckpointError: Only one of the two keeps one.
@@ -110,7 +124,8 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
     if keeps_history(optimizer) != ("history" in saved):
         keeps = "keeps" if "history" in saved else "does not keep"
         raise CheckpointError(
-            f"the checkpoint's optimizer {keeps} a history of all parameters together, as LBFGS does, unlike {type(optimizer).__name__}: "
+            f"the checkpoint's optimizer {keeps} a history of all parameters together, as LBFGS "
+            f"does, unlike {type(optimizer).__name__}: "
             "configure the same optimizer, or load the weights alone (InitFrom)"
         )
     if keeps_history(optimizer):
@@ -118,16 +133,23 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
 
 
 def optimizer_groups(optimizer: Optimizer, names: Names) -> list[Group]:
-    """Hyperparameters of every parameter group, with the global names of its local parameters as ``"params"``."""
+    """Hyperparameters of every parameter group, with the global names of its local parameters as
+    ``"params"``."""
     _named(optimizer, names)
-    groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
     for group in groups:
-        group.pop("param_names", None)  # the user's, which say the same and would differ between ranks
+        group.pop(
+            "param_names", None
+        )  # the user's, which say the same and would differ between ranks
     return groups
 
 
 def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
-    """One list of groups from every rank's (pipeline ranks hold different parameters): the same hyperparameters, all the names.
+    """One list of groups from every rank's (pipeline ranks hold different parameters): the same
+    hyperparameters, all the names.
 
     Raises:
         CheckpointError: The ranks differ in the number of groups or in a hyperparameter.
@@ -135,15 +157,22 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
     first = ranks[0]
     for rank, groups in enumerate(ranks):
         if len(groups) != len(first):
-            raise CheckpointError(f"the optimizer has {len(first)} parameter groups on rank 0, but {len(groups)} on rank {rank}")
+            raise CheckpointError(
+                f"the optimizer has {len(first)} parameter groups on rank 0, but {len(groups)} on "
+                f"rank {rank}"
+            )
         for position, (group, other) in enumerate(zip(first, groups, strict=True)):
             for key in sorted((group.keys() | other.keys()) - {"params"}):
                 here, there = group.get(key), other.get(key)
                 if not _equal(here, there):
                     raise CheckpointError(
-                        f"parameter group {position} has {key}={here!r} on rank 0, but {there!r} on rank {rank}"
+                        f"parameter group {position} has {key}={here!r} on rank 0, but {there!r} "
+                        f"on rank {rank}"
                     )
-    every = [dict.fromkeys(name for group in same for name in group["params"]) for same in zip(*ranks, strict=True)]
+    every = [
+        dict.fromkeys(name for group in same for name in group["params"])
+        for same in zip(*ranks, strict=True)
+    ]
     return [{**group, "params": list(names)} for group, names in zip(first, every, strict=True)]
 
 
@@ -157,11 +186,13 @@ def load_optimizer(
     index: int = 0,
     open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
 ) -> None:
-    """Restore an optimizer from a checkpoint of any layout; collective over the default process group, if there is one.
+    """Restore an optimizer from a checkpoint of any layout; collective over the default process
+    group, if there is one.
 
-    State tensors are made as the checkpoint lists them, in its dtypes, on the parameters' devices (0-d ones, which are step
-    counts, on the CPU unless the group is ``capturable`` or ``fused``). Hyperparameters are restored group by group, in order;
-    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` stay as they are.
+    State tensors are made as the checkpoint lists them, in its dtypes, on the parameters' devices
+    (0-d ones, which are step counts, on the CPU unless the group is ``capturable`` or ``fused``).
+    Hyperparameters are restored group by group, in order; ``foreach``, ``fused``, ``capturable``
+    and ``differentiable`` stay as they are.
 
     Args:
         path: The checkpoint folder.
@@ -173,8 +204,8 @@ def load_optimizer(
         open_stored: What makes of ``path`` what is read; by default a checkpoint folder.
 
     Raises:
-        CheckpointError: On every rank, if on any: the groups do not fit, or the tensors cannot be loaded (see
-            :func:`load_tensors`). The optimizer is then as it was.
+        CheckpointError: On every rank, if on any: the groups do not fit, or the tensors cannot be
+            loaded (see :func:`load_tensors`). The optimizer is then as it was.
     """
     with same_outcome(f"loading optimizer {index} from the checkpoint {path}"):
         named = _named(optimizer, names)
@@ -184,9 +215,13 @@ def load_optimizer(
     targets = {name: (value, place) for name, (_, _, value, place) in states.items()}
     load_tensors(path, targets, prefix=_prefix(index), open_stored=lambda _: stored)
     optimizer.state.clear()
-    places = {parameter: place for place, parameter in enumerate(named)}  # an optimizer keeps its states in this order
+    places = {
+        parameter: place for place, parameter in enumerate(named)
+    }  # an optimizer keeps its states in this order
     for parameter, key, value, _ in sorted(states.values(), key=lambda state: places[state[0]]):
-        optimizer.state[parameter][key.removesuffix(_NUMBER)] = value.item() if key.endswith(_NUMBER) else value
+        optimizer.state[parameter][key.removesuffix(_NUMBER)] = (
+            value.item() if key.endswith(_NUMBER) else value
+        )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         _restore_group(group, saved)
 
@@ -199,7 +234,8 @@ def load_indexed_optimizer(
     shardings: Mapping[str, Placed],
     of_groups: Sequence[Sequence[str]],
 ) -> None:
-    """Restore an optimizer in any layout from the ``state_dict`` of one that held the whole model; collective like :func:`load_optimizer`.
+    """Restore an optimizer in any layout from the ``state_dict`` of one that held the whole model;
+    collective like :func:`load_optimizer`.
 
     Args:
         state: The saved state.
@@ -213,7 +249,14 @@ def load_indexed_optimizer(
     """
     with same_outcome("reading the optimizer's state"):
         stored, groups = optimizer_by_name(state, of_groups, prefix=_prefix(0), number=_NUMBER)
-    load_optimizer("in one file", optimizer, names=names, shardings=shardings, groups=groups, open_stored=lambda _: stored)
+    load_optimizer(
+        "in one file",
+        optimizer,
+        names=names,
+        shardings=shardings,
+        groups=groups,
+        open_stored=lambda _: stored,
+    )
 
 
 def _prefix(index: int) -> str:
@@ -221,26 +264,40 @@ def _prefix(index: int) -> str:
 
 
 def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
-    """The optimizer's parameters with their names, in its order; nothing of its state belongs to anything else."""
+    """The optimizer's parameters with their names, in its order; nothing of its state belongs to
+    anything else."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         if parameter not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not in the model"
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} "
+                "that is not in the model"
             )
     known = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
         if id(key) not in known:
-            raise CheckpointError(f"{type(optimizer).__name__} keeps a state that belongs to none of its parameters: {key!r:.80}")
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps a state that belongs to none of its "
+                f"parameters: {key!r:.80}"
+            )
     return {parameter: names[parameter] for parameter in parameters}
 
 
 def _empty_states(
-    stored: Mapping[str, TensorEntry], optimizer: Optimizer, named: Names, shardings: Mapping[str, Placed], index: int
+    stored: Mapping[str, TensorEntry],
+    optimizer: Optimizer,
+    named: Names,
+    shardings: Mapping[str, Placed],
+    index: int,
 ) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]]:
-    """Parameter, state key and tensor to fill, for all that the checkpoint has of this rank's parameters, by its name there."""
+    """Parameter, state key and tensor to fill, for all that the checkpoint has of this rank's
+    parameters, by its name there."""
     parameters = {name: parameter for parameter, name in named.items()}
-    with_scalars = [group["params"] for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
+    with_scalars = [
+        group["params"]
+        for group in optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+    ]
     on_device = set().union(*with_scalars)
     found: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]] = {}
     for full_name in sorted(name for name in stored if name.startswith(_prefix(index))):
@@ -251,18 +308,25 @@ def _empty_states(
         whole = entry.shape == () and sharding.full_shape != ()
         if not whole and entry.shape != sharding.full_shape:
             raise CheckpointError(
-                f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint and {sharding.full_shape} here"
+                f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint and "
+                f"{sharding.full_shape} here"
             )
         place: Placed = Sharding.replicated(()) if whole else sharding
         device = parameter.device if parameter in on_device or not whole else torch.device("cpu")
-        found[full_name] = parameter, key, torch.zeros(place.local_shape, dtype=entry.dtype, device=device), place
+        found[full_name] = (
+            parameter,
+            key,
+            torch.zeros(place.local_shape, dtype=entry.dtype, device=device),
+            place,
+        )
     return found
 
 
 def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -> None:
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint's has {len(groups)}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint's "
+            f"has {len(groups)}"
         )
     where = {name: position for position, group in enumerate(groups) for name in group["params"]}
     for position, group in enumerate(optimizer.param_groups):
@@ -271,7 +335,8 @@ def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -
             if where.get(name) != position:
                 found = f"in group {where[name]}" if name in where else "in no group"
                 raise CheckpointError(
-                    f"{name!r} is in parameter group {position} here, but {found} of the checkpoint's optimizer"
+                    f"{name!r} is in parameter group {position} here, but {found} of the "
+                    "checkpoint's optimizer"
                 )
 
 
@@ -283,17 +348,26 @@ def _restore_group(group: Group, saved: Group) -> None:
         if isinstance(here, torch.Tensor):  # a captured or compiled step reads this very tensor
             here.fill_(value)
         else:
-            group[key] = value.item() if isinstance(here, float) and isinstance(value, torch.Tensor) else value
+            group[key] = (
+                value.item()
+                if isinstance(here, float) and isinstance(value, torch.Tensor)
+                else value
+            )
 
 
 def _equal(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
-    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
+    return (
+        not isinstance(one, torch.Tensor)
+        and not isinstance(other, torch.Tensor)
+        and bool(one == other)
+    )
 
 
 def _unsupported(optimizer: Optimizer, key: object, name: str, what: str) -> str:
     return (
-        f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} {what}; only tensors of the "
+        f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} "
+        f"{what}; only tensors of the "
         "parameter's shape, 0-d tensors and numbers are independent of the layout"
     )

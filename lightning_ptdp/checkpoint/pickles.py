@@ -1,7 +1,8 @@
-"""Reader of a pickle's content that executes nothing: no name is looked up, no object made, nothing called.
+"""Reader of a pickle's content that executes nothing: no name is looked up, no object made, nothing
+called.
 
-Python's own reader runs what a file tells it, and sets aside as much memory as a file asks for. Here objects come back as records of what
-would have been called with what, for the reader to judge.
+Python's own reader runs what a file tells it, and sets aside as much memory as a file asks for.
+Here objects come back as records of what would have been called with what, for the reader to judge.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Name:
 
 @dataclass(eq=False)
 class Made:
-    """Description of a call of ``maker`` with ``arguments``, with the state and the items that would be set on the result."""
+    """Description of a call of ``maker`` with ``arguments``, with the state and the items that
+    would be set on the result."""
 
     maker: Any
     arguments: Any
@@ -59,7 +61,9 @@ def read_pickle(content: bytes) -> object:
     except Misfit:
         raise
     except (ValueError, IndexError, KeyError, TypeError) as error:
-        raise Misfit(f"is not a whole pickle of those that are read ({type(error).__name__} at byte {at})") from error
+        raise Misfit(
+            f"is not a whole pickle of those that are read ({type(error).__name__} at byte {at})"
+        ) from error
     return value
 
 
@@ -103,7 +107,8 @@ class _Reader:
         self.stack.append(Name(f"{module}.{member}"))
 
     def fill(self, kind: type[list[Any]], items: list[Any] | tuple[object, ...]) -> None:
-        """Put items into the list or dictionary on top of the stack, or into an object that is filled like one."""
+        """Put items into the list or dictionary on top of the stack, or into an object that is
+        filled like one."""
         into = self.stack[-1]
         if isinstance(into, Made):
             into.items = kind() if into.items is None else into.items

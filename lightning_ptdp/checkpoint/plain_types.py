@@ -1,14 +1,15 @@
-"""Types for which plain values stand in a checkpoint: paths, enum members, named tuples, NumPy's arrays and numbers, …
+"""Types for which plain values stand in a checkpoint: paths, enum members, named tuples, NumPy's
+arrays and numbers, …
 
-``state.pt`` holds plain values, which ``torch.load(..., weights_only=True)`` reads anywhere. Beside them it holds a note for each value
-that had another type::
+``state.pt`` holds plain values, which ``torch.load(..., weights_only=True)`` reads anywhere. Beside
+them it holds a note for each value that had another type::
 
     {"root": Path("runs"), "mode": Mode.FAST}
     {"root": "runs", "mode": "fast"}, [((0,), "path", ""), ((1,), "enum", "package.modes:Mode", "FAST")]
 
-A note may name a class. It is looked up among the modules that are imported already, nothing is imported or called for it, and only
-enums, named tuples and subclasses of built-in containers are taken.
-"""
+A note may name a class. It is looked up among the modules that are imported already, nothing is
+imported or called for it, and only enums, named tuples and subclasses of built-in containers are
+taken."""
 
 from __future__ import annotations
 
@@ -35,18 +36,33 @@ _SHOWN = 5
 Note = tuple[Any, ...]
 """Place of a value, which kind of type it had, and what else is needed to make it.
 
-A place counts the entries of the containers on the way: i for the value of entry i, ~i for the key of entry i of a dictionary.
-"""
+A place counts the entries of the containers on the way: i for the value of entry i, ~i for the key
+of entry i of a dictionary. """
 Place = tuple[int, ...]
 
-KEPT = (bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, type(None))
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)}
+KEPT = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    type(None),
+)
+_FACTORIES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple)
+}
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _NUMBERS = "biufc"
 
 
 def plain_value(value: object, key: str, notes: list[Note], place: Place = ()) -> Any:
-    """Return a copy of ``value`` in types that ``weights_only=True`` reads, and add notes on the types that they stand for.
+    """Return a copy of ``value`` in types that ``weights_only=True`` reads, and add notes on the
+    types that they stand for.
 
     Raises:
         CheckpointError: A value has a type that cannot be noted; the message names its key.
@@ -55,7 +71,11 @@ def plain_value(value: object, key: str, notes: list[Note], place: Place = ()) -
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    found = _scalar(value) if isinstance(value, enum.Enum) or not isinstance(value, _CONTAINERS) else None
+    found = (
+        _scalar(value)
+        if isinstance(value, enum.Enum) or not isinstance(value, _CONTAINERS)
+        else None
+    )
     if found is not None:
         plain, *note = found
         notes.append((place, *note))
@@ -70,7 +90,12 @@ def _scalar(value: object) -> tuple[Any, ...] | None:
     if isinstance(value, enum.Enum):
         if type(value).__members__.get(value.name) is not value or not _is_found(type(value)):
             return None
-        return value.value if type(value.value) in KEPT else value.name, "enum", _name(type(value)), value.name
+        return (
+            value.value if type(value.value) in KEPT else value.name,
+            "enum",
+            _name(type(value)),
+            value.name,
+        )
     if isinstance(value, np.generic) and type(value.item()) in KEPT:
         return value.item(), "number", value.dtype.str
     if (
@@ -92,13 +117,21 @@ def _container(value: object, key: str, notes: list[Note], place: Place) -> Any:
         notes.append((place, *_container_note(value, key)))
     if isinstance(value, dict):
         pairs = [
-            (plain_value(k, f"{key} (a key of it)", notes, (*place, ~i)), plain_value(v, f"{key}[{k!r}]", notes, (*place, i)))
+            (
+                plain_value(k, f"{key} (a key of it)", notes, (*place, ~i)),
+                plain_value(v, f"{key}[{k!r}]", notes, (*place, i)),
+            )
             for i, (k, v) in enumerate(value.items())
         ]
-        return (type(value) if type(value) in (collections.OrderedDict, collections.Counter) else dict)(dict(pairs))
+        return (
+            type(value) if type(value) in (collections.OrderedDict, collections.Counter) else dict
+        )(dict(pairs))
     assert isinstance(value, list | tuple | set | frozenset)
     inner: list[Note] = []
-    items = [plain_value(item, f"{key}[{index}]", inner, (*place, index)) for index, item in enumerate(value)]
+    items = [
+        plain_value(item, f"{key}[{index}]", inner, (*place, index))
+        for index, item in enumerate(value)
+    ]
     notes += inner
     if isinstance(value, list | tuple):
         return list(items) if isinstance(value, list) else tuple(items)
@@ -114,17 +147,24 @@ def _container_note(value: object, key: str) -> tuple[str, str]:
         name = "" if factory is None else getattr(factory, "__name__", "?")
         if factory is None or _FACTORIES.get(name) is factory:
             return "defaultdict", name
-    elif isinstance(value, _CONTAINERS) and not getattr(value, "__dict__", None) and _is_found(kind):
+    elif (
+        isinstance(value, _CONTAINERS) and not getattr(value, "__dict__", None) and _is_found(kind)
+    ):
         return "class", _name(kind)
     raise CheckpointError(
-        f"{key} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) would refuse to read back: leave it out "
-        "(for a hyperparameter: self.save_hyperparameters(ignore=[...])), store plain values, or register the class in every process "
+        f"{key} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only=True) "
+        "would refuse to read back: leave it out "
+        "(for a hyperparameter: self.save_hyperparameters(ignore=[...])), store plain values, or "
+        "register the class in every process "
         f"with torch.serialization.add_safe_globals([{kind.__qualname__}])"
     )
 
 
 def _registered() -> list[object]:
-    return [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
+    return [
+        entry[0] if isinstance(entry, tuple) else entry
+        for entry in torch.serialization.get_safe_globals()
+    ]
 
 
 def _name(kind: type) -> str:
@@ -136,16 +176,23 @@ def _is_found(kind: type) -> bool:
 
 
 def _class(name: str) -> type | None:
-    """Return the class of a name if it is there already and may be made of a plain value without a call of its own."""
+    """Return the class of a name if it is there already and may be made of a plain value without a
+    call of its own."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = vars(found).get(part) if found is not None else None
         if found is not None and not isinstance(found, type):
             return None
-    if found is None or not issubclass(found, (enum.Enum, *_CONTAINERS)) or hasattr(found, "__del__"):
+    if (
+        found is None
+        or not issubclass(found, (enum.Enum, *_CONTAINERS))
+        or hasattr(found, "__del__")
+    ):
         return None
-    keeps_more = issubclass(found, (collections.OrderedDict, collections.defaultdict))  # than a dictionary's entries
+    keeps_more = issubclass(
+        found, (collections.OrderedDict, collections.defaultdict)
+    )  # than a dictionary's entries
     return None if keeps_more else found
 
 
@@ -176,14 +223,17 @@ def restore_types(value: Any, notes: Sequence[Note]) -> tuple[Any, list[Note]]:
             except _NotImported:
                 missing.append(note)
             except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise Misfit(f"has a {note[1]} that cannot be made of what is stored for it: {error}") from error
+                raise Misfit(
+                    f"has a {note[1]} that cannot be made of what is stored for it: {error}"
+                ) from error
         return value
 
     return rebuild(value, ()), missing
 
 
 def with_types(checkpoint: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Return a checkpoint, or the state of one, with the types of which it holds notes; ``where`` is its path.
+    """Return a checkpoint, or the state of one, with the types of which it holds notes; ``where``
+    is its path.
 
     Raises:
         Misfit: The notes are damaged.
@@ -198,7 +248,8 @@ def with_types(checkpoint: Mapping[str, Any], where: object) -> dict[str, Any]:
         return found
     names = sorted({note[2] for notes in missing.values() for note in notes})
     warnings.warn(
-        f"{where} holds values of {', '.join(names[:_SHOWN])}, which {'is' if len(names) == 1 else 'are'} not imported here: they are "
+        f"{where} holds values of {', '.join(names[:_SHOWN])}, which "
+        f"{'is' if len(names) == 1 else 'are'} not imported here: they are "
         "read as plain values. Import what defines them before the checkpoint is loaded",
         stacklevel=3,
     )
@@ -208,7 +259,9 @@ def with_types(checkpoint: Mapping[str, Any], where: object) -> dict[str, Any]:
 def _is_note(note: object) -> bool:
     if not isinstance(note, tuple) or len(note) not in (3, 4) or not isinstance(note[0], tuple):
         return False
-    return all(type(step) is int for step in note[0]) and all(type(text) is str for text in note[1:])
+    return all(type(step) is int for step in note[0]) and all(
+        type(text) is str for text in note[1:]
+    )
 
 
 def _map_entries(value: Any, place: Place, rebuild: Callable[[Any, Place], Any]) -> Any:
@@ -219,7 +272,9 @@ def _map_entries(value: Any, place: Place, rebuild: Callable[[Any, Place], Any])
     return type(value)(rebuild(item, (*place, index)) for index, item in enumerate(value))
 
 
-def _pairs(value: Mapping[Any, Any], place: Place, rebuild: Callable[[Any, Place], Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs(
+    value: Mapping[Any, Any], place: Place, rebuild: Callable[[Any, Place], Any]
+) -> Iterator[tuple[Any, Any]]:
     for index, (key, item) in enumerate(value.items()):
         yield rebuild(key, (*place, ~index)), rebuild(item, (*place, index))
 
@@ -248,7 +303,11 @@ def _enum_member(_: Any, name: str, member: str) -> enum.Enum:
 def _path(value: str, kind: str) -> PurePath:
     import pathlib
 
-    made: PurePath = {"": Path, "PurePosixPath": pathlib.PurePosixPath, "PureWindowsPath": pathlib.PureWindowsPath}[kind](value)
+    made: PurePath = {
+        "": Path,
+        "PurePosixPath": pathlib.PurePosixPath,
+        "PureWindowsPath": pathlib.PureWindowsPath,
+    }[kind](value)
     return made
 
 
@@ -260,9 +319,12 @@ def _number(value: Any, dtype: str) -> Any:
 
 
 def _instance(value: Any, name: str) -> Any:
-    """Return an instance of a subclass of a built-in container, without a call of its constructor."""
+    """Return an instance of a subclass of a built-in container, without a call of its
+    constructor."""
     kind = _looked_up(name)
-    base = next((base for base in _CONTAINERS if issubclass(kind, base) and isinstance(value, base)), None)
+    base = next(
+        (base for base in _CONTAINERS if issubclass(kind, base) and isinstance(value, base)), None
+    )
     if base is None:
         raise TypeError(f"{name} is no {type(value).__name__}")
     if base in (tuple, frozenset):
@@ -279,7 +341,9 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "enum": _enum_member,
     "number": _number,
     "array": lambda value, _: value.cpu().numpy(),
-    "defaultdict": lambda value, name: collections.defaultdict(_FACTORIES[name] if name else None, value),
+    "defaultdict": lambda value, name: collections.defaultdict(
+        _FACTORIES[name] if name else None, value
+    ),
     "set": lambda value, _: set(value),
     "frozenset": lambda value, _: frozenset(value),
     "class": _instance,

@@ -24,8 +24,8 @@ _Part = tuple[StoredRectangle, LocalRectangle, Rectangle]
 
 
 class TensorReader:
-    """A checkpoint of which any rectangle of any tensor can be read, in one process; holds its index, not its tensors. It reads what is
-    asked for and no more, and checks it.
+    """A checkpoint of which any rectangle of any tensor can be read, in one process; holds its
+    index, not its tensors. It reads what is asked for and no more, and checks it.
 
     Args:
         path: The checkpoint folder.
@@ -44,8 +44,11 @@ class TensorReader:
         """Return the entries of the stored tensors by name."""
         return self.metadata.tensors
 
-    def read(self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """A tensor by its global name, on the CPU in its stored dtype: all of it, or the rectangle of ``shape`` at ``offset``.
+    def read(
+        self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor by its global name, on the CPU in its stored dtype: all of it, or the rectangle
+        of ``shape`` at ``offset``.
 
         Raises:
             CheckpointError: What was read is damaged.
@@ -54,17 +57,25 @@ class TensorReader:
         values = torch.empty(entry.shape if shape is None else tuple(shape), dtype=entry.dtype)
         if values.numel():
             place = tuple(offset)[: values.dim()] if offset is not None else (0,) * values.dim()
-            self.read_into([LocalRectangle(name=name, full_shape=entry.shape, offset=place, values=values)])
+            self.read_into(
+                [LocalRectangle(name=name, full_shape=entry.shape, offset=place, values=values)]
+            )
         return values
 
     def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors by their global names, as :meth:`read` gives them; read in the order in which they are stored.
+        """Whole tensors by their global names, as :meth:`read` gives them; read in the order in
+        which they are stored.
 
         Raises:
             CheckpointError: What was read is damaged.
         """
-        values = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
-        self.read_into(LocalRectangle.whole(name, value) for name, value in values.items() if value.numel())
+        values = {
+            name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+            for name in names
+        }
+        self.read_into(
+            LocalRectangle.whole(name, value) for name, value in values.items() if value.numel()
+        )
         return values
 
     def fill(self, tensors: Tensors) -> None:
@@ -79,13 +90,22 @@ class TensorReader:
         """Fill this process's rectangles from the stored ones that overlap them; not collective.
 
         Raises:
-            CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do not cover what is asked for.
+            CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do
+                not cover what is asked for.
         """
         by_file: dict[str, list[_Part]] = {}
         for wanted in rectangles:
-            parts = [(stored, wanted, stored.place.common(wanted.place)) for stored in self._index.rectangles(wanted.name)]
+            parts = [
+                (stored, wanted, stored.place.common(wanted.place))
+                for stored in self._index.rectangles(wanted.name)
+            ]
             parts = [part for part in parts if part[2].numel]
-            check_cover(wanted.name, wanted.values.shape, (part[2].seen_from(wanted.offset) for part in parts), "to load")
+            check_cover(
+                wanted.name,
+                wanted.values.shape,
+                (part[2].seen_from(wanted.offset) for part in parts),
+                "to load",
+            )
             for part in parts:
                 by_file.setdefault(part[0].file, []).append(part)
         for name, parts in by_file.items():

@@ -1,4 +1,5 @@
-"""Rectangles of the full tensors on all ranks: whether they cover the tensors, and which rank writes those that several hold."""
+"""Rectangles of the full tensors on all ranks: whether they cover the tensors, and which rank
+writes those that several hold."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class Held(NamedTuple):
     @classmethod
     def of(cls, one: LocalRectangle) -> Held:
         """Return the description of ``one``."""
-        return cls(one.name, TensorEntry(shape=tuple(one.full_shape), dtype=one.values.dtype), one.place)
+        return cls(
+            one.name, TensorEntry(shape=tuple(one.full_shape), dtype=one.values.dtype), one.place
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -32,8 +35,8 @@ class Held(NamedTuple):
 
 
 def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorEntry]:
-    """Check that all ranks mean the same tensor by a name, and that what they have of it makes it up; the same rectangle on several ranks
-    counts once.
+    """Check that all ranks mean the same tensor by a name, and that what they have of it makes it
+    up; the same rectangle on several ranks counts once.
 
     Args:
         ranks: What each rank holds.
@@ -51,7 +54,8 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
         entry, first = known.setdefault(one.name, (one.entry, rank))
         if entry != one.entry:
             raise CheckpointError(
-                f"{one.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but {one.entry.dtype} of {one.entry.shape} "
+                f"{one.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but "
+                f"{one.entry.dtype} of {one.entry.shape} "
                 f"on rank {rank}"
             )
         found.setdefault(one.name, set()).add(one.place)
@@ -61,8 +65,9 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
 
 
 def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]]]:
-    """For each rank the rectangles that it writes, by name and place: each is written by one of those that hold it, and the ranks write
-    about the same amount. A pure function, which all ranks compute alike."""
+    """For each rank the rectangles that it writes, by name and place: each is written by one of
+    those that hold it, and the ranks write about the same amount. A pure function, which all ranks
+    compute alike."""
     holders: dict[tuple[str, Rectangle], list[int]] = {}
     sizes: dict[tuple[str, Rectangle], int] = {}
     for rank, one in ((rank, one) for rank, held in enumerate(ranks) for one in held):
@@ -70,7 +75,9 @@ def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]
         sizes[one.name, one.place] = one.num_bytes
     shares: list[set[tuple[str, Rectangle]]] = [set() for _ in ranks]
     load = [0] * len(ranks)
-    for what in sorted(holders, key=lambda what: (len({*holders[what]}), -sizes[what], what)):  # who has no choice first
+    for what in sorted(
+        holders, key=lambda what: (len({*holders[what]}), -sizes[what], what)
+    ):  # who has no choice first
         rank = min(holders[what], key=lambda rank: (load[rank], rank))
         shares[rank].add(what)
         load[rank] += sizes[what]

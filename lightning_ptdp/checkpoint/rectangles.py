@@ -1,4 +1,5 @@
-"""Rectangles of a tensor, and whether some of them make it up: every element in one of them, and in no more than one."""
+"""Rectangles of a tensor, and whether some of them make it up: every element in one of them, and in
+no more than one."""
 
 from __future__ import annotations
 
@@ -50,26 +51,35 @@ class Rectangle(NamedTuple):
 
     def common(self, other: Rectangle) -> Rectangle:
         """Return the intersection; without elements if it is empty."""
-        return Rectangle(tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end)))
+        return Rectangle(
+            tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
+        )
 
     def seen_from(self, origin: Sequence[int]) -> Rectangle:
         """The same in a tensor that begins at ``origin`` of this one."""
-        return Rectangle(tuple(map(operator.sub, self.begin, origin)), tuple(map(operator.sub, self.end, origin)))
+        return Rectangle(
+            tuple(map(operator.sub, self.begin, origin)), tuple(map(operator.sub, self.end, origin))
+        )
 
     def around(self, hole: Rectangle) -> Iterator[Rectangle]:
-        """Yield the rest of this rectangle around a rectangle inside: for each dimension the part before and the part after it."""
+        """Yield the rest of this rectangle around a rectangle inside: for each dimension the part
+        before and the part after it."""
         begin, end = list(self.begin), list(self.end)
         for dim, (first, last) in enumerate(zip(*hole, strict=True)):
             for low, high in ((begin[dim], first), (last, end[dim])):
                 if low < high:
-                    yield Rectangle((*begin[:dim], low, *begin[dim + 1 :]), (*end[:dim], high, *end[dim + 1 :]))
+                    yield Rectangle(
+                        (*begin[:dim], low, *begin[dim + 1 :]), (*end[:dim], high, *end[dim + 1 :])
+                    )
             begin[dim], end[dim] = first, last
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{begin}:{end}' for begin, end in zip(*self, strict=True))}]"
 
 
-def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle], doing: str) -> None:
+def check_cover(
+    name: str, shape: Sequence[int], rectangles: Iterable[Rectangle], doing: str
+) -> None:
     """Check that ``rectangles`` make up the tensor ``name`` of ``shape``.
 
     Args:
@@ -79,42 +89,59 @@ def check_cover(name: str, shape: Sequence[int], rectangles: Iterable[Rectangle]
         doing: What they are for, for the message: ``"to save"``.
 
     Raises:
-        CheckpointError: An element is in none of them, in two, or one reaches beyond the whole; names the region.
+        CheckpointError: An element is in none of them, in two, or one reaches beyond the whole;
+            names the region.
     """
     whole = Rectangle.at((0,) * len(shape), shape)
     given = [rectangle for rectangle in rectangles if rectangle.numel]
     if _make_up(whole, given):
         return
     if len(given) > _MOST_NAMED:
-        raise CheckpointError(f"{name!r}: the {len(given)} rectangles {doing} leave out elements or have some twice")
+        raise CheckpointError(
+            f"{name!r}: the {len(given)} rectangles {doing} leave out elements or have some twice"
+        )
     left = [whole] if whole.numel else []
     for rectangle in sorted(given):
         found = [(free, free.common(rectangle)) for free in left]
         if sum(common.numel for _, common in found) < rectangle.numel:
             beyond = whole.common(rectangle) != rectangle
-            what = f"is not in the tensor of {tuple(shape)}" if beyond else "has elements that are in another one too"
+            what = (
+                f"is not in the tensor of {tuple(shape)}"
+                if beyond
+                else "has elements that are in another one too"
+            )
             raise CheckpointError(f"{name!r}: of the rectangles {doing}, {rectangle} {what}")
-        left = [rest for free, common in found for rest in (free.around(common) if common.numel else (free,))]
+        left = [
+            rest
+            for free, common in found
+            for rest in (free.around(common) if common.numel else (free,))
+        ]
     if left:
         covered = whole.numel - sum(rectangle.numel for rectangle in left)
         raise CheckpointError(
-            f"{name!r}: the rectangles {doing} cover {covered} of {whole.numel} elements; {left[0]} is in none of them"
+            f"{name!r}: the rectangles {doing} cover {covered} of {whole.numel} elements; "
+            f"{left[0]} is in none of them"
         )
 
 
 def _make_up(whole: Rectangle, given: Sequence[Rectangle]) -> bool:
-    """Return True if every element is in exactly one rectangle and none reaches beyond, at a cost linear in their number.
+    """Return True if every element is in exactly one rectangle and none reaches beyond, at a cost
+    linear in their number.
 
-    How many rectangles an element is in, as a function on the grid, is known from its mixed differences, which are zero but at corners:
-    the corners of the rectangles, with their signs, must be those of the whole.
-    """
+    How many rectangles an element is in, as a function on the grid, is known from its mixed
+    differences, which are zero but at corners: the corners of the rectangles, with their signs,
+    must be those of the whole."""
     cut = [
-        dim for dim, full in enumerate(zip(*whole, strict=True)) if any((one.begin[dim], one.end[dim]) != full for one in given)
+        dim
+        for dim, full in enumerate(zip(*whole, strict=True))
+        if any((one.begin[dim], one.end[dim]) != full for one in given)
     ]
     if len(cut) > _MOST_CUT:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
     for rectangle, sign in [*((one, 1) for one in given), *([(whole, -1)] if whole.numel else [])]:
         for ends in product((0, 1), repeat=len(cut)):
-            corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += sign * (-1) ** sum(ends)
+            corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += (
+                sign * (-1) ** sum(ends)
+            )
     return not any(corners.values())

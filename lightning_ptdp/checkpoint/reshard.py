@@ -31,39 +31,61 @@ def reshard_checkpoint(
 ) -> None:
     """Write a checkpoint again, tensor by tensor, in one process.
 
-    Any layout reads any checkpoint as it is, so that this is for what is easier to move, publish or read as a few large files. The
-    source is verified while it is read.
+    Any layout reads any checkpoint as it is, so that this is for what is easier to move, publish or
+    read as a few large files. The source is verified while it is read.
 
     Args:
         source: The checkpoint folder.
         destination: The folder to make; another checkpoint there is replaced.
         num_files: Number of data files, written in as many threads.
-        dtype: What the model's floating-point tensors are converted to; the optimizer's stay as they are.
-        weights_only: Leave out the optimizer and the schedulers: a smaller checkpoint, to start from but not to continue.
+        dtype: What the model's floating-point tensors are converted to; the optimizer's stay as
+            they are.
+        weights_only: Leave out the optimizer and the schedulers: a smaller checkpoint, to start
+            from but not to continue.
 
     Raises:
-        CheckpointError: The source is damaged, or an argument makes no sense; nothing is left at the destination.
+        CheckpointError: The source is damaged, or an argument makes no sense; nothing is left at
+            the destination.
     """
     if num_files < 1:
         raise CheckpointError(f"num_files={num_files} must be a positive integer")
     check_apart(destination, [source])
     verify_checkpoint(source)
     reader = TensorReader(source)
-    state = {key: value for key, value in read_state(source).items() if not (weights_only and key in _TRAINING)}
+    state = {
+        key: value
+        for key, value in read_state(source).items()
+        if not (weights_only and key in _TRAINING)
+    }
     rectangles = _rectangles(reader, dtype, weights_only)
     run, created = dict(reader.metadata.run), reader.metadata.created
-    write_checkpoint(destination, rectangles=rectangles, state=state, metadata=run, num_files=num_files, created=created)
+    write_checkpoint(
+        destination,
+        rectangles=rectangles,
+        state=state,
+        metadata=run,
+        num_files=num_files,
+        created=created,
+    )
 
 
-def _rectangles(reader: TensorReader, dtype: torch.dtype | None, weights_only: bool) -> Iterator[LocalRectangle]:
+def _rectangles(
+    reader: TensorReader, dtype: torch.dtype | None, weights_only: bool
+) -> Iterator[LocalRectangle]:
     for name, entry in sorted(reader.metadata.tensors.items()):
         is_model = name.startswith("model/")
         if weights_only and not is_model:
             continue
-        kind = dtype if dtype is not None and is_model and entry.dtype.is_floating_point else entry.dtype
+        kind = (
+            dtype
+            if dtype is not None and is_model and entry.dtype.is_floating_point
+            else entry.dtype
+        )
         values = torch.empty(entry.shape, dtype=kind, device="meta")
         yield replace(LocalRectangle.whole(name, values), read=_read(reader, name, kind))
 
 
-def _read(reader: TensorReader, name: str, dtype: torch.dtype) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
+def _read(
+    reader: TensorReader, name: str, dtype: torch.dtype
+) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
     return lambda offset, shape: reader.read(name, offset=offset, shape=shape).to(dtype)

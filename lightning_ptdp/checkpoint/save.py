@@ -13,7 +13,12 @@ from lightning_ptdp.checkpoint import _dcp, files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.index import write_index
 from lightning_ptdp.checkpoint.latest import latest_follows
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, cut_strips, rectangles_of
+from lightning_ptdp.checkpoint.local_rectangles import (
+    LocalRectangle,
+    Tensors,
+    cut_strips,
+    rectangles_of,
+)
 from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     README_FILE,
@@ -49,20 +54,25 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder; collective over the default process group, if there is one.
 
-    Everything is written under a temporary name beside ``path`` and renamed at the end: ``path`` holds the old checkpoint or the
-    new one, whole. It must be on a file system that all ranks share.
+    Everything is written under a temporary name beside ``path`` and renamed at the end: ``path``
+    holds the old checkpoint or the new one, whole. It must be on a file system that all ranks
+    share.
 
     Args:
         path: The folder to make; a checkpoint or a file that is there is replaced.
-        tensors: This rank's local tensors under their global names (``"model/blocks.0.attn.qkv.weight"``). A rectangle that
-            several ranks hold is written once; together the ranks must hold every element of every tensor.
-        state: What else belongs to the checkpoint; rank 0's is written. For its types see :func:`portable`.
-        metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if there, maps names of tied parameters
-            to the names that they are stored under (both without ``model/``): :func:`read_full` gives them back.
+        tensors: This rank's local tensors under their global names
+            (``"model/blocks.0.attn.qkv.weight"``). A rectangle that several ranks hold is written
+            once; together the ranks must hold every element of every tensor.
+        state: What else belongs to the checkpoint; rank 0's is written. For its types see
+            :func:`portable`.
+        metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if there,
+            maps names of tied parameters to the names that they are stored under (both without
+            ``model/``): :func:`read_full` gives them back.
         keeper: What the training knows of its folders; None: it has only this checkpoint.
 
     Raises:
-        CheckpointError: On every rank, if anything failed on any; what was at ``path`` is untouched, nothing else is left.
+        CheckpointError: On every rank, if anything failed on any; what was at ``path`` is
+            untouched, nothing else is left.
     """
     with same_outcome(_doing(path)):
         rectangles = rectangles_of(tensors)
@@ -79,9 +89,10 @@ def write_checkpoint(
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
-    """As :func:`save_checkpoint`, from rectangles: those of one process may come from anywhere, such as a file that is mapped, and are
-    asked for their values one after the other. A rank writes ``num_files`` files, in as many threads. What is as old as another
-    checkpoint says so with its ``created``.
+    """As :func:`save_checkpoint`, from rectangles: those of one process may come from anywhere,
+    such as a file that is mapped, and are asked for their values one after the other. A rank writes
+    ``num_files`` files, in as many threads. What is as old as another checkpoint says so with its
+    ``created``.
 
     Raises:
         CheckpointError: As :func:`save_checkpoint`.
@@ -99,16 +110,21 @@ def write_checkpoint(
     )
 
 
-def checked_content(path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]) -> bytes:
+def checked_content(
+    path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]
+) -> bytes:
     """Rank 0's ``state.pt``, everywhere else nothing; collective.
 
     Raises:
-        CheckpointError: On every rank: the state or the metadata cannot be stored, or ``path`` cannot be replaced.
+        CheckpointError: On every rank: the state or the metadata cannot be stored, or ``path``
+            cannot be replaced.
     """
     with same_outcome(_doing(path)):
         if not is_rank_zero():
             return b""
-        files.check_replaceable(path, marker=METADATA_FILE, or_file=True)  # such as Lightning's, of the same name
+        files.check_replaceable(
+            path, marker=METADATA_FILE, or_file=True
+        )  # such as Lightning's, of the same name
         check_json(metadata)
         return dump_state(state)
     raise AssertionError("same_outcome raises what it catches")
@@ -125,7 +141,8 @@ def save_rectangles(
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
-    """Write rectangles and a checked state; collective over ``group`` (None: all ranks), which spans all ranks.
+    """Write rectangles and a checked state; collective over ``group`` (None: all ranks), which
+    spans all ranks.
 
     Raises:
         CheckpointError: As :func:`save_checkpoint`.

@@ -1,8 +1,8 @@
 """Ranks that succeed together or fail together.
 
-A save is entered by every rank. If one of them raised and left, the others would wait in the next collective until its time
-limit; so every step that can fail ends with an exchange of outcomes. Everything here works without a process group too.
-"""
+A save is entered by every rank. If one of them raised and left, the others would wait in the next
+collective until its time limit; so every step that can fail ends with an exchange of outcomes.
+Everything here works without a process group too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def is_rank_zero() -> bool:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """``value`` of every rank, by rank; collective over ``group``, which spans all ranks (None: the default group)."""
+    """``value`` of every rank, by rank; collective over ``group``, which spans all ranks (None: the
+    default group)."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -51,15 +52,18 @@ def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None
 
 @contextmanager
 def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block on every rank so that all of them raise if one does. It ends with a collective, so it is also a barrier.
+    """Run a block on every rank so that all of them raise if one does. It ends with a collective,
+    so it is also a barrier.
 
     Args:
         doing: What the block does, for the message: ``"saving the checkpoint last.ckpt"``.
         group: Who agrees: a group of all ranks (None: the default group).
 
     Raises:
-        CheckpointError: The block raised on some rank; the message is the same everywhere and names the ranks.
-        RuntimeError: A rank was lost in the block or afterwards (the error of torch's communication).
+        CheckpointError: The block raised on some rank; the message is the same everywhere and names
+            the ranks.
+        RuntimeError: A rank was lost in the block or afterwards (the error of torch's
+            communication).
     """
     cause: BaseException | None = None
     reasons: dict[int, str] = {}
@@ -72,7 +76,9 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
     everyone = gather(reasons, group)
     failures = {rank: reason for part in everyone for rank, reason in part.items()}
     if failures:
-        raise CheckpointError(f"{doing} failed: {_describe(failures, world_size=len(everyone))}") from cause
+        raise CheckpointError(
+            f"{doing} failed: {_describe(failures, world_size=len(everyone))}"
+        ) from cause
 
 
 def _reasons(error: BaseException) -> dict[int, str]:
@@ -88,6 +94,9 @@ def _describe(failures: dict[int, str], *, world_size: int) -> str:
         ranks.setdefault(reason, []).append(rank)
     if len(ranks) == 1 and len(failures) == world_size:
         return next(iter(ranks))
-    parts = [f"rank {', '.join(map(str, found))}: {reason}" for reason, found in list(ranks.items())[:_SHOWN]]
+    parts = [
+        f"rank {', '.join(map(str, found))}: {reason}"
+        for reason, found in list(ranks.items())[:_SHOWN]
+    ]
     more = len(ranks) - _SHOWN
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -1,8 +1,8 @@
-"""``state.pt``: everything of a Lightning checkpoint that is not a sharded tensor, readable without trusting it.
+"""``state.pt``: everything of a Lightning checkpoint that is not a sharded tensor, readable without
+trusting it.
 
-``torch.load(..., weights_only=True)`` refuses arbitrary classes, because unpickling them runs code. What it would refuse is
-noticed when it is written, not when somebody needs it back.
-"""
+``torch.load(..., weights_only=True)`` refuses arbitrary classes, because unpickling them runs code.
+What it would refuse is noticed when it is written, not when somebody needs it back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,22 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.base.checked_json import Misfit, integer, list_of, map_of, optional, record, text
+from lightning_ptdp.base.checked_json import (
+    Misfit,
+    integer,
+    list_of,
+    map_of,
+    optional,
+    record,
+    text,
+)
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
-from lightning_ptdp.checkpoint.metadata import STATE_FILE, CheckpointMetadata, read_metadata, read_verified
+from lightning_ptdp.checkpoint.metadata import (
+    STATE_FILE,
+    CheckpointMetadata,
+    read_metadata,
+    read_verified,
+)
 from lightning_ptdp.checkpoint.opaque_objects import separate_objects
 from lightning_ptdp.checkpoint.plain_types import TYPES, Note, plain_value, with_types
 from lightning_ptdp.checkpoint.torch_file import check_saved, why_unread
@@ -24,10 +37,12 @@ __all__ = ["dump_state", "portable", "read_state", "read_state_file"]
 
 
 def portable(value: object, key: str = "state") -> Any:
-    """Return a copy of ``value`` in types that ``weights_only=True`` reads; tensors become plain ones on the CPU.
+    """Return a copy of ``value`` in types that ``weights_only=True`` reads; tensors become plain
+    ones on the CPU.
 
-    ``dump_state`` stores notes on the types of paths, enum members, named tuples, other containers, and NumPy's numbers and arrays, which
-    ``read_state`` gives back. Objects of classes registered with ``torch.serialization.add_safe_globals`` are kept.
+    ``dump_state`` stores notes on the types of paths, enum members, named tuples, other containers,
+    and NumPy's numbers and arrays, which ``read_state`` gives back. Objects of classes registered
+    with ``torch.serialization.add_safe_globals`` are kept.
 
     Raises:
         CheckpointError: A value has another type; the message names its key.
@@ -41,9 +56,13 @@ def dump_state(state: dict[str, Any]) -> bytes:
     Raises:
         CheckpointError: A value cannot be stored; the message names its key.
     """
-    unread: dict[str, list[Note]] = state.get(TYPES, {})  # where this was read, their classes were not imported
+    unread: dict[str, list[Note]] = state.get(
+        TYPES, {}
+    )  # where this was read, their classes were not imported
     content, types = {}, {}
-    for key, value in separate_objects({key: value for key, value in state.items() if key != TYPES}).items():
+    for key, value in separate_objects(
+        {key: value for key, value in state.items() if key != TYPES}
+    ).items():
         notes = list(unread.get(key, ()))
         content[key] = plain_value(value, f"state[{key!r}]", notes)
         if notes:
@@ -56,7 +75,9 @@ def dump_state(state: dict[str, Any]) -> bytes:
             check_saved(io.BytesIO(dumped))
             _load(dumped)
         except Exception as error:
-            raise CheckpointError(f"state[{key!r}] cannot be written so that it can be read back: {error}") from error
+            raise CheckpointError(
+                f"state[{key!r}] cannot be written so that it can be read back: {error}"
+            ) from error
     try:
         _STATE(content)
     except Misfit as error:
@@ -65,7 +86,8 @@ def dump_state(state: dict[str, Any]) -> bytes:
 
 
 def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
-    """The Lightning state of a checkpoint, tensors where ``map_location`` (of ``torch.load``) puts them; needs no process group.
+    """The Lightning state of a checkpoint, tensors where ``map_location`` (of ``torch.load``) puts
+    them; needs no process group.
 
     Raises:
         CheckpointError: ``path`` is not a whole checkpoint, or its state is damaged or refused.
@@ -77,7 +99,9 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
         _STATE(state)
         return with_types(state, folder)
     except Exception as error:
-        raise CheckpointError(f"{folder / STATE_FILE} cannot be read: {why_unread(error)}") from error
+        raise CheckpointError(
+            f"{folder / STATE_FILE} cannot be read: {why_unread(error)}"
+        ) from error
 
 
 def read_state_file(folder: Path, metadata: CheckpointMetadata) -> bytes:
@@ -104,7 +128,11 @@ _STATE = record(
     lightning_ptdp_types=optional(map_of(list_of(lambda note: note))),
     optimizer_states=optional(list_of(record(others=True, groups=optional(list_of(_GROUP))))),
     lr_schedulers=optional(list_of(lambda value: value)),
-    **{"pytorch-lightning_version": optional(text(r"\d{1,4}(\.\d{1,4})*[\w.+-]{0,40}", "a version"))},
+    **{
+        "pytorch-lightning_version": optional(
+            text(r"\d{1,4}(\.\d{1,4})*[\w.+-]{0,40}", "a version")
+        )
+    },
 )
 
 

@@ -1,8 +1,8 @@
-"""Lightning's single file, for layouts in which one rank holds the whole model: written like Lightning's own, read into any layout.
+"""Lightning's single file, for layouts in which one rank holds the whole model: written like
+Lightning's own, read into any layout.
 
-Its optimizer states are keyed by position. The names of the parameters stand beside them, so that a layout which holds only a part of the
-parameters finds its own.
-"""
+Its optimizer states are keyed by position. The names of the parameters stand beside them, so that a
+layout which holds only a part of the parameters finds its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint so that ``path`` holds the old one or the new one, whole, also after a power failure.
+    """Write a checkpoint so that ``path`` holds the old one or the new one, whole, also after a
+    power failure.
 
     Raises:
         CheckpointError: The disk does not take it, or ``path`` is a folder with other content.
@@ -45,18 +46,24 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
             rest = {key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS}
             if len(rest) == len(checkpoint):
                 raise CheckpointError(f"writing {path} failed: {error}") from error
-            warnings.warn(f"{path} is saved without hyperparameters, which cannot be pickled: {error}", stacklevel=2)
+            warnings.warn(
+                f"{path} is saved without hyperparameters, which cannot be pickled: {error}",
+                stacklevel=2,
+            )
             _save(rest, part)
 
 
 def _plain_where_possible(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with notes on types that ``weights_only=True`` would refuse; objects stay, as in Lightning's own."""
+    """Return the checkpoint with notes on types that ``weights_only=True`` would refuse; objects
+    stay, as in Lightning's own."""
     found, types = dict(checkpoint), {}
     for key, value in checkpoint.items():
         if key in _TENSORS or type(value) is not dict:
             continue
         notes: list[Note] = []
-        found[key] = {name: _plain(item, notes, index) for index, (name, item) in enumerate(value.items())}
+        found[key] = {
+            name: _plain(item, notes, index) for index, (name, item) in enumerate(value.items())
+        }
         if notes:
             types[key] = notes
     return {**found, TYPES: types} if types else found
@@ -89,20 +96,28 @@ class InMemory:
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = values
-        self.tensors = {name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()}
+        self.tensors = {
+            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
+            for name, value in values.items()
+        }
 
     def fill(self, tensors: Tensors) -> None:
         """Fill checked tensors, converted to the dtype of each."""
         for name, (target, place) in tensors.items():
             for offset, view in place.held(target):
                 extents = zip(offset, view.shape, strict=True)
-                view.copy_(self._values[name][tuple(slice(begin, begin + extent) for begin, extent in extents)])
+                view.copy_(
+                    self._values[name][
+                        tuple(slice(begin, begin + extent) for begin, extent in extents)
+                    ]
+                )
 
 
 def optimizer_by_name(
     state: Mapping[str, Any], names: Sequence[Sequence[str]], *, prefix: str, number: str
 ) -> tuple[InMemory, list[dict[str, Any]]]:
-    """Return the tensors of an optimizer's ``state_dict`` under the names of their parameters, and its groups with these names.
+    """Return the tensors of an optimizer's ``state_dict`` under the names of their parameters, and
+    its groups with these names.
 
     Args:
         state: From ``optimizer.state_dict()``.
@@ -116,17 +131,27 @@ def optimizer_by_name(
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in names]:
         raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved]} parameters, and names of "
+            "the checkpoint's optimizer has groups of "
+            f"{[len(group['params']) for group in saved]} parameters, and names of "
             f"{[len(group) for group in names]}"
         )
-    by_index = {i: name for group, own in zip(saved, names, strict=True) for i, name in zip(group["params"], own, strict=True)}
+    by_index = {
+        i: name
+        for group, own in zip(saved, names, strict=True)
+        for i, name in zip(group["params"], own, strict=True)
+    }
     values: dict[str, Tensor] = {}
     for index, entries in state["state"].items():
         if not isinstance(entries, Mapping) or index not in by_index:
-            raise CheckpointError("the checkpoint's optimizer keeps states that belong to none of its parameters")
+            raise CheckpointError(
+                "the checkpoint's optimizer keeps states that belong to none of its parameters"
+            )
         for key, value in entries.items():
             if isinstance(value, int | float):
-                key, value = key + number, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+                key, value = (
+                    key + number,
+                    torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None),
+                )
             if isinstance(value, Tensor):
                 values[f"{prefix}{key}/{by_index[index]}"] = value
     groups = [{**group, "params": list(own)} for group, own in zip(saved, names, strict=True)]

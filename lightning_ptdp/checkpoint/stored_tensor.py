@@ -1,8 +1,8 @@
 """A rectangle out of one stored tensor, reading little more than its bytes.
 
-DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record holds the values row by row. Where that begins is in the
-index; only the runs of it that the rectangle touches are read, and nothing else of the archive is looked at.
-"""
+DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record holds the values
+row by row. Where that begins is in the index; only the runs of it that the rectangle touches are
+read, and nothing else of the archive is looked at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class ReadFile(Protocol):
     """A file of which any bytes can be read."""
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Bytes [start, stop), in ``into`` if that is returned; otherwise what is returned may be used again by the next call."""
+        """Bytes [start, stop), in ``into`` if that is returned; otherwise what is returned may be
+        used again by the next call."""
 
 
 def read_rectangle(
@@ -35,7 +36,8 @@ def read_rectangle(
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> None:
-    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` whose values are at byte ``begin`` of ``file``.
+    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` whose values are
+    at byte ``begin`` of ``file``.
 
     Args:
         target: Has the rectangle's shape; any dtype, device and strides.
@@ -53,35 +55,53 @@ def read_rectangle(
         _read_runs(file, target, begin, dtype, shape, offset)
 
 
-def _read_rows(file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int) -> None:
-    """Whole rows, a piece after the other, each checked and copied while it is in the processor's cache."""
+def _read_rows(
+    file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int
+) -> None:
+    """Whole rows, a piece after the other, each checked and copied while it is in the processor's
+    cache."""
     row = math.prod(target.shape[1:]) * dtype.itemsize
     count = rows_at_once(row)
     begin, last = first, first + len(target)
     while begin < last:
         end = min((begin // count + 1) * count, last)  # where a block of the file ends
         rows = target[begin - first : end - first]
-        own = as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
+        own = (
+            as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
+        )
         content = file.read(data + begin * row, data + end * row, into=own)
         if content is not own:
             values = np.frombuffer(content, dtype=np.uint8)
-            values = values.copy() if values.ctypes.data % dtype.itemsize else values  # small ones lie anywhere in a block
+            values = (
+                values.copy() if values.ctypes.data % dtype.itemsize else values
+            )  # small ones lie anywhere in a block
             rows.copy_(torch.from_numpy(values).view(dtype).view(rows.shape))
         begin = end
 
 
 def _read_runs(
-    file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, shape: Sequence[int], offset: Sequence[int]
+    file: ReadFile,
+    target: torch.Tensor,
+    data: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    offset: Sequence[int],
 ) -> None:
-    """Parts of rows, of a few rows at a time. They are put where they lie in whole rows, from which they are copied."""
+    """Parts of rows, of a few rows at a time. They are put where they lie in whole rows, from which
+    they are copied."""
     row = math.prod(shape[1:]) * dtype.itemsize
     count = min(rows_at_once(row), len(target))
     whole = np.empty(count * row, dtype=np.uint8)
-    columns = tuple(slice(begin, begin + extent) for begin, extent in zip(offset[1:], target.shape[1:], strict=True))
+    columns = tuple(
+        slice(begin, begin + extent)
+        for begin, extent in zip(offset[1:], target.shape[1:], strict=True)
+    )
     for first in range(0, len(target), count):
         rows = target[first : first + count]
         start = data + (offset[0] + first) * row
-        for begin, end in runs((len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
+        for begin, end in runs(
+            (len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize
+        ):
             own = whole[begin:end].data
             content = file.read(start + begin, start + end, into=own)
             if content is not own:
@@ -91,10 +111,15 @@ def _read_runs(
 
 
 def runs(
-    shape: Sequence[int], offset: Sequence[int], size: Sequence[int], *, itemsize: int, gap: int = BLOCK
+    shape: Sequence[int],
+    offset: Sequence[int],
+    size: Sequence[int],
+    *,
+    itemsize: int,
+    gap: int = BLOCK,
 ) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than ``gap`` bytes (a block, which would be read
-    anyway) are in them."""
+    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than
+    ``gap`` bytes (a block, which would be read anyway) are in them."""
     inner = len(shape)
     while inner > 0 and size[inner - 1] == shape[inner - 1]:
         inner -= 1

@@ -1,8 +1,9 @@
-"""Files of ``torch.save`` that somebody else may have written: looked through before torch loads them.
+"""Files of ``torch.save`` that somebody else may have written: looked through before torch loads
+them.
 
-``weights_only=True`` runs no code of a file, but sets aside whatever memory it asks for: a record that unpacks to more than the disk
-holds, a ``bytearray(10**12)``, a tensor of 10^13 elements that all are one, lists that hold lists twice, 60 times over.
-"""
+``weights_only=True`` runs no code of a file, but sets aside whatever memory it asks for: a record
+that unpacks to more than the disk holds, a ``bytearray(10**12)``, a tensor of 10^13 elements that
+all are one, lists that hold lists twice, 60 times over."""
 
 from __future__ import annotations
 
@@ -23,14 +24,37 @@ __all__ = ["check_saved", "why_unread"]
 
 _TENSORS = {
     f"torch._utils._rebuild_{name}": position
-    for name, position in {"tensor": None, "tensor_v2": None, "qtensor": None, "tensor_v3": 6}.items()
+    for name, position in {
+        "tensor": None,
+        "tensor_v2": None,
+        "qtensor": None,
+        "tensor_v3": 6,
+    }.items()
 }
-"""Functions that make a tensor of a storage, offset, size and stride, and which of their arguments is its dtype, if one is."""
-_SAFE = frozenset(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state", "sparse_tensor"))
+"""Functions that make a tensor of a storage, offset, size and stride, and which of their arguments
+is its dtype, if one is."""
+_SAFE = frozenset(
+    f"torch._utils._rebuild_{name}"
+    for name in ("parameter", "parameter_with_state", "sparse_tensor")
+)
 _GREEDY = re.compile(r"torch\._utils\..*|torch\.((cuda|sparse|storage)\.)*\w*(Tensor|Storage)")
-"""Functions of torch that ``weights_only=True`` lets a file call and that allocate what the file says; it refuses unknown names."""
+"""Functions of torch that ``weights_only=True`` lets a file call and that allocate what the file
+says; it refuses unknown names."""
 _ITEM_SIZES = {
-    **dict.fromkeys(("storage.Untyped", "Untyped", "Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt2x4", "QUInt4x2"), 1),
+    **dict.fromkeys(
+        (
+            "storage.Untyped",
+            "Untyped",
+            "Bool",
+            "Byte",
+            "Char",
+            "QInt8",
+            "QUInt8",
+            "QUInt2x4",
+            "QUInt4x2",
+        ),
+        1,
+    ),
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
     **dict.fromkeys(("Float", "Int", "QInt32"), 4),
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
@@ -59,17 +83,27 @@ def check_saved(stream: IO[bytes]) -> None:
         with zipfile.ZipFile(stream) as archive:
             records = {entry.filename: entry.file_size for entry in archive.infolist()}
             packed = [
-                e.filename for e in archive.infolist() if e.compress_type or e.file_size != e.compress_size or e.flag_bits & 1
+                e.filename
+                for e in archive.infolist()
+                if e.compress_type or e.file_size != e.compress_size or e.flag_bits & 1
             ]
             if packed or len(records) != len(archive.infolist()) or sum(records.values()) > size:
-                raise Misfit(f"has packed or overlapping records, {sorted(packed)[:1]}, which torch.save does not write")
-            (name,) = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+                raise Misfit(
+                    f"has packed or overlapping records, {sorted(packed)[:1]}, which torch.save "
+                    "does not write"
+                )
+            (name,) = [
+                name for name in records if name.endswith("/data.pkl") and name.count("/") == 1
+            ]
             if records[name] > _MOST_PICKLE:
-                raise Misfit(f"has a {name} of {records[name]} bytes; no more than {_MOST_PICKLE} are read")
+                raise Misfit(
+                    f"has a {name} of {records[name]} bytes; no more than {_MOST_PICKLE} are read"
+                )
             content = archive.read(name)
     except Misfit:
         raise
-    # A RuntimeError is zipfile's, for archives that are encrypted or of a version that it does not know.
+    # A RuntimeError is zipfile's, for archives that are encrypted or of a version that it does not
+    # know.
     except (zipfile.BadZipFile, ValueError, KeyError, RuntimeError, EOFError, OSError) as error:
         raise Misfit(f"is not a whole file of torch.save: {error}") from error
     content_check = _Check(base=name.removesuffix("data.pkl"), records=records)
@@ -80,7 +114,8 @@ def check_saved(stream: IO[bytes]) -> None:
 
 @dataclass
 class _Check:
-    """Attributes: ``base``, what names of records begin with; ``records``, their sizes; ``tensors``, bytes of each that differs."""
+    """Attributes: ``base``, what names of records begin with; ``records``, their sizes;
+    ``tensors``, bytes of each that differs."""
 
     base: str
     records: dict[str, int]
@@ -96,21 +131,31 @@ class _Check:
         if id(value) not in self._done:
             if isinstance(value, Made):
                 self._made(value)
-            inner = (value.arguments, value.items, value.state) if isinstance(value, Made) else value
+            inner = (
+                (value.arguments, value.items, value.state) if isinstance(value, Made) else value
+            )
             self._done[id(value)] = 1 + sum(self.visit(item, depth + 1) for item in inner)
             if self._done[id(value)] > _MOST_VALUES:
                 raise Misfit(f"would hold more than {_MOST_VALUES} values")
         return self._done[id(value)]
 
     def _made(self, value: Made) -> None:
-        maker, arguments = value.maker.text if isinstance(value.maker, Name) else "", value.arguments
+        maker, arguments = (
+            value.maker.text if isinstance(value.maker, Name) else "",
+            value.arguments,
+        )
         maker = maker.replace("__builtin__.", "builtins.", 1)  # as protocol 2 calls it
         if type(arguments) is not tuple:
             raise Misfit(f"calls {maker} without arguments")
         if maker in _TENSORS:
             self._tensor(arguments, _TENSORS[maker])
         elif maker == "torch._tensor._rebuild_from_type_v2":
-            self._made(Made(arguments[0] if arguments else None, arguments[2] if len(arguments) > 2 else None))
+            self._made(
+                Made(
+                    arguments[0] if arguments else None,
+                    arguments[2] if len(arguments) > 2 else None,
+                )
+            )
         elif maker == "builtins.bytearray" and any(type(argument) is int for argument in arguments):
             raise Misfit("asks for memory")
         elif maker not in _SAFE and _GREEDY.fullmatch(maker):
@@ -121,21 +166,36 @@ class _Check:
         numel, itemsize, key = self._storage(storage)
         if position is not None:
             kind = arguments[position] if len(arguments) > position else None
-            dtype = getattr(torch, kind.text.removeprefix("torch."), None) if isinstance(kind, Name) else None
+            dtype = (
+                getattr(torch, kind.text.removeprefix("torch."), None)
+                if isinstance(kind, Name)
+                else None
+            )
             if not isinstance(dtype, torch.dtype):
                 raise Misfit("has a tensor without a dtype")
             numel, itemsize = numel * itemsize // dtype.itemsize, dtype.itemsize
-        if not (_is_sizes([offset]) and _is_sizes(shape) and _is_sizes(stride) and len(shape) == len(stride)):
+        if not (
+            _is_sizes([offset])
+            and _is_sizes(shape)
+            and _is_sizes(stride)
+            and len(shape) == len(stride)
+        ):
             raise Misfit("has a tensor whose shape is not of whole numbers")
         count = math.prod(shape)
         last = offset + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
         if (count and last >= numel) or math.prod(max(extent, 1) for extent in shape) > 2**56:
-            raise Misfit(f"has a tensor of {list(shape)} at {offset}, of which it stores {numel} elements")
+            raise Misfit(
+                f"has a tensor of {list(shape)} at {offset}, of which it stores {numel} elements"
+            )
         self.tensors[key, offset, shape, stride] = count * itemsize
 
     def _storage(self, value: object) -> tuple[int, int, str]:
         """Return the number of elements, their size, and the record's name."""
-        parts = value.id if isinstance(value, Persistent) and type(value.id) is tuple and len(value.id) == 5 else (None,) * 5
+        parts = (
+            value.id
+            if isinstance(value, Persistent) and type(value.id) is tuple and len(value.id) == 5
+            else (None,) * 5
+        )
         _, kind, key, _, numel = parts
         itemsize = _item_size(kind.text) if isinstance(kind, Name) else 0
         if not itemsize or type(key) is not str or type(numel) is not int:
@@ -143,13 +203,16 @@ class _Check:
         record = f"{self.base}data/{key}"
         if self.records.get(record) != numel * itemsize:
             raise Misfit(
-                f"has a storage of {numel} elements, {numel * itemsize} bytes, in {record} of {self.records.get(record, 0)} bytes"
+                f"has a storage of {numel} elements, {numel * itemsize} bytes, in {record} of "
+                f"{self.records.get(record, 0)} bytes"
             )
         return numel, itemsize, key
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, Sequence) and all(type(extent) is int and 0 <= extent < 2**62 for extent in value)
+    return isinstance(value, Sequence) and all(
+        type(extent) is int and 0 <= extent < 2**62 for extent in value
+    )
 
 
 def _item_size(storage: str) -> int:

@@ -1,4 +1,5 @@
-"""A checkpoint as one process sees Lightning's single file: the whole model under ``"state_dict"``."""
+"""A checkpoint as one process sees Lightning's single file: the whole model under
+``"state_dict"``."""
 
 from __future__ import annotations
 
@@ -25,14 +26,16 @@ MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None
 
 
 class StoredWeights(MutableMapping[str, Tensor]):
-    """The ``state_dict`` of the whole model, tied parameters under all their names, read tensor by tensor when one is asked for.
+    """The ``state_dict`` of the whole model, tied parameters under all their names, read tensor by
+    tensor when one is asked for.
 
     Args:
         path: The checkpoint folder.
 
     Attributes:
         path: Likewise.
-        touched: Somebody has read or changed an entry, so that what is stored may no longer be what is meant.
+        touched: Somebody has read or changed an entry, so that what is stored may no longer be what
+            is meant.
 
     Raises:
         CheckpointError: It is not a checkpoint, or its index is damaged.
@@ -43,9 +46,13 @@ class StoredWeights(MutableMapping[str, Tensor]):
         reader = TensorReader(path)
         names = [name.removeprefix(MODEL) for name in sorted(reader.metadata.names(MODEL))]
         stored = {name: name for name in names}
-        self._stored = stored | {alias: name for alias, name in reader.metadata.aliases.items() if name in stored}
+        self._stored = stored | {
+            alias: name for alias, name in reader.metadata.aliases.items() if name in stored
+        }
         self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
-        self._read = functools.cache(lambda name: reader.read(MODEL + name))  # tied parameters stay one tensor
+        self._read = functools.cache(
+            lambda name: reader.read(MODEL + name)
+        )  # tied parameters stay one tensor
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._values[name]
@@ -82,7 +89,8 @@ class StoredWeights(MutableMapping[str, Tensor]):
 
 
 class StoredOptimizers(list[dict[str, Any]]):
-    """The parameter groups of a checkpoint's optimizers; their tensors are in the folder ``path``, under the names of the parameters."""
+    """The parameter groups of a checkpoint's optimizers; their tensors are in the folder ``path``,
+    under the names of the parameters."""
 
     def __init__(self, states: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
         super().__init__(states)
@@ -90,29 +98,36 @@ class StoredOptimizers(list[dict[str, Any]]):
 
 
 class _RefusedOptimizers(StoredOptimizers):
-    """Stored optimizer states that refuse to be read by position, as Lightning's own strategies would."""
+    """Stored optimizer states that refuse to be read by position, as Lightning's own strategies
+    would."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         raise CheckpointError(
-            f"{self.path} stores optimizer states under the names of their parameters, which this strategy does not read: go on from it "
+            f"{self.path} stores optimizer states under the names of their parameters, which this "
+            "strategy does not read: go on from it "
             'with Trainer(strategy="ptdp"), which needs no more than one device'
         )
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return True if a folder is, or was meant to be, a checkpoint of this package; a torn one counts."""
+    """Return True if a folder is, or was meant to be, a checkpoint of this package; a torn one
+    counts."""
     return any((Path(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
-def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False) -> dict[str, Any]:
+def read_whole(
+    path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False
+) -> dict[str, Any]:
     """Return what ``torch.load`` of Lightning's single file would return; needs no process group.
 
-    Optimizer states are keyed by name in the folder; to iterate over the entry ``"optimizer_states"`` is an error that says so.
+    Optimizer states are keyed by name in the folder; to iterate over the entry
+    ``"optimizer_states"`` is an error that says so.
 
     Args:
         path: The checkpoint folder.
         map_location: Where tensors go, as ``torch.load`` takes it; they are stored as the CPU's.
-        trusted: Whether hyperparameters that are objects may be unpickled, which runs what they say.
+        trusted: Whether hyperparameters that are objects may be unpickled, which runs what they
+            say.
 
     Raises:
         CheckpointError: It is not a whole checkpoint, or damaged.
@@ -121,9 +136,12 @@ def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None, *
     if trusted:
         state = with_objects(state)
     for key, names in state.get(LEFT_OUT, {}).items():
-        said = ", ".join(f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items())
+        said = ", ".join(
+            f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items()
+        )
         warnings.warn(
-            f"{path} is read without these {key}, which are objects: {said}. Give them by name (load_from_checkpoint(path, name=...)), or "
+            f"{path} is read without these {key}, which are objects: {said}. Give them by name "
+            "(load_from_checkpoint(path, name=...)), or "
             "use weights_only=False if you trust the checkpoint",
             stacklevel=2,
         )
@@ -131,7 +149,13 @@ def read_whole(path: str | os.PathLike[str], map_location: MapLocation = None, *
         state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
     moved: dict[int, Tensor] = {}  # tied parameters stay one tensor
     weights = read_full(path)
-    return {**state, "state_dict": {n: moved.setdefault(id(value), _mapped(value, map_location)) for n, value in weights.items()}}
+    return {
+        **state,
+        "state_dict": {
+            n: moved.setdefault(id(value), _mapped(value, map_location))
+            for n, value in weights.items()
+        },
+    }
 
 
 def _mapped(value: Tensor, map_location: MapLocation) -> Tensor:

@@ -19,9 +19,11 @@ MODEL = "model/"
 
 
 def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, torch.Tensor]:
-    """Full tensors on the CPU whose global names begin with ``prefix``, under their names without it; not collective.
+    """Full tensors on the CPU whose global names begin with ``prefix``, under their names without
+    it; not collective.
 
-    With the model's prefix this is its ``state_dict``: tied parameters have all their names, and share their tensor.
+    With the model's prefix this is its ``state_dict``: tied parameters have all their names, and
+    share their tensor.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or nothing has the prefix.
@@ -30,17 +32,20 @@ def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, to
     names = sorted(reader.metadata.names(prefix))
     if not names:
         kinds = sorted({name.split("/", 1)[0] + "/" for name in reader.tensors})
-        raise CheckpointError(f"{path} holds no tensor whose name begins with {prefix!r}; there are {kinds}")
+        raise CheckpointError(
+            f"{path} holds no tensor whose name begins with {prefix!r}; there are {kinds}"
+        )
     full = {name.removeprefix(prefix): value for name, value in reader.read_all(names).items()}
     aliases = reader.metadata.aliases if prefix == MODEL else {}
     return full | {alias: full[name] for alias, name in aliases.items() if name in full}
 
 
 def to_lightning_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
-    """Write Lightning's single-file checkpoint, which ``LightningModule.load_from_checkpoint`` reads, from a folder.
+    """Write Lightning's single-file checkpoint, which ``LightningModule.load_from_checkpoint``
+    reads, from a folder.
 
-    It holds the weights, the hyperparameters, and the state of loops and callbacks; not the optimizers' states, which Lightning
-    keys by position and this project by name.
+    It holds the weights, the hyperparameters, and the state of loops and callbacks; not the
+    optimizers' states, which Lightning keys by position and this project by name.
 
     Args:
         source: A checkpoint folder.
@@ -52,8 +57,16 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     target = Path(os.path.abspath(destination))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder; name the file to write")
-    state = {key: portable(value, key) for key, value in read_state(source).items() if not key.startswith("lightning_ptdp")}
-    checkpoint = {key: value for key, value in state.items() if key not in ("optimizer_states", "lr_schedulers")}
+    state = {
+        key: portable(value, key)
+        for key, value in read_state(source).items()
+        if not key.startswith("lightning_ptdp")
+    }
+    checkpoint = {
+        key: value
+        for key, value in state.items()
+        if key not in ("optimizer_states", "lr_schedulers")
+    }
     checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     checkpoint["state_dict"] = read_full(source)
     with files.replacing(target) as part, files.open_synced(part) as stream:

@@ -1,15 +1,17 @@
-"""Locks that show which process writes a checkpoint: a file beside it, locked for as long as the writer lives.
+"""Locks that show which process writes a checkpoint: a file beside it, locked for as long as the
+writer lives.
 
-A save that was killed leaves what it wrote under a temporary name. Whether nobody writes there any more cannot be told from its age: a
-rank may wait for another one for half an hour. So rank 0, without which no save is ever complete, keeps a file of its own locked::
+A save that was killed leaves what it wrote under a temporary name. Whether nobody writes there any
+more cannot be told from its age: a rank may wait for another one for half an hour. So rank 0,
+without which no save is ever complete, keeps a file of its own locked::
 
     last.ckpt.tmp-0123456789ab          what is being written
     last.ckpt.tmp-0123456789ab.lock     {"machine": …, "host": …, "pid": …}
 
-The kernel drops the lock with the process, however it ends. Between machines a lock is proof that somebody lives, but its absence proves
-nothing, since some shared file systems keep locks to themselves: there the writer also touches the file every few seconds, and is gone
-when somebody has seen it unchanged for two minutes of a clock of his own.
-"""
+The kernel drops the lock with the process, however it ends. Between machines a lock is proof that
+somebody lives, but its absence proves nothing, since some shared file systems keep locks to
+themselves: there the writer also touches the file every few seconds, and is gone when somebody has
+seen it unchanged for two minutes of a clock of his own."""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """The process that wrote a file of this kind; ``machine`` is another one after every start of it."""
+    """The process that wrote a file of this kind; ``machine`` is another one after every start of
+    it."""
 
     machine: str
     host: str
@@ -47,7 +50,8 @@ class Writer:
 
 
 class Claim:
-    """Lock that shows other processes, from ``take`` to ``release``, that this process writes ``part``.
+    """Lock that shows other processes, from ``take`` to ``release``, that this process writes
+    ``part``.
 
     Args:
         part: A temporary name; nothing needs to be there.
@@ -69,13 +73,18 @@ class Claim:
         wait_for_lock(self._stream, limit_s=_RECORD_S)  # somebody looks whether it is locked
         self._stream.write(json.dumps(vars(_this_process())).encode())
         self._stream.flush()
-        self._toucher = threading.Thread(target=_touch, args=(self._file, self._over), name="ptdp claim", daemon=True)
+        self._toucher = threading.Thread(
+            target=_touch, args=(self._file, self._over), name="ptdp claim", daemon=True
+        )
         self._toucher.start()
 
     def release(self) -> None:
-        """Remove the file: what there is has its name, or is gone. Does nothing without a ``take``."""
+        """Remove the file: what there is has its name, or is gone. Does nothing without a
+        ``take``."""
         self._over.set()
-        if self._toucher is not None and self._toucher.is_alive():  # not in a process that was forked meanwhile
+        if (
+            self._toucher is not None and self._toucher.is_alive()
+        ):  # not in a process that was forked meanwhile
             self._toucher.join()
         if self._stream is not None:
             stream, self._stream = self._stream, None
@@ -85,7 +94,8 @@ class Claim:
 
 
 def writer_of(path: Path) -> Writer | None:
-    """The living process of whose save ``path`` is a temporary name; None if it is gone, or if that cannot be told."""
+    """The living process of whose save ``path`` is a temporary name; None if it is gone, or if that
+    cannot be told."""
     try:
         with open(files.lock_name(path), "r+b") as stream:
             return None if locked(stream) else _record(stream)
@@ -101,9 +111,9 @@ class Abandoned:
 
     @contextmanager
     def taken_over(self, path: Path) -> Iterator[bool]:
-        """Yield True if the save that uses the temporary name ``path`` has ended; within the context no other process gets the same
-        answer. Without a lock file it has ended, because that file is made first and removed last.
-        """
+        """Yield True if the save that uses the temporary name ``path`` has ended; within the
+        context no other process gets the same answer. Without a lock file it has ended, because
+        that file is made first and removed last."""
         file = files.lock_name(path)
         try:
             stream = open(file, "r+b")  # noqa: SIM115

@@ -1,4 +1,5 @@
-"""``ptdp bench``: training steps of a configuration by the clock, without data and loggers; several layouts beside each other."""
+"""``ptdp bench``: training steps of a configuration by the clock, without data and loggers; several
+layouts beside each other."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ __all__ = ["layout_options", "run"]
 
 # Long enough for any schedule of the learning rate; the fit is ended by its callback.
 _MANY_STEPS = 10**6
-_DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {"v": "virtual_pipeline_size"}
+_DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {
+    "v": "virtual_pipeline_size"
+}
 
 
 class _BenchCLI(PTDPCLI):
@@ -68,10 +71,20 @@ def run(verb: str, arguments: list[str]) -> int:
     with held_back():
         cli = _BenchCLI(verb, arguments)
         world = cli.trainer.num_devices * cli.trainer.num_nodes
-        others = [layout_options(text, world) for text in (cli.config.compare or "").split(",") if text.strip()]
+        others = [
+            layout_options(text, world)
+            for text in (cli.config.compare or "").split(",")
+            if text.strip()
+        ]
         if cli.config.compare is not None and not others:
-            raise UserError("--compare names no layout: write them like 't2 p2, d4', or leave it out")
-        data = SyntheticData(cli.datamodule) if isinstance(cli.datamodule, StreamDataModule) else cli.datamodule
+            raise UserError(
+                "--compare names no layout: write them like 't2 p2, d4', or leave it out"
+            )
+        data = (
+            SyntheticData(cli.datamodule)
+            if isinstance(cli.datamodule, StreamDataModule)
+            else cli.datamodule
+        )
         check_run(cli.trainer, cli.model, data, ckpt_path=None, writes=False)
     result = _measure(cli, data)
     if result is None:  # another rank tells
@@ -91,7 +104,9 @@ def run(verb: str, arguments: list[str]) -> int:
     elif len(results) == 1:
         print(render(result), flush=True)
     else:
-        best = " ".join(options[results[0].layout]) or "nothing: it is the configuration's own layout"
+        best = (
+            " ".join(options[results[0].layout]) or "nothing: it is the configuration's own layout"
+        )
         print(f"{table(results)}\n\nto use 1, add:\n  {best}", flush=True)
     print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr, flush=True)
     return 2 if failed else 0
@@ -108,7 +123,8 @@ def layout_options(text: str, world_size: int) -> list[str]:
         match = re.fullmatch(rf"([d{''.join(_DEGREES)}])([1-9]\d*)", word)
         if match is None and word != "sp":
             raise UserError(
-                f"--compare {text.strip()!r}: {word!r} is not a degree; a layout is written like 't2 p2 v2' (or c2, sp)"
+                f"--compare {text.strip()!r}: {word!r} is not a degree; a layout is written like "
+                "'t2 p2 v2' (or c2, sp)"
             )
         if match is not None and match[1] == "d":
             replicas = int(match[2])
@@ -121,7 +137,8 @@ def layout_options(text: str, world_size: int) -> list[str]:
         raise UserError(f"--compare {text.strip()!r}: {error}") from error
     if replicas not in (None, layout.data_parallel_size):
         raise UserError(
-            f"--compare {text.strip()!r}: d{replicas} would need {world_size // layout.data_parallel_size * replicas} processes, and there "
+            f"--compare {text.strip()!r}: d{replicas} would need "
+            f"{world_size // layout.data_parallel_size * replicas} processes, and there "
             f"are {world_size}: write d{layout.data_parallel_size}, or leave it out"
         )
     split = ["--trainer.strategy.sequence_parallel=true"] if "sp" in text.split() else []
@@ -131,12 +148,15 @@ def layout_options(text: str, world_size: int) -> list[str]:
 
 
 def _same_batch(cli: _BenchCLI, samples: int, layout: Sequence[str], world_size: int) -> list[str]:
-    """The options by which another layout has steps of as many samples, so that it can be compared; none where it cannot."""
+    """The options by which another layout has steps of as many samples, so that it can be compared;
+    none where it cannot."""
     data = cli.datamodule
     if not isinstance(data, StreamDataModule):
         return []
     degrees = {
-        name: int(value) for name, _, value in (one.rpartition(".")[2].partition("=") for one in layout) if value.isdigit()
+        name: int(value)
+        for name, _, value in (one.rpartition(".")[2].partition("=") for one in layout)
+        if value.isdigit()
     }
     replicas = ParallelLayout.chosen(degrees, world_size=world_size).num_replicas
     rows, rest = divmod(samples, cli.trainer.accumulate_grad_batches * replicas)
@@ -156,16 +176,27 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
     with tempfile.TemporaryDirectory() as folder, ending_workers(cli.trainer):
         file = Path(folder) / "result.json"
         times = StepTimes(
-            warmup=cli.config.warmup, steps=cli.config.steps, file=file, peak_flops=None if peak is None else peak * 1e12
+            warmup=cli.config.warmup,
+            steps=cli.config.steps,
+            file=file,
+            peak_flops=None if peak is None else peak * 1e12,
         )
         cli.trainer.callbacks.append(times)
         cli.trainer.fit(cli.model, datamodule=data)
-        return BenchResult.read(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+        return (
+            BenchResult.read(json.loads(file.read_text(encoding="utf-8")))
+            if file.exists()
+            else None
+        )
 
 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:
     """Another layout, in a process of its own: with its own memory and its own processes."""
-    command = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from lightning_ptdp.cli import main; sys.exit(main())",
+    ]
     given = [*arguments, *options, "--compare=null", "--json"]
     done = subprocess.run([*command, "bench", *given], capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -33,11 +33,14 @@ def load_yaml_file(file: str | Path) -> Any:
     try:
         return load_yaml(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 ({error.reason} at byte {error.start}): save it with this encoding") from error
+        raise ValueError(
+            f"is not UTF-8 ({error.reason} at byte {error.start}): save it with this encoding"
+        ) from error
 
 
 def load_yaml(text: str) -> Any:
-    """The values of a text: plain types only, at most 20,000 of them, 64 deep, with what its aliases stand for.
+    """The values of a text: plain types only, at most 20,000 of them, 64 deep, with what its
+    aliases stand for.
 
     Raises:
         ValueError: It is something else.
@@ -90,7 +93,9 @@ def _check_size(text: str) -> None:
             _close(_Size(event.anchor), open_[-1], known)
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in known:
-                raise ValueError(f"the alias *{event.anchor} stands inside of what it stands for, or for nothing")
+                raise ValueError(
+                    f"the alias *{event.anchor} stands inside of what it stands for, or for nothing"
+                )
             open_[-1].add(known[event.anchor])
         if len(open_) > _MOST_DEPTH + 1 or open_[-1].depth > _MOST_DEPTH + 1:
             raise ValueError(f"it is more than {_MOST_DEPTH} deep")
@@ -118,7 +123,8 @@ def _check_keys(root: yaml.Node | None) -> None:
             line, name = key.start_mark.line + 1, (key.tag, key.value)
             if name in lines:
                 raise ValueError(
-                    f"the key {key.value!r} is given twice, in line {lines[name]} and in line {line}: remove one of them"
+                    f"the key {key.value!r} is given twice, in line {lines[name]} and in line "
+                    f"{line}: remove one of them"
                 )
             lines[name] = line
 

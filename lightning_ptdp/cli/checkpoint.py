@@ -28,13 +28,22 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Inspect, verify or reshard a checkpoint.", epilog=_EXIT_CODES)
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Inspect, verify or reshard a checkpoint.", epilog=_EXIT_CODES
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser(
-        "inspect", help="what it holds and who wrote it", description="Say what a checkpoint holds, without reading its tensors."
+        "inspect",
+        help="what it holds and who wrote it",
+        description="Say what a checkpoint holds, without reading its tensors.",
     )
-    inspect.add_argument("path", help="a checkpoint folder, the 'latest' beside checkpoints, or Lightning's single file")
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor with its shape and dtype")
+    inspect.add_argument(
+        "path",
+        help="a checkpoint folder, the 'latest' beside checkpoints, or Lightning's single file",
+    )
+    inspect.add_argument(
+        "--tensors", action="store_true", help="list every tensor with its shape and dtype"
+    )
     inspect.add_argument("--json", action="store_true", help="print all of that as JSON")
     inspect.set_defaults(action=_inspect)
     verify = commands.add_parser(
@@ -53,8 +62,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     reshard.add_argument("source", help="a checkpoint folder, or Lightning's single file")
     reshard.add_argument("destination", help="the folder to make")
-    reshard.add_argument("--files", dest="num_files", type=int, default=1, help="number of data files (default 1)")
-    reshard.add_argument("--weights_only", action="store_true", help="leave out the optimizer and the schedulers")
+    reshard.add_argument(
+        "--files", dest="num_files", type=int, default=1, help="number of data files (default 1)"
+    )
+    reshard.add_argument(
+        "--weights_only", action="store_true", help="leave out the optimizer and the schedulers"
+    )
     add_dtype_argument(reshard)
     reshard.set_defaults(action=_reshard)
     return parser
@@ -91,7 +104,10 @@ def _verify(options: argparse.Namespace) -> int:
             failed.append(error)
             print(f"{path}: damaged", flush=True)
         else:
-            print(f"{path}: whole, {_size(sum(entry.size for entry in metadata.files.values()))}", flush=True)
+            print(
+                f"{path}: whole, {_size(sum(entry.size for entry in metadata.files.values()))}",
+                flush=True,
+            )
     if failed:
         raise CheckpointError("\n".join(map(str, failed)))
     return 0
@@ -103,22 +119,36 @@ def _reshard(options: argparse.Namespace) -> int:
     from lightning_ptdp.exchange.state_dict_files import as_folder
 
     if Path(options.source).is_file() and not options.weights_only:
-        raise UserError(f"{options.source} is a file, whose optimizer states are known by position: add --weights_only")
+        raise UserError(
+            f"{options.source} is a file, whose optimizer states are known by position: add "
+            "--weights_only"
+        )
     # What training saved may be replaced, as training does it, but no other file.
-    files.check_replaceable(options.destination, marker=METADATA_FILE, or_file=zipfile.is_zipfile(options.destination))
+    files.check_replaceable(
+        options.destination, marker=METADATA_FILE, or_file=zipfile.is_zipfile(options.destination)
+    )
     wanted = {name: value for name, value in vars(options).items() if name != "action"}
     with as_folder(options.source, beside=options.destination) as source:
         reshard_checkpoint(**wanted | {"source": source, "dtype": dtype_of(options.dtype)})
     found = read_metadata(options.destination).files
-    print(f"written: {options.destination} ({_size(sum(entry.size for entry in found.values()))} in {len(found) + 1} files)")
+    print(
+        f"written: {options.destination} ({_size(sum(entry.size for entry in found.values()))} in "
+        f"{len(found) + 1} files)"
+    )
     return 0
 
 
 def _summary(metadata: CheckpointMetadata) -> dict[str, object]:
     """Return the properties of a checkpoint that are printed, by key."""
-    dtypes = {str(entry.dtype).removeprefix("torch.") for name, entry in metadata.tensors.items() if name.startswith("model/")}
+    dtypes = {
+        str(entry.dtype).removeprefix("torch.")
+        for name, entry in metadata.tensors.items()
+        if name.startswith("model/")
+    }
     return {
-        "written": datetime.fromtimestamp(metadata.created).astimezone().isoformat(timespec="seconds"),
+        "written": datetime.fromtimestamp(metadata.created)
+        .astimezone()
+        .isoformat(timespec="seconds"),
         **{key: value for key, value in metadata.run.items() if key != "aliases"},
         "model": f"{_count(metadata, 'model/')} ({', '.join(sorted(dtypes))})",
         "optimizer": _count(metadata, "optimizer/"),
@@ -136,14 +166,20 @@ def _count(metadata: CheckpointMetadata, prefix: str) -> str:
 
 def _tensors(metadata: CheckpointMetadata) -> dict[str, tuple[list[int], str]]:
     return {
-        name: (list(entry.shape), str(entry.dtype).removeprefix("torch.")) for name, entry in sorted(metadata.tensors.items())
+        name: (list(entry.shape), str(entry.dtype).removeprefix("torch."))
+        for name, entry in sorted(metadata.tensors.items())
     }
 
 
 def _shown(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
-    return ", ".join(f"{key} {_size(item) if isinstance(item, int) else item}" for key, item in value.items()) or "none"
+    return (
+        ", ".join(
+            f"{key} {_size(item) if isinstance(item, int) else item}" for key, item in value.items()
+        )
+        or "none"
+    )
 
 
 def _size(count: int) -> str:

@@ -22,10 +22,10 @@ _SAVING_S = 60.0
 def ending_workers(trainer: Trainer) -> Iterator[None]:
     """Leave no worker of ``trainer`` behind when the block ends with an error.
 
-    Workers are interrupted as by Ctrl-C, so that they close their loggers, and killed if they are not gone in time. On a
-    Ctrl-C the terminal has told them already, and a second one would break the closing: they are first given time. SIGTERM, which
-    ranks save after, is handed on to them, and not to the processes that read data for them.
-    """
+    Workers are interrupted as by Ctrl-C, so that they close their loggers, and killed if they are
+    not gone in time. On a Ctrl-C the terminal has told them already, and a second one would break
+    the closing: they are first given time. SIGTERM, which ranks save after, is handed on to them,
+    and not to the processes that read data for them."""
     try:
         yield
     except BaseException as error:
@@ -36,7 +36,9 @@ def ending_workers(trainer: Trainer) -> Iterator[None]:
                 workers += process.children(recursive=True)
         if isinstance(error, Terminated):
             _tell(started, signal.SIGTERM)
-        _, workers = psutil.wait_procs(workers, timeout=_SAVING_S if isinstance(error, Terminated) else _PATIENCE_S)
+        _, workers = psutil.wait_procs(
+            workers, timeout=_SAVING_S if isinstance(error, Terminated) else _PATIENCE_S
+        )
         _tell(workers, signal.SIGINT)
         _, workers = psutil.wait_procs(workers, timeout=_GRACE_S)
         _tell(workers, signal.SIGKILL)

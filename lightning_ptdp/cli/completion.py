@@ -1,8 +1,8 @@
-"""``ptdp completion``: completions for the shell, which asks at every TAB; so nothing here imports torch.
+"""``ptdp completion``: completions for the shell, which asks at every TAB; so nothing here imports
+torch.
 
-Verbs and recipes are listed. The options of fit and its like are the keys of the configuration that the line names; those of all other
-verbs are read from their help.
-"""
+Verbs and recipes are listed. The options of fit and its like are the keys of the configuration that
+the line names; those of all other verbs are read from their help."""
 
 from __future__ import annotations
 
@@ -61,17 +61,22 @@ _COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
 def run(verb: str, arguments: list[str]) -> int:
     """Print a shell's script; or, for the script, the words that may stand at the end of a line."""
     parser = argparse.ArgumentParser(
-        prog=f"ptdp {verb}", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"ptdp {verb}",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help="words: what a script asks for")
     parser.add_argument("line", nargs="*", help="words: the line so far, without ptdp")
     options = parser.parse_args(arguments)
-    print(_SCRIPTS[options.shell] if options.shell in _SCRIPTS else "\n".join(complete(options.line)))
+    print(
+        _SCRIPTS[options.shell] if options.shell in _SCRIPTS else "\n".join(complete(options.line))
+    )
     return 0
 
 
 def complete(line: Sequence[str]) -> list[str]:
-    """The words that the last one of ``line``, which may be empty, can become; none where a file or a free value stands."""
+    """The words that the last one of ``line``, which may be empty, can become; none where a file or
+    a free value stands."""
     *before, current = line or [""]
     return sorted({word for word in _candidates(before, current) if word.startswith(current)})
 
@@ -95,12 +100,19 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
     commands = _COMMAND.findall(_help(module, verb, []))
     if len(before) == 1 and commands and not current.startswith("-"):
         return commands
-    return _OPTION.findall(_help(module, verb, before[1:2] if before[1:2] and before[1] in commands else []))
+    return _OPTION.findall(
+        _help(module, verb, before[1:2] if before[1:2] and before[1] in commands else [])
+    )
 
 
 def _keys(before: Sequence[str]) -> list[str]:
-    """The keys of the configuration on the line as options; of a recipe that has the usual ones if there is none."""
-    given = [option.value for option in options_on(before) if option.name in _CONFIG_OPTIONS and option.value]
+    """The keys of the configuration on the line as options; of a recipe that has the usual ones if
+    there is none."""
+    given = [
+        option.value
+        for option in options_on(before)
+        if option.name in _CONFIG_OPTIONS and option.value
+    ]
     try:
         values = resolve_config(find_config(given[-1] if given else _EXAMPLE)).values
     except UserError:

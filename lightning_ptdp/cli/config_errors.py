@@ -1,4 +1,5 @@
-"""jsonargparse's errors, which list every type that did not match, as the one line that a user needs."""
+"""jsonargparse's errors, which list every type that did not match, as the one line that a user
+needs."""
 
 from __future__ import annotations
 
@@ -28,14 +29,18 @@ _UNKNOWN = re.compile(
     r"|unrecognized arguments: --(?P<flag>[\w.+-]+)"
 )
 _KEY = re.compile(r'Parser key "([^"]+)":\s+')
-_TYPE = re.compile(r"Expected (?:a )?(?:<class '(?P<kind>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
+_TYPE = re.compile(
+    r"Expected (?:a )?(?:<class '(?P<kind>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])"
+)
 _UNION = re.compile(
-    r"^ *Errors:\n(?P<errors>.+?)^ *Given value type: .*?\n *Given value: (?P<value>[^\n]*)", re.MULTILINE | re.DOTALL
+    r"^ *Errors:\n(?P<errors>.+?)^ *Given value type: .*?\n *Given value: (?P<value>[^\n]*)",
+    re.MULTILINE | re.DOTALL,
 )
 
 
 def readable(message: str, known: Iterable[str]) -> str:
-    """One line for an unknown key, an unknown class or a value of the wrong type; else the message as it is.
+    """One line for an unknown key, an unknown class or a value of the wrong type; else the message
+    as it is.
 
     Args:
         message: What jsonargparse says.
@@ -61,7 +66,11 @@ def readable(message: str, known: Iterable[str]) -> str:
     ):  # a class's own words, among the types that the value is not; or those of what one of its fields holds
         found = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
         reasons = [" ".join(reason.split()) for reason in found]
-        said = [one for one in reasons if not one.startswith(("Expected a ", "Does not validate")) and not one.endswith(":")]
+        said = [
+            one
+            for one in reasons
+            if not one.startswith(("Expected a ", "Does not validate")) and not one.endswith(":")
+        ]
         if len(said) == 1:
             return f"{key}: {said[0]}" if key else said[0]
     if not outer:
@@ -73,19 +82,33 @@ def readable(message: str, known: Iterable[str]) -> str:
     if union:
         return f"{name}: {_of_union(union['errors'])}. Got value: {union['value'][:80]}"
     line = reason.partition("\n")[0]
-    return f"{name}: {_expected(line)}{line[match.end() :]}" if (match := _TYPE.match(line)) else message
+    return (
+        f"{name}: {_expected(line)}{line[match.end() :]}"
+        if (match := _TYPE.match(line))
+        else message
+    )
 
 
 def _of_union(errors: str) -> str:
     """The words of the first type that has more to say than its name; else the types."""
-    reasons = [" ".join(reason.split()) for reason in re.findall(r"^ +- (.+(?:\n {8,}[^ -].+)?)", errors, re.MULTILINE)]
-    return next((reason for reason in reasons if not reason.startswith(("Expected ", "Does not validate"))), _expected(errors))
+    reasons = [
+        " ".join(reason.split())
+        for reason in re.findall(r"^ +- (.+(?:\n {8,}[^ -].+)?)", errors, re.MULTILINE)
+    ]
+    return next(
+        (reason for reason in reasons if not reason.startswith(("Expected ", "Does not validate"))),
+        _expected(errors),
+    )
 
 
 def _expected(errors: str) -> str:
-    kinds = [match["choices"] or match["kind"].rpartition(".")[2] for match in _TYPE.finditer(errors)]
+    kinds = [
+        match["choices"] or match["kind"].rpartition(".")[2] for match in _TYPE.finditer(errors)
+    ]
     kinds.sort(key=lambda kind: kind == "NoneType")  # releases of jsonargparse differ in the order
-    return f"Expected {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null").replace("', '", "' or '")
+    return f"Expected {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null").replace(
+        "', '", "' or '"
+    )
 
 
 def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[str]) -> str:
@@ -99,7 +122,9 @@ def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[s
 
 def _class_keys(class_path: str) -> list[str]:
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(pkgutil.resolve_name(class_path), fail_untyped=False, sub_configs=True)
+    parser.add_class_arguments(
+        pkgutil.resolve_name(class_path), fail_untyped=False, sub_configs=True
+    )
     return list(dotted(parser.get_defaults()))
 
 

@@ -37,29 +37,41 @@ def run(verb: str, arguments: list[str]) -> int:
     shard_bytes, verify = _bytes(given.pop("shard_size")), given.pop("verify")
     if verify and given["merge"]:
         raise UserError(
-            "--verify compares a folder with the checkpoint, which with --merge holds only the adapters: leave it out"
+            "--verify compares a folder with the checkpoint, which with --merge holds only the "
+            "adapters: leave it out"
         )
     name, store = given.pop("register"), given.pop("tracking_uri")
     where = _registry(name, given["source"], store) if name is not None else None
     from lightning_ptdp.exchange import convert, kind_of_result, verify_export
 
     if verify or where:
-        result = kind_of_result(**{key: given[key] for key in ("source", "destination", "to", "merge")})
+        result = kind_of_result(
+            **{key: given[key] for key in ("source", "destination", "to", "merge")}
+        )
         if result != "huggingface":
             raise UserError(
-                f"--verify and --register load a Hugging Face folder as its users do, and {given['destination']} would be of the kind "
+                "--verify and --register load a Hugging Face folder as its users do, and "
+                f"{given['destination']} would be of the kind "
                 f"{result!r}"
             )
     made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {given['destination']} ({made})")
     if verify:
-        said = verify_export(given["source"], given["destination"], config=given["config"], prefix=given["prefix"])
+        said = verify_export(
+            given["source"], given["destination"], config=given["config"], prefix=given["prefix"]
+        )
         print(f"verified: {said}")
     if where is not None:
         from lightning_ptdp.loggers.model_registry import register_model
 
         uri, run_id = where
-        call = register_model(given["destination"], name=name, tracking_uri=uri, run_id=run_id, version_of=given["source"])
+        call = register_model(
+            given["destination"],
+            name=name,
+            tracking_uri=uri,
+            run_id=run_id,
+            version_of=given["source"],
+        )
         print(f"registered: {call}, store {uri}")
     return 0
 
@@ -71,18 +83,33 @@ def _registry(name: str, source: str, store: str | None) -> tuple[str, str | Non
 
     found = store_of(source) if store is None else (store, None)
     if found is None:
-        raise UserError(f"--register {name}: {source} does not lie beside an MLflow store; name one with --tracking_uri")
+        raise UserError(
+            f"--register {name}: {source} does not lie beside an MLflow store; name one with "
+            "--tracking_uri"
+        )
     check_store(found[0])
     return found
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", help="what to read")
-    parser.add_argument("destination", help="what to write; a file, a checkpoint or an earlier export there is replaced")
-    parser.add_argument("--to", choices=_KINDS, help="what to write (default: seen from the source and the destination's suffix)")
     parser.add_argument(
-        "--names", choices=("ptdp", "hf"), default="ptdp", help="from Hugging Face: names of our own model (default), or theirs"
+        "destination",
+        help="what to write; a file, a checkpoint or an earlier export there is replaced",
+    )
+    parser.add_argument(
+        "--to",
+        choices=_KINDS,
+        help="what to write (default: seen from the source and the destination's suffix)",
+    )
+    parser.add_argument(
+        "--names",
+        choices=("ptdp", "hf"),
+        default="ptdp",
+        help="from Hugging Face: names of our own model (default), or theirs",
     )
     parser.add_argument(
         "--prefix",
@@ -90,17 +117,32 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "names begin with on the way out; for state dicts none)",
     )
     parser.add_argument(
-        "--config", help="to Hugging Face, for a module of your own that wraps their model: its config.json or its folder"
+        "--config",
+        help="to Hugging Face, for a module of your own that wraps their model: its config.json or its folder",
     )
     parser.add_argument(
-        "--merge", action="store_true", help="out of a checkpoint of adapters: the whole model, with them merged into its weights"
+        "--merge",
+        action="store_true",
+        help="out of a checkpoint of adapters: the whole model, with them merged into its weights",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="to Hugging Face: load it with transformers and compare it with the checkpoint"
+        "--verify",
+        action="store_true",
+        help="to Hugging Face: load it with transformers and compare it with the checkpoint",
     )
-    parser.add_argument("--register", metavar="NAME", help="to Hugging Face: the next version of this model in MLflow's registry")
-    parser.add_argument("--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)")
-    parser.add_argument("--shard_size", default="5GB", help="most bytes in one Hugging Face file, such as 500MB (default 5GB)")
+    parser.add_argument(
+        "--register",
+        metavar="NAME",
+        help="to Hugging Face: the next version of this model in MLflow's registry",
+    )
+    parser.add_argument(
+        "--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)"
+    )
+    parser.add_argument(
+        "--shard_size",
+        default="5GB",
+        help="most bytes in one Hugging Face file, such as 500MB (default 5GB)",
+    )
     add_dtype_argument(parser)
     return parser
 

@@ -22,15 +22,41 @@ _CALIBRATION_S = 120.0
 def parser(verb: str) -> argparse.ArgumentParser:
     """The options of ``ptdp doctor``."""
     options = argparse.ArgumentParser(
-        prog=f"ptdp {verb}", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"ptdp {verb}",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument("--devices", dest="processes", type=int, default=2, metavar="N", help="processes to start (default 2)")
-    options.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if there are as many GPUs")
-    options.add_argument("--root-dir", type=Path, default=Path(), metavar="DIR", help="where runs are written (default: here)")
-    options.add_argument("--tracking-uri", metavar="URI", help="MLflow's store or server, such as http://host:5000")
-    options.add_argument("--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare made")
     options.add_argument(
-        "--timeout", dest="timeout_s", type=float, default=60.0, metavar="S", help="seconds that a part may take (default 60)"
+        "--devices",
+        dest="processes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="processes to start (default 2)",
+    )
+    options.add_argument(
+        "--backend", choices=("gloo", "nccl"), help="default: nccl if there are as many GPUs"
+    )
+    options.add_argument(
+        "--root-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where runs are written (default: here)",
+    )
+    options.add_argument(
+        "--tracking-uri", metavar="URI", help="MLflow's store or server, such as http://host:5000"
+    )
+    options.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare made"
+    )
+    options.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that a part may take (default 60)",
     )
     options.add_argument(
         "--calibrate",
@@ -55,7 +81,9 @@ def run(verb: str, arguments: list[str]) -> int:
         raise UserError(f"--timeout {given['timeout_s']:g} must be more than 0 seconds")
 
     if given.pop("calibrate"):
-        return _calibrate(given["processes"], given["backend"], max(given["timeout_s"], _CALIBRATION_S))
+        return _calibrate(
+            given["processes"], given["backend"], max(given["timeout_s"], _CALIBRATION_S)
+        )
 
     from lightning_ptdp.doctor import Question, Status, as_json, inspect_all, render
 

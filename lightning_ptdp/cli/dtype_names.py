@@ -15,7 +15,11 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
     """``--dtype``."""
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the model's floating-point tensors (default: as they are)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="convert the model's floating-point tensors (default: as they are)",
+    )
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

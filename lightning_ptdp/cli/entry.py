@@ -1,4 +1,5 @@
-"""``ptdp``: find the verb, run it, and turn what the user did wrong into one message and an exit code.
+"""``ptdp``: find the verb, run it, and turn what the user did wrong into one message and an exit
+code.
 
 Exit codes: 0 done, 1 something broke, 2 the user can mend it, 130 Ctrl-C, 143 SIGTERM.
 """
@@ -12,7 +13,14 @@ import traceback
 from collections.abc import Sequence
 
 from lightning_ptdp.base.requirements import check_core
-from lightning_ptdp.cli.error_messages import Terminated, UserError, explain, nearest, terminate_on_sigterm, worker_failure
+from lightning_ptdp.cli.error_messages import (
+    Terminated,
+    UserError,
+    explain,
+    nearest,
+    terminate_on_sigterm,
+    worker_failure,
+)
 from lightning_ptdp.cli.imports import uncollected
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
@@ -21,7 +29,8 @@ from lightning_ptdp.version import __version__
 
 __all__ = ["VERBS", "main"]
 
-# verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch: help must be quick.
+# verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch:
+# help must be quick.
 _RUN = "lightning_ptdp.cli.run"
 _BENCH = "lightning_ptdp.cli.bench"
 _VERIFY = "lightning_ptdp.cli.verify"
@@ -31,19 +40,49 @@ VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
     "test": (_RUN, "evaluate a checkpoint with the module's test_step"),
-    "predict": (_RUN, "score every validation sample with a checkpoint: JSON lines, printed or to --output"),
+    "predict": (
+        _RUN,
+        "score every validation sample with a checkpoint: JSON lines, printed or to --output",
+    ),
     "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
-    "generate": (_WRITE, "continue a text with a checkpoint or a Hugging Face model, in any layout"),
+    "generate": (
+        _WRITE,
+        "continue a text with a checkpoint or a Hugging Face model, in any layout",
+    ),
     "chat": (_WRITE, "talk to an instruction model: ptdp chat --checkpoint FOLDER [-t 2 -p 2]"),
-    "convert": ("lightning_ptdp.cli.convert", "to and from Hugging Face folders, state dicts and Lightning's single file"),
+    "convert": (
+        "lightning_ptdp.cli.convert",
+        "to and from Hugging Face folders, state dicts and Lightning's single file",
+    ),
     "ckpt": ("lightning_ptdp.cli.checkpoint", "inspect, verify or reshard a checkpoint"),
-    "recipes": ("lightning_ptdp.cli.recipes", "list the installed recipes, or show one and where its values come from"),
-    "plan": ("lightning_ptdp.cli.plan", "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8"),
-    "timeline": ("lightning_ptdp.cli.timeline", "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png"),
-    "verify": (_VERIFY, "compare some steps of a layout with one process: ptdp verify --config gpt/nano"),
-    "bench": (_BENCH, "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']"),
-    "doctor": ("lightning_ptdp.cli.doctor", "check the installation, devices, process groups and folders, and measure the links"),
-    "completion": ("lightning_ptdp.cli.completion", 'completions for bash, zsh and fish: eval "$(ptdp completion bash)"'),
+    "recipes": (
+        "lightning_ptdp.cli.recipes",
+        "list the installed recipes, or show one and where its values come from",
+    ),
+    "plan": (
+        "lightning_ptdp.cli.plan",
+        "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8",
+    ),
+    "timeline": (
+        "lightning_ptdp.cli.timeline",
+        "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png",
+    ),
+    "verify": (
+        _VERIFY,
+        "compare some steps of a layout with one process: ptdp verify --config gpt/nano",
+    ),
+    "bench": (
+        _BENCH,
+        "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']",
+    ),
+    "doctor": (
+        "lightning_ptdp.cli.doctor",
+        "check the installation, devices, process groups and folders, and measure the links",
+    ),
+    "completion": (
+        "lightning_ptdp.cli.completion",
+        'completions for bash, zsh and fish: eval "$(ptdp completion bash)"',
+    ),
 }
 
 
@@ -94,7 +133,8 @@ def _run(arguments: list[str]) -> int:
                 print(short_help(verb, [word for word in rest if word not in ("-h", "--help")]))
                 return 0
             rest = ["--help"]
-        # Of a rank that is lost, its peers' C++ has forty frames to show; what happened is the last line.
+        # Of a rank that is lost, its peers' C++ has forty frames to show; what happened is the last
+        # line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # --model my_module.LitMine; behind what is installed

@@ -17,11 +17,25 @@ from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import read_declared
 from lightning_ptdp.base.signals import handled
 
-__all__ = ["Terminated", "UserError", "WorkerFailure", "explain", "nearest", "terminate_on_sigterm", "worker_failure"]
+__all__ = [
+    "Terminated",
+    "UserError",
+    "WorkerFailure",
+    "explain",
+    "nearest",
+    "terminate_on_sigterm",
+    "worker_failure",
+]
 
 
 # By name, because importing Lightning's class would import torch.
-_MENDABLE = ("ValueError", "FileNotFoundError", "PermissionError", "MisconfigurationException", "RequirementError")
+_MENDABLE = (
+    "ValueError",
+    "FileNotFoundError",
+    "PermissionError",
+    "MisconfigurationException",
+    "RequirementError",
+)
 
 
 class UserError(PTDPError, ValueError):
@@ -29,7 +43,8 @@ class UserError(PTDPError, ValueError):
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Not an ``Exception``, so that nobody mistakes it for a failure that can be survived."""
+    """SIGTERM arrived. Not an ``Exception``, so that nobody mistakes it for a failure that can be
+    survived."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +60,22 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, ArgumentError):
         return str(error.message)
     if isinstance(error, ModuleNotFoundError):
-        return next((library.missing for library in read_declared() if library.name == error.name), None)
+        return next(
+            (library.missing for library in read_declared() if library.name == error.name), None
+        )
     return str(error) if _is_mendable(type(error)) else None
 
 
 def worker_failure(error: BaseException) -> WorkerFailure | None:
     """The failure behind the errors of torch's launcher.
 
-    Which process, and the error's last line if that says it all; or the signal by which a process was ended.
-    """
+    Which process, and the error's last line if that says it all; or the signal by which a process
+    was ended."""
     text, kind = getattr(error, "msg", None), type(error).__name__
     if isinstance(text, str) and kind == "ProcessExitedException":
-        return WorkerFailure(message=_ended(text, getattr(error, "signal_name", None)), mendable=False)
+        return WorkerFailure(
+            message=_ended(text, getattr(error, "signal_name", None)), mendable=False
+        )
     if not isinstance(text, str) or kind != "ProcessRaisedException":
         return None
     for line in reversed(list(re.finditer(r"^([A-Za-z_][\w.]*): ", text, re.MULTILINE))):
@@ -73,7 +92,8 @@ def _is_mendable(kind: type) -> bool:
 
 
 def _class_of(name: str) -> type:
-    """Return the error class of a traceback's last line, such as ``ValueError`` or ``lightning_ptdp.data.data_error.DataError``.
+    """Return the error class of a traceback's last line, such as ``ValueError`` or
+    ``lightning_ptdp.data.data_error.DataError``.
 
     Only this package's modules are imported for it. The class is ``object`` if it cannot be found.
     """
@@ -92,7 +112,8 @@ def _ended(text: str, signal_name: str | None) -> str:
 
 @contextmanager
 def terminate_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into ``Terminated``, which unwinds like Ctrl-C does: loggers are closed and children ended."""
+    """Turn SIGTERM into ``Terminated``, which unwinds like Ctrl-C does: loggers are closed and
+    children ended."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break the clean-up

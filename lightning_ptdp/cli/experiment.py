@@ -17,7 +17,13 @@ Experiment = dict[str, str]
 """Name of an option as on the command line -> its value as JSON."""
 
 _SECTIONS = ("seed_everything", "model", "data", "init_from")
-_TRAINER = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "overfit_batches")
+_TRAINER = (
+    "precision",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "accumulate_grad_batches",
+    "overfit_batches",
+)
 _STRATEGY = ("seed", "fp8")
 _BATCH = ("samples of a step", "samples of a step and replica")
 _NOT_IDENTIFYING = frozenset(
@@ -30,13 +36,18 @@ _NOT_IDENTIFYING = frozenset(
         "data.verify_hashes",
     }
 )
-_BATCH_OPTIONS = frozenset({"data.global_batch_size", "data.micro_batch_size", "data.num_microbatches"})
+_BATCH_OPTIONS = frozenset(
+    {"data.global_batch_size", "data.micro_batch_size", "data.num_microbatches"}
+)
 
 
-def experiment_of(values: Mapping[str, Any], datamodule: LightningDataModule | None, *, num_replicas: int) -> Experiment:
+def experiment_of(
+    values: Mapping[str, Any], datamodule: LightningDataModule | None, *, num_replicas: int
+) -> Experiment:
     """Return what identifies the experiment of a resolved configuration.
 
-    Layout, devices, length of the training, logging and output are left out: a run may continue with others.
+    Layout, devices, length of the training, logging and output are left out: a run may continue
+    with others.
 
     Args:
         values: The configuration with every default filled in.
@@ -47,7 +58,9 @@ def experiment_of(values: Mapping[str, Any], datamodule: LightningDataModule | N
     strategy = options["strategy"] if isinstance(options["strategy"], Mapping) else {}
     chosen: dict[str, Any] = {name: values.get(name) for name in _SECTIONS}
     chosen["trainer"] = {name: options[name] for name in _TRAINER}
-    chosen["trainer"]["strategy"] = {name: strategy.get("init_args", {}).get(name) for name in _STRATEGY}
+    chosen["trainer"]["strategy"] = {
+        name: strategy.get("init_args", {}).get(name) for name in _STRATEGY
+    }
     named = {}
     for path in leaves(chosen):
         value = value_at(chosen, path)
@@ -57,15 +70,17 @@ def experiment_of(values: Mapping[str, Any], datamodule: LightningDataModule | N
     if isinstance(datamodule, StreamDataModule):
         plan = datamodule.batch_plans(num_replicas=num_replicas)[-1]
         named = {name: value for name, value in named.items() if name not in _BATCH_OPTIONS}
-        named |= dict(zip(_BATCH, (_as_json(plan.global_batch), _as_json(plan.replica_batch)), strict=True))
+        named |= dict(
+            zip(_BATCH, (_as_json(plan.global_batch), _as_json(plan.replica_batch)), strict=True)
+        )
     return named
 
 
 def differences(there: Mapping[str, Any], here: Experiment) -> list[str]:
     """Return the options in which two experiments differ.
 
-    On another number of replicas, either the batch of a step or that of a replica may change with it.
-    """
+    On another number of replicas, either the batch of a step or that of a replica may change with
+    it."""
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if all(name in differing for name in _BATCH):
         return differing

@@ -1,4 +1,5 @@
-"""``ptdp generate`` and ``ptdp chat``: text from a checkpoint, or a Hugging Face folder, in any layout."""
+"""``ptdp generate`` and ``ptdp chat``: text from a checkpoint, or a Hugging Face folder, in any
+layout."""
 
 from __future__ import annotations
 
@@ -36,10 +37,14 @@ def run(verb: str, arguments: list[str]) -> int:
     parser = ArgumentParser(prog=f"ptdp {verb}", description=_DESCRIPTIONS[verb])
     parser.add_class_arguments(ServingOptions, as_group=False)
     if chats:
-        parser.add_argument("--system", type=str, help="what the model is told before the conversation")
+        parser.add_argument(
+            "--system", type=str, help="what the model is told before the conversation"
+        )
     parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
     given = vars(parser.parse_args([_SHORT.get(argument, argument) for argument in arguments]))
-    options = ServingOptions(**{field.name: given.pop(field.name) for field in fields(ServingOptions)})
+    options = ServingOptions(
+        **{field.name: given.pop(field.name) for field in fields(ServingOptions)}
+    )
 
     from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
     from lightning_ptdp.generation.tokenizer_text import find_tokenizer
@@ -48,6 +53,10 @@ def run(verb: str, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         state, module, ckpt_path = module_of(options.checkpoint, Path(scratch))
         tokenizer, sampling = find_tokenizer(state, options.tokenizer), Sampling(**given)
-        writer = Chat(tokenizer, sampling, system=extra) if chats else Continuation(tokenizer, sampling, prompt=extra)
+        writer = (
+            Chat(tokenizer, sampling, system=extra)
+            if chats
+            else Continuation(tokenizer, sampling, prompt=extra)
+        )
         serve(module, writer, options, ckpt_path=ckpt_path)
     return 0

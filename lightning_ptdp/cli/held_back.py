@@ -20,11 +20,13 @@ _Held = list[tuple[logging.Handler, logging.LogRecord]]
 def held_back() -> Iterator[None]:
     """Hold back Lightning's messages while a run is built and checked.
 
-    They are printed afterwards, or dropped if the run is refused, because they would hide the one sentence that counts.
-    """
+    They are printed afterwards, or dropped if the run is refused, because they would hide the one
+    sentence that counts."""
     held: _Held = []
     handlers = {
-        handler: functools.partial(_keep, held, handler) for name in _LOGGERS for handler in logging.getLogger(name).handlers
+        handler: functools.partial(_keep, held, handler)
+        for name in _LOGGERS
+        for handler in logging.getLogger(name).handlers
     }
     for handler, keep in handlers.items():
         handler.addFilter(keep)

@@ -14,7 +14,8 @@ _NOT_FOR_US = ("matplotlib", "scipy", "torchvision", "transformers")
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Imports make objects that stay: to look through all of them for garbage again and again is a fifth of their time."""
+    """Imports make objects that stay: to look through all of them for garbage again and again is a
+    fifth of their time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -25,8 +26,9 @@ def uncollected() -> Iterator[None]:
 
 
 def import_torchmetrics_alone() -> None:
-    """Import torchmetrics, which Lightning imports first of all, as where the packages are not installed that some of its metrics take:
-    in this process it then lacks those metrics. Nothing where it is imported already."""
+    """Import torchmetrics, which Lightning imports first of all, as where the packages are not
+    installed that some of its metrics take: in this process it then lacks those metrics. Nothing
+    where it is imported already."""
     from unittest.mock import patch
 
     from lightning_utilities.core import imports
@@ -40,5 +42,8 @@ def import_torchmetrics_alone() -> None:
 
     available = imports.package_available
     if "torchmetrics" not in sys.modules:
-        with patch.object(imports, "RequirementCache", Requirement), patch.object(imports, "package_available", is_available):
+        with (
+            patch.object(imports, "RequirementCache", Requirement),
+            patch.object(imports, "package_available", is_available),
+        ):
             import torchmetrics  # noqa: F401

@@ -1,4 +1,5 @@
-"""Configurations that inherit: ``base: gpt/124m`` in a YAML file is resolved here, before LightningCLI sees it.
+"""Configurations that inherit: ``base: gpt/124m`` in a YAML file is resolved here, before
+LightningCLI sees it.
 
 A file says what differs from its base, which may have a base itself::
 
@@ -52,7 +53,8 @@ class ResolvedConfig:
 
     Attributes:
         values: The merged mapping, without ``base``.
-        layers: The configuration's own file, its base, the base's base and so on, with what each says itself.
+        layers: The configuration's own file, its base, the base's base and so on, with what each
+            says itself.
     """
 
     values: Mapping[str, Any]
@@ -64,7 +66,8 @@ class ResolvedConfig:
         return yaml.safe_dump(dict(self.values), sort_keys=False, allow_unicode=True)
 
     def origin(self, path: KeyPath) -> str | None:
-        """Which file the value at ``path`` comes from, a recipe's name or a path: the first that has it. None if there is no value."""
+        """Which file the value at ``path`` comes from, a recipe's name or a path: the first that
+        has it. None if there is no value."""
         if not has(self.values, path):
             return None
         return next(_label(file) for file, values in self.layers if has(values, path))
@@ -104,7 +107,8 @@ def leaves(values: object) -> Iterator[KeyPath]:
 
 
 def short(path: KeyPath) -> KeyPath:
-    """As one writes it on the command line: --model.config.num_layers, --trainer.logger=CSVLogger."""
+    """As one writes it on the command line: --model.config.num_layers,
+    --trainer.logger=CSVLogger."""
     kept = tuple(key for key in path if key != "init_args")
     return kept[:-1] if kept and kept[-1] == "class_path" else kept
 
@@ -113,7 +117,8 @@ def resolve_config(file: Path) -> ResolvedConfig:
     """Read ``file`` and its bases, and merge them.
 
     Raises:
-        UserError: A file is not a YAML mapping, a base does not exist, or files are each other's bases.
+        UserError: A file is not a YAML mapping, a base does not exist, or files are each other's
+            bases.
     """
     files, layers = [file], [_read(file)]
     while BASE_KEY in layers[-1]:
@@ -124,7 +129,8 @@ def resolve_config(file: Path) -> ResolvedConfig:
 
 
 def resolve_configs(arguments: list[str]) -> list[str]:
-    """The command line with every ``--config`` value resolved: a file that exists, or the merged text where it has a base.
+    """The command line with every ``--config`` value resolved: a file that exists, or the merged
+    text where it has a base.
 
     Raises:
         UserError: See ``find_config`` and ``resolve_config``.
@@ -133,7 +139,11 @@ def resolve_configs(arguments: list[str]) -> list[str]:
     for option in options_on(arguments):
         # A text was resolved before.
         is_config = option.name in CONFIG and option.value is not None and "\n" not in option.value
-        resolved += [f"--config={_path_or_text(find_config(option.value or ''))}"] if is_config else option.words
+        resolved += (
+            [f"--config={_path_or_text(find_config(option.value or ''))}"]
+            if is_config
+            else option.words
+        )
     return resolved
 
 
@@ -146,11 +156,17 @@ def _path_or_text(file: Path) -> str:
 def _find_base(files: list[Path], name: object) -> Path:
     file = files[-1]
     if not isinstance(name, str) or not name:
-        raise UserError(f"{file}: {BASE_KEY}: {name!r} must be the name of one recipe or file, for example gpt/124m")
+        raise UserError(
+            f"{file}: {BASE_KEY}: {name!r} must be the name of one recipe or file, for example "
+            "gpt/124m"
+        )
     found = find_config(name, said=f"{file}: {BASE_KEY}: ", beside=file.parent)
     if found.resolve() in [seen.resolve() for seen in files]:
         circle = " -> ".join(_label(path) for path in [*files, found])
-        raise UserError(f"{file}: {BASE_KEY}: {name} leads back to a file that is being read: {circle}; take one {BASE_KEY} out")
+        raise UserError(
+            f"{file}: {BASE_KEY}: {name} leads back to a file that is being read: {circle}; take "
+            f"one {BASE_KEY} out"
+        )
     return found
 
 
@@ -163,26 +179,43 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} is empty: a configuration is a mapping, such as base: gpt/nano")
     if not isinstance(values, dict):
         raise UserError(
-            f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as trainer: {{max_steps: 20}}"
+            f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as "
+            f"trainer: {{max_steps: 20}}"
         )
     wrong = [key for key in values if not isinstance(key, str)]
     if wrong:
-        raise UserError(f"{file}: the key {wrong[0]!r} is no text: put it in quotes, or take it out")
+        raise UserError(
+            f"{file}: the key {wrong[0]!r} is no text: put it in quotes, or take it out"
+        )
     return values
 
 
 def _label(file: Path) -> str:
     """A recipe's name, or the path."""
     folder = recipe_folder()
-    return file.relative_to(folder).as_posix().removesuffix(".yaml") if file.is_relative_to(folder) else str(file)
+    return (
+        file.relative_to(folder).as_posix().removesuffix(".yaml")
+        if file.is_relative_to(folder)
+        else str(file)
+    )
 
 
 def _merge(base: Any, over: Any) -> Any:
-    """``over`` on top of ``base``: mappings of the same class key by key, anything else is replaced."""
-    if not isinstance(base, dict) or not isinstance(over, dict) or (over and not _is_same_class(base, over)):
+    """``over`` on top of ``base``: mappings of the same class key by key, anything else is
+    replaced."""
+    if (
+        not isinstance(base, dict)
+        or not isinstance(over, dict)
+        or (over and not _is_same_class(base, over))
+    ):
         return over
-    return base | {key: _merge(base[key], value) if key in base else value for key, value in over.items()}
+    return base | {
+        key: _merge(base[key], value) if key in base else value for key, value in over.items()
+    }
 
 
 def _is_same_class(*trees: Mapping[str, object]) -> bool:
-    return len({str(tree["class_path"]).rpartition(".")[2] for tree in trees if "class_path" in tree}) < 2
+    return (
+        len({str(tree["class_path"]).rpartition(".")[2] for tree in trees if "class_path" in tree})
+        < 2
+    )

@@ -1,4 +1,5 @@
-"""Scripts that start ``ptdp fit`` on many devices: for SLURM and for torchrun. They run in this folder, with this interpreter."""
+"""Scripts that start ``ptdp fit`` on many devices: for SLURM and for torchrun. They run in this
+folder, with this interpreter."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class LaunchJob:
 
 
 def slurm_script(job: LaunchJob) -> str:
-    """For ``sbatch``. One task a device; a job that is to be taken away saves first and is put back into the queue."""
+    """For ``sbatch``. One task a device; a job that is to be taken away saves first and is put back
+    into the queue."""
     options = [
         f"--job-name={shlex.quote(job.name)}",
         f"--nodes={job.nodes}",
@@ -67,8 +69,10 @@ def slurm_script(job: LaunchJob) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
-        f"# SIGUSR1 comes {_SAVE_S} s before the time limit: all ranks finish their step and save, and the job goes back into the queue.",
-        "# Before a preemption it comes only if slurm.conf has PreemptParameters=send_user_signal; at SIGTERM the ranks save, too.",
+        f"# SIGUSR1 comes {_SAVE_S} s before the time limit: all ranks finish their step and "
+        "save, and the job goes back into the queue.",
+        "# Before a preemption it comes only if slurm.conf has "
+        "PreemptParameters=send_user_signal; at SIGTERM the ranks save, too.",
         "set -euo pipefail",
         "",
         'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
@@ -76,7 +80,11 @@ def slurm_script(job: LaunchJob) -> str:
         'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"',
         "",
         # srun does not take the number of cores from the batch job since SLURM 22.05.
-        _command(['srun --kill-on-bad-exit=1 --cpus-per-task="$OMP_NUM_THREADS"'], job, [sys.executable, "-m", "lightning_ptdp"]),
+        _command(
+            ['srun --kill-on-bad-exit=1 --cpus-per-task="$OMP_NUM_THREADS"'],
+            job,
+            [sys.executable, "-m", "lightning_ptdp"],
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -85,10 +93,26 @@ def torchrun_script(job: LaunchJob) -> str:
     """For bash, on every machine. After a failure all processes are started again, and continue."""
     meet, where = ["--standalone"], []
     if job.nodes > 1:
-        at = shlex.quote(job.rendezvous) if job.rendezvous else f'"${{MASTER_ADDR:?the first node}}:${{MASTER_PORT:-{_PORT}}}"'
-        meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={at}", f"--rdzv-id={shlex.quote(job.name)}"]
-        where = [] if job.rendezvous else ["# Run this on each of the nodes, with MASTER_ADDR=the first one's name."]
-    options = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.devices}", f"--max-restarts={job.max_restarts}"]
+        at = (
+            shlex.quote(job.rendezvous)
+            if job.rendezvous
+            else f'"${{MASTER_ADDR:?the first node}}:${{MASTER_PORT:-{_PORT}}}"'
+        )
+        meet = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={at}",
+            f"--rdzv-id={shlex.quote(job.name)}",
+        ]
+        where = (
+            []
+            if job.rendezvous
+            else ["# Run this on each of the nodes, with MASTER_ADDR=the first one's name."]
+        )
+    options = [
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.devices}",
+        f"--max-restarts={job.max_restarts}",
+    ]
     lines = [
         "#!/bin/bash",
         *where,
@@ -96,7 +120,11 @@ def torchrun_script(job: LaunchJob) -> str:
         f"cd {shlex.quote(str(Path.cwd()))}",
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus_per_task}}}"',
         "",
-        _command([shlex.quote(sys.executable), "-m torch.distributed.run", *options, *meet], job, ["-m", "lightning_ptdp"]),
+        _command(
+            [shlex.quote(sys.executable), "-m torch.distributed.run", *options, *meet],
+            job,
+            ["-m", "lightning_ptdp"],
+        ),
     ]
     return "\n".join(lines) + "\n"
 

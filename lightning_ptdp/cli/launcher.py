@@ -1,4 +1,5 @@
-"""``ptdp fit --launcher slurm|torchrun``: the script that starts the same fit on many devices, shown, written or run.
+"""``ptdp fit --launcher slurm|torchrun``: the script that starts the same fit on many devices,
+shown, written or run.
 
 Nothing here imports torch: a script is there at once.
 """
@@ -40,37 +41,84 @@ _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITE
 
 def wants_launcher(arguments: Sequence[str]) -> bool:
     """Return True if a command line of ``ptdp fit`` asks for a script."""
-    return any(argument == "--launcher" or argument.startswith("--launcher=") for argument in arguments)
+    return any(
+        argument == "--launcher" or argument.startswith("--launcher=") for argument in arguments
+    )
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
     """The options beside those of ``ptdp fit``."""
     options = argparse.ArgumentParser(
-        prog=f"ptdp {verb}", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=f"ptdp {verb}",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    options.add_argument("--launcher", choices=tuple(_SCRIPTS), required=True, help="who starts the processes")
-    options.add_argument("--dry-run", action="store_true", help="print the script and start nothing")
-    options.add_argument("--output", type=Path, metavar="FILE", help="write the script there and start nothing")
-    options.add_argument("--nodes", type=int, metavar="N", help="machines (default: trainer.num_nodes)")
     options.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="devices, and processes, of each (default: trainer.devices)"
+        "--launcher", choices=tuple(_SCRIPTS), required=True, help="who starts the processes"
     )
-    options.add_argument("--cpus-per-task", type=int, metavar="N", help=f"cores of a process (default {_CORES}, on CPU 1)")
+    options.add_argument(
+        "--dry-run", action="store_true", help="print the script and start nothing"
+    )
+    options.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the script there and start nothing"
+    )
+    options.add_argument(
+        "--nodes", type=int, metavar="N", help="machines (default: trainer.num_nodes)"
+    )
+    options.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="devices, and processes, of each (default: trainer.devices)",
+    )
+    options.add_argument(
+        "--cpus-per-task",
+        type=int,
+        metavar="N",
+        help=f"cores of a process (default {_CORES}, on CPU 1)",
+    )
     options.add_argument("--job-name", metavar="NAME", help="default: the configuration's name")
     slurm = options.add_argument_group("slurm")
-    for name, value, text in (("partition", "NAME", None), ("account", "NAME", None), ("time", "H:MM:SS", "limit of the job")):
+    for name, value, text in (
+        ("partition", "NAME", None),
+        ("account", "NAME", None),
+        ("time", "H:MM:SS", "limit of the job"),
+    ):
         as_option = partial(_sbatch_option, name)
-        slurm.add_argument(f"--{name}", dest="sbatch", action="append", default=[], type=as_option, metavar=value, help=text)
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="another option, as --sbatch=--qos=high")
+        slurm.add_argument(
+            f"--{name}",
+            dest="sbatch",
+            action="append",
+            default=[],
+            type=as_option,
+            metavar=value,
+            help=text,
+        )
+    slurm.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="another option, as --sbatch=--qos=high",
+    )
     torchrun = options.add_argument_group("torchrun")
-    torchrun.add_argument("--max-restarts", type=int, default=3, metavar="N", help="after failures (default 3)")
-    torchrun.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where nodes meet (default: $MASTER_ADDR:$MASTER_PORT)")
+    torchrun.add_argument(
+        "--max-restarts", type=int, default=3, metavar="N", help="after failures (default 3)"
+    )
+    torchrun.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="where nodes meet (default: $MASTER_ADDR:$MASTER_PORT)",
+    )
     return options
 
 
 def _sbatch_option(name: str, value: str) -> str:
     if name == "time" and _TIME.fullmatch(value) is None:
-        raise argparse.ArgumentTypeError(f"{value!r} is no time of sbatch: write minutes, H:MM:SS or D-HH:MM:SS")
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is no time of sbatch: write minutes, H:MM:SS or D-HH:MM:SS"
+        )
     return f"--{name}={value}"
 
 
@@ -97,7 +145,10 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _submit(script: str) -> int:
     if shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch on this machine: run this where SLURM is, or look at the script with --dry-run")
+        raise UserError(
+            "there is no sbatch on this machine: run this where SLURM is, or look at the script "
+            "with --dry-run"
+        )
     return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
 
 
@@ -112,17 +163,23 @@ def _start(script: str) -> int:
 def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
     name = _given(rest, "config") or _given(rest, "c")
     if name is None:
-        raise UserError("what is to be trained? Give --config, a recipe (ptdp recipes list) or a file")
+        raise UserError(
+            "what is to be trained? Give --config, a recipe (ptdp recipes list) or a file"
+        )
     config = resolve_config(find_config(name)).values
     trainer: Mapping[str, Any] = config.get("trainer") or {}
-    devices = _number(options.gpus_per_node, "gpus-per-node", rest, "trainer.devices", trainer.get("devices"))
+    devices = _number(
+        options.gpus_per_node, "gpus-per-node", rest, "trainer.devices", trainer.get("devices")
+    )
     nodes = _number(options.nodes, "nodes", rest, "trainer.num_nodes", trainer.get("num_nodes", 1))
     strategy = trainer.get("strategy")
     gpus = (_given(rest, "trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
     is_ours = _check_layout(strategy, rest, nodes * devices)
     added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}"]
     if is_ours:
-        added.append("--trainer.strategy.start_method=popen")  # whoever starts the processes, it is not the strategy
+        added.append(
+            "--trainer.strategy.start_method=popen"
+        )  # whoever starts the processes, it is not the strategy
         if _given(rest, "resume") is None:
             added.append("--resume=auto")
     return LaunchJob(
@@ -146,22 +203,31 @@ def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> boo
         return False
     options = dict((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {})
     for name in ParallelLayout.options():
-        value = _given(rest, f"trainer.strategy.{name}") or _given(rest, f"trainer.strategy.init_args.{name}")
+        value = _given(rest, f"trainer.strategy.{name}") or _given(
+            rest, f"trainer.strategy.init_args.{name}"
+        )
         if value is not None:
             options[name] = yaml.safe_load(value)
     ParallelLayout.chosen(options, world_size=world_size)
     return True
 
 
-def _number(option: int | None, name: str, rest: Sequence[str], key: str, configured: object) -> int:
+def _number(
+    option: int | None, name: str, rest: Sequence[str], key: str, configured: object
+) -> int:
     """A count from the launcher's option, from fit's, or from the configuration."""
     given = _given(rest, key)
     if option is not None and given is not None and given != str(option):
-        raise UserError(f"--{name} {option} and --{key} {given} contradict each other: give one of them")
+        raise UserError(
+            f"--{name} {option} and --{key} {given} contradict each other: give one of them"
+        )
     value = option if option is not None else given if given is not None else configured
     number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:
-        raise UserError(f"{key}={value!r} is not a number of processes that a script can be made for: give --{name} 1 or more")
+        raise UserError(
+            f"{key}={value!r} is not a number of processes that a script can be made for: give "
+            f"--{name} 1 or more"
+        )
     return number
 
 

@@ -1,4 +1,5 @@
-"""LightningCLI as ``ptdp`` uses it: one flat configuration a verb, any LightningModule and LightningDataModule."""
+"""LightningCLI as ``ptdp`` uses it: one flat configuration a verb, any LightningModule and
+LightningDataModule."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-# Imported so that a configuration may name their classes without the module: ``class_path: LitGPT``.
+# Imported so that a configuration may name their classes without the module: ``class_path:
+# LitGPT``.
 from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
     ExpertLoad,
@@ -45,7 +47,8 @@ __all__ = ["PTDPCLI", "parsed_values"]
 
 
 class _ExactParser(LightningArgumentParser):
-    """Also for the parsers that jsonargparse makes of a class's arguments, which are of the class of the outermost."""
+    """Also for the parsers that jsonargparse makes of a class's arguments, which are of the class
+    of the outermost."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -79,10 +82,14 @@ class PTDPCLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """As Lightning's, of a class whose options have to be written out: --model.config.num_layer is none."""
+        """As Lightning's, of a class whose options have to be written out: --model.config.num_layer
+        is none."""
         parser = _ExactParser(**{"dump_header": [f"lightning.pytorch=={pl.__version__}"], **kwargs})
         parser.add_argument(
-            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+            "-c",
+            "--config",
+            action=ActionConfigFile,
+            help="Path to a configuration file in json or yaml format.",
         )
         return parser
 
@@ -108,28 +115,33 @@ class PTDPCLI(LightningCLI):
         check_values(self.config, parser.get_defaults())
 
     def instantiate_classes(self) -> None:
-        """Build everything; jsonargparse wraps the errors of nested dataclasses in its own words."""
+        """Build everything; jsonargparse wraps the errors of nested dataclasses in its own
+        words."""
         try:
             super().instantiate_classes()
         except MisconfigurationException as error:
             if "gpu backend" not in str(error) and "CUDAAccelerator" not in str(error):
                 raise
             raise UserError(
-                f"trainer.accelerator={self.config.trainer.accelerator}: torch sees no GPU here (ptdp doctor says why). Without one: "
-                "--trainer.accelerator cpu --trainer.precision 32-true, and as many --trainer.devices as this machine has cores for; "
+                f"trainer.accelerator={self.config.trainer.accelerator}: torch sees no GPU here "
+                "(ptdp doctor says why). Without one: "
+                "--trainer.accelerator cpu --trainer.precision 32-true, and as many "
+                "--trainer.devices as this machine has cores for; "
                 "ptdp recipes show common says how the layout follows"
             ) from error
         except TypeError as error:
             if "`devices` selected with `CPUAccelerator`" not in str(error):
                 raise
             raise UserError(
-                f"trainer.devices={self.config.trainer.devices} is not a number of processes: on CPU, use --trainer.devices 1 or more"
+                f"trainer.devices={self.config.trainer.devices} is not a number of processes: on "
+                "CPU, use --trainer.devices 1 or more"
             ) from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error
 
     def before_instantiate_classes(self) -> None:
-        """The model's own tokenizer for its data, and the callbacks that every training gets, beside those of the configuration."""
+        """The model's own tokenizer for its data, and the callbacks that every training gets,
+        beside those of the configuration."""
         _take_tokenizer(self.config)
         self.report = RunReport()
         if self.verb == "fit":
@@ -148,7 +160,9 @@ class PTDPCLI(LightningCLI):
             ]
             if not _has(self.config.trainer, ExpertLoad):
                 self.trainer_defaults["callbacks"].append(ExpertLoad())
-            if self.config.trainer.enable_progress_bar is not False and not _has(self.config.trainer, ProgressBar):
+            if self.config.trainer.enable_progress_bar is not False and not _has(
+                self.config.trainer, ProgressBar
+            ):
                 self.trainer_defaults["callbacks"].append(StepProgress())
             if self.config.init_from is not None:
                 self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
@@ -157,7 +171,8 @@ class PTDPCLI(LightningCLI):
 
 
 def _take_tokenizer(config: Namespace) -> None:
-    """Data that are to be tokenized, and name no tokenizer, are with that of the model's folder, if the model is one from a folder."""
+    """Data that are to be tokenized, and name no tokenizer, are with that of the model's folder, if
+    the model is one from a folder."""
     path = config.get("model.init_args.path")
     if path is None or config.get("data.init_args.tokenizer_dir", path) is not None:
         return
@@ -168,12 +183,19 @@ def _take_tokenizer(config: Namespace) -> None:
 
 def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
     """Return True if the configuration has a callback of this class."""
-    entries = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks] if trainer.callbacks else []
+    entries = (
+        trainer.callbacks
+        if isinstance(trainer.callbacks, list)
+        else [trainer.callbacks]
+        if trainer.callbacks
+        else []
+    )
     return any(issubclass(pkgutil.resolve_name(entry.class_path), kind) for entry in entries)
 
 
 class _ParsedOnly(PTDPCLI):
-    """A configuration whose classes are not built, so that it may be one for another machine; ``text`` is all of it as YAML."""
+    """A configuration whose classes are not built, so that it may be one for another machine;
+    ``text`` is all of it as YAML."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
@@ -188,7 +210,8 @@ class _ParsedOnly(PTDPCLI):
 
 
 def parsed_values(arguments: list[str]) -> dict[str, Any]:
-    """Return the configuration that ``ptdp fit`` would use, checked by the parser, with every default filled in.
+    """Return the configuration that ``ptdp fit`` would use, checked by the parser, with every
+    default filled in.
 
     Raises:
         UserError: A key, a class or a value is wrong.
@@ -199,4 +222,6 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
 
 # For every file that a configuration names too, such as --model model.yaml.
 _BOUNDED = "bounded yaml"
-set_loader(_BOUNDED, lambda text: bounded(text, lambda: get_loader("yaml")(text)), exceptions=(ValueError,))
+set_loader(
+    _BOUNDED, lambda text: bounded(text, lambda: get_loader("yaml")(text)), exceptions=(ValueError,)
+)

@@ -23,7 +23,11 @@ def check_values(config: Namespace, defaults: Namespace) -> None:
     """
     for name, value in vars(defaults).items():
         found = config.get(name)
-        if isinstance(value, Namespace) and not isinstance(found, Namespace) and (found is not None or name not in _OPTIONAL):
+        if (
+            isinstance(value, Namespace)
+            and not isinstance(found, Namespace)
+            and (found is not None or name not in _OPTIONAL)
+        ):
             raise UserError(f"{name}={found!r} must be a mapping of keys to values")
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= _MOST_SEED:

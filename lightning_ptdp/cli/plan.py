@@ -1,4 +1,5 @@
-"""``ptdp plan``: the best layouts for a model and a number of devices, estimated without running anything."""
+"""``ptdp plan``: the best layouts for a model and a number of devices, estimated without running
+anything."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def run(verb: str, arguments: list[str]) -> int:
         ValueError: A size, device, precision or schedule makes no sense.
     """
     options = _parser(f"ptdp {verb}").parse_args(arguments)
-    config = resolve_config(find_config(options.config)).values if options.config is not None else {}
+    config = (
+        resolve_config(find_config(options.config)).values if options.config is not None else {}
+    )
     # Imported here, since they take the seconds that an import of torch takes.
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.picture import draw
@@ -84,12 +87,17 @@ def run(verb: str, arguments: list[str]) -> int:
 def _refuse_ignored(options: argparse.Namespace) -> None:
     """Refuse options that nothing would come of."""
     if options.json and (options.picture is not None or options.what_if is not None):
-        raise UserError("--json prints the plan as data: leave out --picture and --what-if, or leave out --json")
+        raise UserError(
+            "--json prints the plan as data: leave out --picture and --what-if, or leave out --json"
+        )
     if options.explain and options.what_if is not None:
         raise UserError("--explain is about one size: leave out --what-if")
     source = options.config or options.model
     if options.llama and source:
-        raise UserError(f"--llama is for a model that is given by its sizes, and {source} says what it is: leave out one of them")
+        raise UserError(
+            f"--llama is for a model that is given by its sizes, and {source} says what it is: "
+            "leave out one of them"
+        )
 
 
 def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
@@ -104,7 +112,9 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
         for world in wishes.get("gpus", [job.world_size])
     ]
     found: dict[int, list[tuple[int, Candidate]]] = {}
-    rows: list[tuple[str, ...]] = [("devices", "batch", "layout", "b", "m", "step s", "tokens/s", "MFU", "memory GiB")]
+    rows: list[tuple[str, ...]] = [
+        ("devices", "batch", "layout", "b", "m", "step s", "tokens/s", "MFU", "memory GiB")
+    ]
     for one in jobs:
         size = (str(one.world_size), str(one.global_batch_size))
         best = next(iter(search(one, space, count=options.top).best), None)
@@ -113,14 +123,33 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
             continue
         found.setdefault(one.global_batch_size, []).append((one.world_size, best))
         choice, time = best.choice, best.time
-        cells = (f"{time.total:.3g}", f"{one.tokens / time.total:.4g}", f"{time.mfu:.1%}", f"{best.memory.total / 2**30:.3g}")
-        rows.append((*size, choice.describe(), str(choice.micro_batch_size), str(choice.num_microbatches), *cells))
+        cells = (
+            f"{time.total:.3g}",
+            f"{one.tokens / time.total:.4g}",
+            f"{time.mfu:.1%}",
+            f"{best.memory.total / 2**30:.3g}",
+        )
+        rows.append(
+            (
+                *size,
+                choice.describe(),
+                str(choice.micro_batch_size),
+                str(choice.num_microbatches),
+                *cells,
+            )
+        )
     print(columns(rows, words=(2,)))
     if not found:
-        raise UserError("no layout fits in any of these cases; --explain without --what-if says why")
+        raise UserError(
+            "no layout fits in any of these cases; --explain without --what-if says why"
+        )
     if options.picture is not None:
         with _drawing(options.picture):
-            draw_what_if(found, options.picture, tokens={batch: batch * job.sequence_length for batch in found})
+            draw_what_if(
+                found,
+                options.picture,
+                tokens={batch: batch * job.sequence_length for batch in found},
+            )
     return 0
 
 
@@ -132,7 +161,10 @@ def _wishes(text: str) -> dict[str, list[int]]:
         key, equals, value = part.rpartition("=")
         name = key.strip() if equals else name
         if name not in ("batch", "gpus") or not value.strip().isdecimal() or int(value) == 0:
-            raise UserError(f"--what-if {text!r}: write numbers of batch or gpus, such as batch=256,512,gpus=64,128")
+            raise UserError(
+                f"--what-if {text!r}: write numbers of batch or gpus, such as "
+                "batch=256,512,gpus=64,128"
+            )
         wishes.setdefault(name, []).append(int(value))
     return wishes
 
@@ -148,23 +180,43 @@ def _drawing(path: Path) -> Iterator[None]:
 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=prog, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_argument_group("the model")
     source = model.add_mutually_exclusive_group()
-    source.add_argument("--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)")
+    source.add_argument(
+        "--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)"
+    )
     source.add_argument("--config", "-c", metavar="FILE", help="a configuration of ptdp fit")
     source.add_argument(
-        "--model", metavar="FOLDER", help="a Hugging Face model: a folder or a name on the hub; config.json is read"
+        "--model",
+        metavar="FOLDER",
+        help="a Hugging Face model: a folder or a name on the hub; config.json is read",
     )
     for name, (field, text) in SIZES.items():
         model.add_argument(f"--{name}", dest=field, type=_positive, metavar="N", help=text)
-    model.add_argument("--llama", action="store_true", help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head")
+    model.add_argument(
+        "--llama",
+        action="store_true",
+        help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head",
+    )
 
     job = parser.add_argument_group("the job")
-    job.add_argument("--world", type=_positive, required=True, metavar="N", help="number of processes, one a device")
     job.add_argument(
-        "--batch", type=_positive, metavar="B", help="sequences in an optimizer step, over all replicas (default: the file's)"
+        "--world",
+        type=_positive,
+        required=True,
+        metavar="N",
+        help="number of processes, one a device",
+    )
+    job.add_argument(
+        "--batch",
+        type=_positive,
+        metavar="B",
+        help="sequences in an optimizer step, over all replicas (default: the file's)",
     )
     job.add_argument(
         "--device",
@@ -172,7 +224,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "it is here, else h100)",
     )
     job.add_argument(
-        "--memory", type=float, metavar="GIB", help="memory of a device that training can use (default: the device's)"
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="memory of a device that training can use (default: the device's)",
     )
     job.add_argument(
         "--reserve",
@@ -187,20 +242,32 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="X",
         help="rows that the busiest rank's experts get, over the mean (default 1)",
     )
-    job.add_argument("--node-size", type=_positive, metavar="N", help="devices of a node (default: the device's)")
-    job.add_argument("--cards", type=_positive, metavar="N", help="network cards of a node (default: the device's)")
+    job.add_argument(
+        "--node-size", type=_positive, metavar="N", help="devices of a node (default: the device's)"
+    )
+    job.add_argument(
+        "--cards",
+        type=_positive,
+        metavar="N",
+        help="network cards of a node (default: the device's)",
+    )
     job.add_argument(
         "--software",
         default="ours",
         help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 "
         "or deepspeed-zero3 (default ours)",
     )
-    job.add_argument("--precision", help="Lightning's precision (default: the file's, else bf16-true, on a CPU 32-true)")
+    job.add_argument(
+        "--precision",
+        help="Lightning's precision (default: the file's, else bf16-true, on a CPU 32-true)",
+    )
 
     space = parser.add_argument_group("what is tried; several values separated by commas")
     for name, field in _SPACE.items():
         space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
-    space.add_argument("--schedule", dest="schedules", type=listed, metavar="NAME,…", help="pipeline schedules")
+    space.add_argument(
+        "--schedule", dest="schedules", type=listed, metavar="NAME,…", help="pipeline schedules"
+    )
     space.add_argument(
         "--cp-attention",
         dest="context_parallel_attentions",
@@ -208,14 +275,28 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="NAME,…",
         help="ring, all_to_all (default both)",
     )
-    space.add_argument("--recompute", type=listed, metavar="NAME,…", help="none, selective, full (default none,full)")
-    space.add_argument("--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be")
+    space.add_argument(
+        "--recompute",
+        type=listed,
+        metavar="NAME,…",
+        help="none, selective, full (default none,full)",
+    )
+    space.add_argument(
+        "--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be"
+    )
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
 
     shown = parser.add_argument_group("what is printed")
-    shown.add_argument("--top", type=_positive, default=8, metavar="N", help="how many of the best (default 8)")
+    shown.add_argument(
+        "--top", type=_positive, default=8, metavar="N", help="how many of the best (default 8)"
+    )
     shown.add_argument("--explain", action="store_true", help="why the others were rejected")
-    shown.add_argument("--picture", type=Path, metavar="FILE", help="where time and memory of the best go, as PNG, PDF or SVG")
+    shown.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="where time and memory of the best go, as PNG, PDF or SVG",
+    )
     shown.add_argument(
         "--what-if",
         metavar="LIST",

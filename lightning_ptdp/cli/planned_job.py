@@ -1,4 +1,5 @@
-"""The job that ``ptdp plan`` is about: its model, from sizes, a recipe, a folder or any LightningModule, its batch and its device."""
+"""The job that ``ptdp plan`` is about: its model, from sizes, a recipe, a folder or any
+LightningModule, its batch and its device."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
     trainer = config.get("trainer") or {}
     device = _device(options)
-    precision = str(options.precision or trainer.get("precision") or ("32-true" if device.kind == "cpu" else "bf16-true"))
+    precision = str(
+        options.precision
+        or trainer.get("precision")
+        or ("32-true" if device.kind == "cpu" else "bf16-true")
+    )
     model: GPTConfig | ModelShape
     if _is_foreign(options, config):
         model = _followed(options, config, device=device, precision=precision)
@@ -62,7 +67,9 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         device=device,
         precision=find_precision(precision),
         software=find_software(options.software),
-        sequence_length=options.sequence_length or _inner(config, "data").get("sequence_length") or model.sequence_length,
+        sequence_length=options.sequence_length
+        or _inner(config, "data").get("sequence_length")
+        or model.sequence_length,
         imbalance=options.imbalance,
         reserve=RESERVE if options.reserve is None else options.reserve,
     )
@@ -71,7 +78,9 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
     """Return True if the configuration names a user's class, whose sizes are unknown."""
-    given = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {"sequence_length"}
+    given = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {
+        "sequence_length"
+    }
     path = str((config.get("model") or {}).get("class_path", ""))
     return "." in path and not path.startswith("lightning_ptdp.") and not given
 
@@ -90,7 +99,13 @@ def _followed(
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
-    given = {"model": {key: value for key, value in config["model"].items() if key in ("class_path", "init_args")}}
+    given = {
+        "model": {
+            key: value
+            for key, value in config["model"].items()
+            if key in ("class_path", "init_args")
+        }
+    }
     try:
         parsed = parser.parse_object(given)
         with torch.device("meta"):
@@ -98,9 +113,19 @@ def _followed(
         whole = whole_model(module, PTDPConfig())
     except (ArgumentError, ImportError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise UserError(f"{options.config}: {config['model']['class_path']} cannot be built without values: {reason}") from error
+        raise UserError(
+            f"{options.config}: {config['model']['class_path']} cannot be built without values: "
+            f"{reason}"
+        ) from error
     length = options.sequence_length or _inner(config, "data").get("sequence_length")
-    return described(whole, PTDPConfig(), length=length, precision=precision, software=options.software, device=device)
+    return described(
+        whole,
+        PTDPConfig(),
+        length=length,
+        precision=precision,
+        software=options.software,
+        device=device,
+    )
 
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
@@ -108,7 +133,11 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     from lightning_ptdp.models.pretrained_folder import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
 
-    given = {field: getattr(options, field) for field, _ in SIZES.values() if getattr(options, field) is not None}
+    given = {
+        field: getattr(options, field)
+        for field, _ in SIZES.values()
+        if getattr(options, field) is not None
+    }
     missing = [f"--{name}" for name in _NEEDED if SIZES[name][0] not in given]
     inner = _inner(config, "model")
     sizes = inner.get("config")
@@ -116,9 +145,15 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     if options.model or path:
         return dataclasses.replace(_of_path(str(options.model or path)), **given)
     if sizes is None and not missing:
-        return GPTConfig.llama(**given) if options.llama or "num_experts" in given else GPTConfig.gpt2(**given)
+        return (
+            GPTConfig.llama(**given)
+            if options.llama or "num_experts" in given
+            else GPTConfig.gpt2(**given)
+        )
     if not config:
-        raise UserError(f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}")
+        raise UserError(
+            f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}"
+        )
     if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
         print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
         return dataclasses.replace(gpt_sizes(BertConfig(**sizes or {})), **given)
@@ -127,11 +162,15 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
     known = [field.name for field in dataclasses.fields(GPTConfig)]
     if not isinstance(sizes, Mapping):
         raise UserError(
-            f"{options.config} has no model.init_args.config: give the sizes as options, such as --layers 24 --hidden 2048"
+            f"{options.config} has no model.init_args.config: give the sizes as options, such as "
+            "--layers 24 --hidden 2048"
         )
     for name in sizes:
         if name not in known:
-            raise UserError(f"{options.config}: model.config.{name} is not one of a GPT's sizes{nearest(name, known)}")
+            raise UserError(
+                f"{options.config}: model.config.{name} is not one of a GPT's "
+                f"sizes{nearest(name, known)}"
+            )
     return GPTConfig(**{**sizes, **given})
 
 
@@ -144,36 +183,56 @@ def _of_path(path: str) -> GPTConfig:
         return gpt_sizes(config_values(path))
     except ValueError as error:
         said = "" if str(error).startswith("path=") else f"path={path!r}: "
-        mend = "" if "as options" in str(error) else ", or give the sizes as options, such as --layers 24 --hidden 2048"
+        mend = (
+            ""
+            if "as options" in str(error)
+            else ", or give the sizes as options, such as --layers 24 --hidden 2048"
+        )
         raise UserError(f"{said}{error}{mend}") from error
 
 
 def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
     """The job with the base model frozen, if the configuration trains adapters.
 
-    An adapter of rank r beside a matrix (o, i) has r (o + i) parameters. All matrices of the layers are taken to have one.
-    """
+    An adapter of rank r beside a matrix (o, i) has r (o + i) parameters. All matrices of the layers
+    are taken to have one."""
     adapter = _inner(config, "model").get("adapter")
     if not isinstance(adapter, Mapping):
         return job
     if adapter.get("modules_to_save"):
-        print("ptdp: adapter.modules_to_save is planned as frozen: leave memory for its gradients and optimizer", file=sys.stderr)
-    products = [(count, product) for count, layer in job.shape.runs for product in layer.products if product.weighted]
-    added = adapter.get("r", 8) * sum(count * (product.outputs + product.inputs) for count, product in products)
+        print(
+            "ptdp: adapter.modules_to_save is planned as frozen: leave memory for its gradients "
+            "and optimizer",
+            file=sys.stderr,
+        )
+    products = [
+        (count, product)
+        for count, layer in job.shape.runs
+        for product in layer.products
+        if product.weighted
+    ]
+    added = adapter.get("r", 8) * sum(
+        count * (product.outputs + product.inputs) for count, product in products
+    )
     return dataclasses.replace(job, trained=min(1.0, added / job.shape.parameters))
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Sequences in a step: as given, or those of the file's data and as many replicas as its trainer has."""
+    """Sequences in a step: as given, or those of the file's data and as many replicas as its
+    trainer has."""
     if options.batch is not None:
         return int(options.batch)
     data = _inner(config, "data")
     if "micro_batch_size" not in data:
-        raise UserError("how large is a step? Give --batch, the number of sequences over all replicas")
+        raise UserError(
+            "how large is a step? Give --batch, the number of sequences over all replicas"
+        )
     trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     replica = math.prod(
-        layout.get(f"{axis.name}_parallel_size", 1) for axis in AXES if axis.name != "data" and axis.within is None
+        layout.get(f"{axis.name}_parallel_size", 1)
+        for axis in AXES
+        if axis.name != "data" and axis.within is None
     )
     replicas = max(1, devices * nodes // replica) if isinstance(devices, int) else 1
     accumulated = trainer.get("accumulate_grad_batches", 1)
@@ -193,10 +252,23 @@ def _device(options: argparse.Namespace) -> Device:
         device = find_device(name)
     if options.memory is not None:
         if not 0 < options.memory < math.inf:
-            raise UserError(f"--memory {options.memory:g} is no amount of memory: give a device's GiB, such as 80")
-        device = dataclasses.replace(device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0)
-    given = {name: getattr(options, name) for name in ("node_size", "cards") if getattr(options, name) is not None}
-    return dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **given)) if given else device
+            raise UserError(
+                f"--memory {options.memory:g} is no amount of memory: give a device's GiB, such "
+                "as 80"
+            )
+        device = dataclasses.replace(
+            device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0
+        )
+    given = {
+        name: getattr(options, name)
+        for name in ("node_size", "cards")
+        if getattr(options, name) is not None
+    }
+    return (
+        dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **given))
+        if given
+        else device
+    )
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

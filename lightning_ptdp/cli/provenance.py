@@ -15,19 +15,32 @@ from lightning.pytorch import Trainer
 from lightning_ptdp.callbacks import Throughput
 from lightning_ptdp.cli.command_line import options_on
 from lightning_ptdp.cli.generate import SampleOptions
-from lightning_ptdp.cli.inheritance import KeyPath, ResolvedConfig, has, leaves, resolve_config, resolve_configs, short, value_at
+from lightning_ptdp.cli.inheritance import (
+    KeyPath,
+    ResolvedConfig,
+    has,
+    leaves,
+    resolve_config,
+    resolve_configs,
+    short,
+    value_at,
+)
 from lightning_ptdp.cli.lightning_cli import parsed_values
 
 __all__ = ["show_resolved"]
 
-_OWNERS: Mapping[str, type] = {"trainer": Trainer, "throughput": Throughput, "sample": SampleOptions}
+_OWNERS: Mapping[str, type] = {
+    "trainer": Trainer,
+    "throughput": Throughput,
+    "sample": SampleOptions,
+}
 _COLUMN = 72
 """Column at which comments start, if the line is shorter."""
 
 
 def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
-    """YAML that ``ptdp fit --config`` takes, with the origin of every value as a comment: the recipe or file that gives it,
-    ``command line``, or ``default of CLASS``.
+    """YAML that ``ptdp fit --config`` takes, with the origin of every value as a comment: the
+    recipe or file that gives it, ``command line``, or ``default of CLASS``.
 
     Args:
         file: A configuration.
@@ -37,8 +50,17 @@ def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
         UserError: A key or value is wrong.
     """
     values = parsed_values([*resolve_configs([f"--config={file}"]), *overrides])
-    origins = _Origins(config=resolve_config(file), overrides=_override_paths(overrides), values=values)
-    text = yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, width=10**6, sort_keys=False)
+    origins = _Origins(
+        config=resolve_config(file), overrides=_override_paths(overrides), values=values
+    )
+    text = yaml.dump(
+        values,
+        Dumper=_Dumper,
+        default_flow_style=False,
+        allow_unicode=True,
+        width=10**6,
+        sort_keys=False,
+    )
     lines = text.splitlines()
     for line, path in _places(values, yaml.compose(text, Loader=yaml.SafeLoader), ()):
         lines[line] = f"{lines[line]:{_COLUMN}}  # {origins.of(path)}"
@@ -82,23 +104,34 @@ class _Origins:
         written = short(path)
         if written in self.overrides:
             return "command line"
-        # Under a class that the command line names, the parser keeps of the file's arguments what that class takes too.
+        # Under a class that the command line names, the parser keeps of the file's arguments what
+        # that class takes too.
         replaced = any(written[:depth] in self.overrides for depth in range(1, len(written)))
         origin = self._file(path)
         if replaced and origin is None and path[-1] == "class_path":
             return "command line"  # an entry added to a list
-        return self._default(path) if origin is None or (replaced and not self._is_as_given(path)) else origin
+        return (
+            self._default(path)
+            if origin is None or (replaced and not self._is_as_given(path))
+            else origin
+        )
 
     def _file(self, path: KeyPath) -> str | None:
         """The file that gives the value."""
-        if path[-1] == "class_path" and not has(self.config.values, path):  # logger: CSVLogger, which the parser spells out
+        if path[-1] == "class_path" and not has(
+            self.config.values, path
+        ):  # logger: CSVLogger, which the parser spells out
             path = path[:-1]
-            if not has(self.config.values, path) or isinstance(value_at(self.config.values, path), dict):
+            if not has(self.config.values, path) or isinstance(
+                value_at(self.config.values, path), dict
+            ):
                 return None
         return self.config.origin(path)
 
     def _is_as_given(self, path: KeyPath) -> bool:
-        return has(self.config.values, path) and value_at(self.config.values, path) == value_at(self.values, path)
+        return has(self.config.values, path) and value_at(self.config.values, path) == value_at(
+            self.values, path
+        )
 
     def _default(self, path: KeyPath) -> str:
         owner = _owner(self.values, path)
@@ -125,7 +158,10 @@ def _dataclass_argument(owner: type, name: str | int) -> type | None:
         return None
     annotated = owner if is_dataclass(owner) else owner.__init__  # type: ignore[misc]
     hint = get_type_hints(annotated).get(name)
-    return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
+    return next(
+        (kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)),
+        None,
+    )
 
 
 def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
@@ -134,7 +170,9 @@ def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
     for option in options_on(overrides):
         path: KeyPath = tuple(option.name.removeprefix("--").removesuffix("+").split("."))
         value = yaml.safe_load(option.value or "")
-        found.update(short((*path, *below)) for below in leaves(value) if not isinstance(value, list))
+        found.update(
+            short((*path, *below)) for below in leaves(value) if not isinstance(value, list)
+        )
         if isinstance(value, (list, str)):
             found.add(path)
     return frozenset(found)

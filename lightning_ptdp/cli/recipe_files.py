@@ -20,18 +20,25 @@ def recipe_folder() -> Path:
     for folder in (package / "recipes", package.parent / "recipes"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"no recipes in {package / 'recipes'} or {package.parent / 'recipes'}: install lightning-ptdp again")
+    raise FileNotFoundError(
+        f"no recipes in {package / 'recipes'} or {package.parent / 'recipes'}: install "
+        "lightning-ptdp again"
+    )
 
 
 def is_shared(name: str) -> bool:
-    """Return True for a recipe that only serves as the base of others (its name ends with ``common``)."""
+    """Return True for a recipe that only serves as the base of others (its name ends with
+    ``common``)."""
     return name.endswith("common")
 
 
 def recipe_names(*, shared: bool = False) -> list[str]:
-    """Names of all recipes, such as ``gpt/nano``, sorted; with ``shared`` also those that are only bases."""
+    """Names of all recipes, such as ``gpt/nano``, sorted; with ``shared`` also those that are only
+    bases."""
     folder = recipe_folder()
-    names = sorted(path.relative_to(folder).as_posix().removesuffix(".yaml") for path in folder.rglob("*.yaml"))
+    names = sorted(
+        path.relative_to(folder).as_posix().removesuffix(".yaml") for path in folder.rglob("*.yaml")
+    )
     return [name for name in names if shared or not is_shared(name)]
 
 
@@ -55,7 +62,8 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
     if _is(path, Path.is_dir):
         raise UserError(f"{said}{name} is a folder: name a YAML file in it")
     raise UserError(
-        f"{said}{' '.join(name.split())[:200]}: there is no such file, and no such recipe{nearest(short, recipe_names(shared=True))} "
+        f"{said}{' '.join(name.split())[:200]}: there is no such file, and no such "
+        f"recipe{nearest(short, recipe_names(shared=True))} "
         "(ptdp recipes list shows all)"
     )
 

@@ -20,10 +20,16 @@ _FIRST_LINE = re.compile(r"# (?P<count>[\d.]+ [KMBT]) parameters: (?P<summary>.+
 
 def run(verb: str, arguments: list[str]) -> int:
     """``ptdp recipes list`` and ``ptdp recipes show NAME [--resolved [--key value …]]``."""
-    parser = argparse.ArgumentParser(prog=f"ptdp {verb}", description="The recipes that come with lightning-ptdp.")
+    parser = argparse.ArgumentParser(
+        prog=f"ptdp {verb}", description="The recipes that come with lightning-ptdp."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="name, size, layout and first line of every recipe")
-    show = commands.add_parser("show", help="print a recipe as it is written, or as ptdp fit would use it", allow_abbrev=False)
+    show = commands.add_parser(
+        "show",
+        help="print a recipe as it is written, or as ptdp fit would use it",
+        allow_abbrev=False,
+    )
     show.add_argument("name", help="a recipe's name, such as gpt/nano, or a file")
     show.add_argument(
         "--resolved",
@@ -32,12 +38,17 @@ def run(verb: str, arguments: list[str]) -> int:
     )
     options, overrides = parser.parse_known_args(arguments)
     if overrides and not (options.command == "show" and options.resolved):
-        raise UserError(f"{overrides[0]}: options of ptdp fit need --resolved, as in ptdp recipes show gpt/nano --resolved")
+        raise UserError(
+            f"{overrides[0]}: options of ptdp fit need --resolved, as in ptdp recipes show "
+            "gpt/nano --resolved"
+        )
     if options.command == "list":
         _list()
     elif options.resolved:
         with uncollected():
-            if options.name in recipe_names() and not overrides:  # no class of a user's, who may want those metrics
+            if (
+                options.name in recipe_names() and not overrides
+            ):  # no class of a user's, who may want those metrics
                 import_torchmetrics_alone()
             from lightning_ptdp.cli.provenance import show_resolved
 
@@ -48,7 +59,10 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _list() -> None:
-    rows = [("name", "parameters", "devices", "layout", "model"), *sorted(map(_row, recipe_names()), key=_by_family_and_size)]
+    rows = [
+        ("name", "parameters", "devices", "layout", "model"),
+        *sorted(map(_row, recipe_names()), key=_by_family_and_size),
+    ]
     print(columns(rows, words=(0, 3, 4)))
 
 
@@ -63,7 +77,9 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
     file = recipe_folder() / f"{name}.yaml"
     first = file.read_text(encoding="utf-8").partition("\n")[0]
     match = _FIRST_LINE.fullmatch(first)
-    count, summary = match.group("count", "summary") if match else ("", first.removeprefix("#").strip())
+    count, summary = (
+        match.group("count", "summary") if match else ("", first.removeprefix("#").strip())
+    )
     trainer = resolve_config(file).values["trainer"]
     devices = trainer["devices"] * trainer.get("num_nodes", 1)
     layout = ParallelLayout.chosen(trainer["strategy"]["init_args"], world_size=devices)

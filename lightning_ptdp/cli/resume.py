@@ -1,4 +1,5 @@
-"""``--resume auto``: the newest checkpoint of this experiment in the folders of its configuration."""
+"""``--resume auto``: the newest checkpoint of this experiment in the folders of its
+configuration."""
 
 from __future__ import annotations
 
@@ -33,21 +34,32 @@ class Found:
     why: str = ""
 
 
-def find_newest(trainer: Trainer, experiment: Experiment, *, started_from: str | None = None) -> Found:
+def find_newest(
+    trainer: Trainer, experiment: Experiment, *, started_from: str | None = None
+) -> Found:
     """Find the newest complete checkpoint with a state of training that belongs to ``experiment``.
 
-    Damaged ones are included: the strategy reads every byte of the checkpoint that it continues from (``on_damage``).
+    Damaged ones are included: the strategy reads every byte of the checkpoint that it continues
+    from (``on_damage``).
 
     Args:
         trainer: Its folders, and those of its loggers and of ModelCheckpoint, are searched.
         experiment: The options that the checkpoint's run must share.
         started_from: The checkpoint that the run must have started from; None: any, or none.
     """
-    paths = {path.resolve() for root in set(_roots(trainer)) for path in complete_checkpoints(root, recursive=True)}
+    paths = {
+        path.resolve()
+        for root in set(_roots(trainer))
+        for path in complete_checkpoints(root, recursive=True)
+    }
     found = [(read_metadata(path), path) for path in paths]
-    trained = [entry for entry in found if any(name.startswith("optimizer/") for name in entry[0].tensors)]
+    trained = [
+        entry for entry in found if any(name.startswith("optimizer/") for name in entry[0].tensors)
+    ]
     newest_first = sorted(trained, key=lambda entry: entry[0].created, reverse=True)
-    reasons = {path: _why_not(metadata, experiment, started_from) for metadata, path in newest_first}
+    reasons = {
+        path: _why_not(metadata, experiment, started_from) for metadata, path in newest_first
+    }
     for path, why in reasons.items():
         if not why:
             return Found(own=path)
@@ -68,7 +80,10 @@ def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from:
         return "it does not say which experiment it belongs to"
     names = differences(there, experiment)
     if names:
-        shown = [f"{name} is {there.get(name)} there, {experiment.get(name)} here" for name in names[:_SHOWN]]
+        shown = [
+            f"{name} is {there.get(name)} there, {experiment.get(name)} here"
+            for name in names[:_SHOWN]
+        ]
         more = [f"{len(names) - _SHOWN} more differ"] if len(names) > _SHOWN else []
         return "; ".join([*shown, *more])
     if started_from is not None and metadata.run.get("started_from") != started_from:

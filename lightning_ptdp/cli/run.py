@@ -1,4 +1,5 @@
-"""The verbs that run a Trainer: fit, validate, test, predict; and prepare, which stops before that."""
+"""The verbs that run a Trainer: fit, validate, test, predict; and prepare, which stops before
+that."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.base.output import survive_closed_output
-from lightning_ptdp.callbacks import ExportHuggingFace, PredictionWriter, RunRecord, RunReport, WriteSamples
+from lightning_ptdp.callbacks import (
+    ExportHuggingFace,
+    PredictionWriter,
+    RunRecord,
+    RunReport,
+    WriteSamples,
+)
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.cli.child_processes import ending_workers
 from lightning_ptdp.cli.error_messages import UserError
@@ -24,7 +31,12 @@ from lightning_ptdp.cli.experiment import experiment_of
 from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.resume import Found, find_newest, was_requeued
-from lightning_ptdp.cli.run_checks import check_data, check_run, check_validation_interval, check_weights
+from lightning_ptdp.cli.run_checks import (
+    check_data,
+    check_run,
+    check_validation_interval,
+    check_weights,
+)
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
@@ -47,14 +59,17 @@ def run(verb: str, arguments: list[str]) -> int:
         cli = PTDPCLI(verb, arguments)
         if verb == "fit" and cli.config.init_from is not None and cli.config.ckpt_path is not None:
             raise UserError(
-                "--init_from begins a new training with weights, --ckpt_path continues a training: their weights would replace each other. "
+                "--init_from begins a new training with weights, --ckpt_path continues a "
+                "training: their weights would replace each other. "
                 "Give one of them"
             )
         ckpt_path = _ckpt_path(cli, verb)
         if verb == "prepare":
             check_data(cli.trainer, cli.datamodule)
         else:
-            check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit")
+            check_run(
+                cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit"
+            )
         if verb == "fit" and cli.config.init_from is not None:
             check_weights("--init_from", cli.config.init_from, cli.model)
         if verb == "fit":
@@ -94,10 +109,13 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     if not hasattr(strategy, "run_facts"):
         if cli.config.resume is not None:
             raise UserError(
-                "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy ptdp, or name one (--ckpt_path)"
+                "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy "
+                "ptdp, or name one (--ckpt_path)"
             )
         return given
-    experiment = experiment_of(cli.values, cli.datamodule, num_replicas=strategy.layout.num_replicas)
+    experiment = experiment_of(
+        cli.values, cli.datamodule, num_replicas=strategy.layout.num_replicas
+    )
     strategy.run_facts = {"experiment": experiment, "started_from": given}
     found = Found()
     if cli.config.resume is not None or was_requeued():
@@ -130,7 +148,9 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
         if isinstance(logger, MLFlowLogger) and layout is not None:
             logger.set_layout(layout.describe())
     if (sample := cli.config_init.sample) is not None:
-        sampling = Sampling(**{field.name: getattr(sample, field.name) for field in fields(Sampling)})
+        sampling = Sampling(
+            **{field.name: getattr(sample, field.name) for field in fields(Sampling)}
+        )
         cli.trainer.callbacks.append(WriteSamples([sample.prompt], sampling, at="end"))
     if layout is not None:
         cli.trainer.strategy.returns_weights = False  # nothing here uses the model after the fit
@@ -154,7 +174,9 @@ def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
         read = [dict(getattr(cli.datamodule, "hparams", {})), ckpt_path]
         files.check_apart(output, files.existing_paths(read), what="--output")
     cli.trainer.callbacks.append(PredictionWriter(output))
-    cli.trainer.predict(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, return_predictions=False)
+    cli.trainer.predict(
+        cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path, return_predictions=False
+    )
 
 
 def _prepare(cli: PTDPCLI) -> None:
@@ -179,7 +201,8 @@ def _showing(name: str) -> Iterator[None]:
 
 
 def _launches(trainer: Trainer) -> bool:
-    """Return True if this process starts the ranks. One rank of many must leave preparing to Lightning's rank 0."""
+    """Return True if this process starts the ranks. One rank of many must leave preparing to
+    Lightning's rank 0."""
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return environment is None or not environment.creates_processes_externally
 

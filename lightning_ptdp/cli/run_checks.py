@@ -16,7 +16,13 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.checkpoint import CheckpointError, OnDamage, choose_checkpoint, read_metadata, read_state
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    OnDamage,
+    choose_checkpoint,
+    read_metadata,
+    read_state,
+)
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.data import StreamDataModule
@@ -26,7 +32,13 @@ from lightning_ptdp.loggers.tracking_store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
-__all__ = ["check_checkpoint", "check_data", "check_run", "check_validation_interval", "check_weights"]
+__all__ = [
+    "check_checkpoint",
+    "check_data",
+    "check_run",
+    "check_validation_interval",
+    "check_weights",
+]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", ".metadata")
@@ -36,7 +48,12 @@ _SHARED_SIZES = ("vocabulary_size", "sequence_length")
 
 
 def check_run(
-    trainer: Trainer, model: LightningModule, datamodule: LightningDataModule | None, *, ckpt_path: str | None, writes: bool
+    trainer: Trainer,
+    model: LightningModule,
+    datamodule: LightningDataModule | None,
+    *,
+    ckpt_path: str | None,
+    writes: bool,
 ) -> None:
     """Ask the strategy, the data and the loggers whether this run can work.
 
@@ -60,7 +77,9 @@ def check_run(
     check_data(trainer, datamodule)
     check_checkpoint("--ckpt_path", ckpt_path, resumes=writes)
     if hasattr(trainer.strategy, "config") and model.strict_loading:
-        _check_resumed(ckpt_path, model, on_damage=trainer.strategy.config.on_damage if writes else "refuse")
+        _check_resumed(
+            ckpt_path, model, on_damage=trainer.strategy.config.on_damage if writes else "refuse"
+        )
     _check_port(trainer)
     if writes:
         for logger in trainer.loggers:
@@ -84,22 +103,33 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
     """Check that an epoch of our prepared data has as many batches as lie between two validations.
 
     Raises:
-        UserError: It has fewer, so that no validation would take place. (Lightning raises the same error in the ranks.)
+        UserError: It has fewer, so that no validation would take place. (Lightning raises the same
+            error in the ranks.)
     """
-    interval = getattr(trainer, "val_check_interval", None)  # Lightning leaves the attribute out when the interval is a time
-    if not isinstance(datamodule, StreamDataModule) or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
+    interval = getattr(
+        trainer, "val_check_interval", None
+    )  # Lightning leaves the attribute out when the interval is a time
+    if (
+        not isinstance(datamodule, StreamDataModule)
+        or not isinstance(interval, int)
+        or trainer.check_val_every_n_epoch is None
+    ):
         return
     layout = getattr(trainer.strategy, "layout", None)
-    batches = datamodule.num_training_batches(num_replicas=1 if layout is None else layout.num_replicas)
+    batches = datamodule.num_training_batches(
+        num_replicas=1 if layout is None else layout.num_replicas
+    )
     if trainer.limit_val_batches and interval > batches:
         raise UserError(
-            f"trainer.val_check_interval={interval} is longer than an epoch, which has {batches} batches: use {batches} or less, or count "
+            f"trainer.val_check_interval={interval} is longer than an epoch, which has {batches} "
+            f"batches: use {batches} or less, or count "
             "over epochs with --trainer.check_val_every_n_epoch null"
         )
 
 
 def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> None:
-    """A checkpoint that is named must exist and be one; to be resumed, with a state of training. A damaged one is left to the strategy.
+    """A checkpoint that is named must exist and be one; to be resumed, with a state of training. A
+    damaged one is left to the strategy.
 
     Raises:
         UserError: It is none, or holds weights alone.
@@ -108,29 +138,44 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
         return
     place = Path(path)
     if not place.exists():
-        there = ", ".join(sorted(entry.name for entry in place.parent.iterdir())[:8]) if place.parent.is_dir() else ""
+        there = (
+            ", ".join(sorted(entry.name for entry in place.parent.iterdir())[:8])
+            if place.parent.is_dir()
+            else ""
+        )
         raise UserError(
-            f"{field} {path}: there is no such checkpoint" + (f"; in {place.parent} there is {there}" if there else "")
+            f"{field} {path}: there is no such checkpoint"
+            + (f"; in {place.parent} there is {there}" if there else "")
         )
     if reads_as_huggingface(place):
         raise UserError(
-            f"{field} {path} is a Hugging Face folder, which holds weights alone: begin with them by --init_from, or make it a "
+            f"{field} {path} is a Hugging Face folder, which holds weights alone: begin with them "
+            "by --init_from, or make it a "
             "checkpoint by ptdp convert"
         )
     if place.is_dir():
-        if not is_folder_of_checkpoints(place) and not any((place / name).exists() for name in _PARTS):
-            raise UserError(f"{field} {path} is a folder, but no checkpoint: it has no metadata.json")
+        if not is_folder_of_checkpoints(place) and not any(
+            (place / name).exists() for name in _PARTS
+        ):
+            raise UserError(
+                f"{field} {path} is a folder, but no checkpoint: it has no metadata.json"
+            )
     elif not zipfile.is_zipfile(place) and place.open("rb").read(1) != _PICKLE:
-        raise UserError(f"{field} {path} is no checkpoint: neither a folder of ours nor a file that torch.save wrote")
+        raise UserError(
+            f"{field} {path} is no checkpoint: neither a folder of ours nor a file that "
+            "torch.save wrote"
+        )
     if resumes and not _has_state_of_training(place):
         raise UserError(
-            f"{field} {path} holds weights and no state of training, which cannot be continued: begin a new training with them by "
+            f"{field} {path} holds weights and no state of training, which cannot be continued: "
+            "begin a new training with them by "
             "--init_from"
         )
 
 
 def check_weights(field: str, path: str, model: LightningModule) -> None:
-    """Weights that training is to begin with must exist and have the model's names and shapes, as far as these are known before launch.
+    """Weights that training is to begin with must exist and have the model's names and shapes, as
+    far as these are known before launch.
 
     Raises:
         UserError: They do not; names one.
@@ -138,7 +183,11 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     """
     place = Path(path)
     if reads_as_huggingface(place):
-        own: Mapping[str, Any] | None = weights_opener(model, {})(place).tensors if isinstance(model, LitGPT | LitBert) else None
+        own: Mapping[str, Any] | None = (
+            weights_opener(model, {})(place).tensors
+            if isinstance(model, LitGPT | LitBert)
+            else None
+        )
     else:
         check_checkpoint(field, path)
         if place.is_file():
@@ -150,7 +199,8 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
 
 
 def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDamage) -> None:
-    """Compare the model with the file, or with the folder that the strategy will choose, of which the files are only counted.
+    """Compare the model with the file, or with the folder that the strategy will choose, of which
+    the files are only counted.
 
     Raises:
         UserError: The checkpoint is another model's.
@@ -159,9 +209,16 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
     if path is None or path in _KEYWORDS or "://" in path:
         return
     if Path(path).is_file():
-        with contextlib.suppress(CheckpointError):  # Lightning reads more kinds of files, and says what is wrong with one
+        with contextlib.suppress(
+            CheckpointError
+        ):  # Lightning reads more kinds of files, and says what is wrong with one
             state, _ = open_state_dict(path)
-            _check_shapes("--ckpt_path", path, {f"model/{name}": value for name, value in state.items()}, model)
+            _check_shapes(
+                "--ckpt_path",
+                path,
+                {f"model/{name}": value for name, value in state.items()},
+                model,
+            )
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the strategy warns of a damaged one
@@ -170,21 +227,30 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
 
 
 def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: LightningModule) -> None:
-    """Compare names and shapes of stored weights with the model's, as far as these are known before launch.
+    """Compare names and shapes of stored weights with the model's, as far as these are known before
+    launch.
 
     Raises:
         UserError: They differ.
     """
-    found = {name.removeprefix("model/"): entry.shape for name, entry in own.items() if name.startswith("model/")}
+    found = {
+        name.removeprefix("model/"): entry.shape
+        for name, entry in own.items()
+        if name.startswith("model/")
+    }
     wanted = {name: tuple(value.shape) for name, value in _on_meta(model).named_parameters()}
     missing = [name for name in wanted if name not in found]
     if missing:
         raise UserError(
-            f"{field} {path} lacks {missing[0]!r}, which the model has; it holds {len(found)} tensors such as {next(iter(found), None)!r}"
+            f"{field} {path} lacks {missing[0]!r}, which the model has; it holds {len(found)} "
+            f"tensors such as {next(iter(found), None)!r}"
         )
     for name, shape in wanted.items():
         if tuple(found[name]) != shape:
-            raise UserError(f"{field} {path}: {name!r} has the shape {tuple(found[name])} there and {shape} in the model")
+            raise UserError(
+                f"{field} {path}: {name!r} has the shape {tuple(found[name])} there and {shape} "
+                "in the model"
+            )
 
 
 def _on_meta(model: LightningModule) -> LightningModule:
@@ -203,7 +269,9 @@ def _has_state_of_training(place: Path) -> bool:
         if place.is_dir():
             return is_folder_of_checkpoints(place) or "optimizer_states" in read_state(place)
         content = torch.load(place, map_location="meta", mmap=True, weights_only=True)
-    except Exception:  # damaged, or with classes of somebody else's: whoever loads it has more to say
+    except (
+        Exception
+    ):  # damaged, or with classes of somebody else's: whoever loads it has more to say
         return True
     return isinstance(content, dict) and "optimizer_states" in content
 
@@ -221,7 +289,8 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
         wanted, offered = getattr(config, name, None), getattr(datamodule, name, None)
         if isinstance(wanted, int) and isinstance(offered, int) and wanted < offered:
             raise UserError(
-                f"model.config.{name}={wanted} is smaller than data.{name}={offered}; set --model.config.{name} {offered} or "
+                f"model.config.{name}={wanted} is smaller than data.{name}={offered}; set "
+                f"--model.config.{name} {offered} or "
                 f"--data.{name} {wanted}"
             )
 
@@ -234,19 +303,33 @@ def _check_port(trainer: Trainer) -> None:
     """
     port = os.environ.get("MASTER_PORT", "")
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise UserError(f"MASTER_PORT={port} is not a port, a number from 1 to 65535: unset it, or choose a free one")
+        raise UserError(
+            f"MASTER_PORT={port} is not a port, a number from 1 to 65535: unset it, or choose a "
+            "free one"
+        )
     environment = getattr(trainer.strategy, "cluster_environment", None)
-    if not port or trainer.num_nodes > 1 or environment is None or environment.creates_processes_externally:
+    if (
+        not port
+        or trainer.num_nodes > 1
+        or environment is None
+        or environment.creates_processes_externally
+    ):
         return
     try:
         socket.create_server(("127.0.0.1", int(port))).close()
     except OSError as error:
         why = str(error.strerror).partition(" (")[0]
-        raise UserError(f"MASTER_PORT={port} cannot be listened at ({why}): unset it, or choose a free port") from error
+        raise UserError(
+            f"MASTER_PORT={port} cannot be listened at ({why}): unset it, or choose a free port"
+        ) from error
 
 
 def _check_folders(trainer: Trainer) -> None:
-    check_writable_folder(Path(trainer.default_root_dir), f"trainer.default_root_dir={trainer.default_root_dir!r}")
+    check_writable_folder(
+        Path(trainer.default_root_dir), f"trainer.default_root_dir={trainer.default_root_dir!r}"
+    )
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            check_writable_folder(Path(callback.dirpath), f"ModelCheckpoint.dirpath={str(callback.dirpath)!r}")
+            check_writable_folder(
+                Path(callback.dirpath), f"ModelCheckpoint.dirpath={str(callback.dirpath)!r}"
+            )

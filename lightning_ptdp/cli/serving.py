@@ -44,7 +44,8 @@ _END = None
 """Marks the end of the questions in the queue."""
 _Lines: TypeAlias = "queue.SimpleQueue[str | None]"
 _HEARTBEAT_S = 20.0
-"""Longest time between two messages to the other ranks, which take a longer silence for a lost rank."""
+"""Longest time between two messages to the other ranks, which take a longer silence for a lost
+rank."""
 
 
 class Continuation(Callback):
@@ -70,7 +71,9 @@ class Chat(Callback):
 
     def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, system: str | None) -> None:
         self._tokenizer, self._sampling = tokenizer, sampling
-        self._begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._begin: list[Message] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
         tokenizer.chat([*self._begin, {"role": "user", "content": "?"}])
         self._source = _own_input()
 
@@ -103,18 +106,26 @@ class Chat(Callback):
                 print(answer, flush=True)
 
 
-def serve(module: LightningModule, writer: Callback, options: ServingOptions, *, ckpt_path: str | None) -> None:
+def serve(
+    module: LightningModule, writer: Callback, options: ServingOptions, *, ckpt_path: str | None
+) -> None:
     """Bring ``module`` into its layout, and let ``writer`` write when it is there.
 
     Raises:
-        ValueError: The layout or the checkpoint does not fit; before a process is started, where it can be known.
+        ValueError: The layout or the checkpoint does not fit; before a process is started, where it
+            can be known.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*(LeafSpec|does not have many workers|callbacks used to create the checkpoint).*")
+    warnings.filterwarnings(
+        "ignore",
+        message=".*(LeafSpec|does not have many workers|callbacks used to create the checkpoint).*",
+    )
     t, p = options.tensor_parallel_size, options.pipeline_parallel_size
     trainer = Trainer(
-        strategy=PTDPStrategy(tensor_parallel_size=t, pipeline_parallel_size=p, start_method=options.start_method),
+        strategy=PTDPStrategy(
+            tensor_parallel_size=t, pipeline_parallel_size=p, start_method=options.start_method
+        ),
         accelerator=options.accelerator,
         devices=t * p,
         precision=options.precision,
@@ -125,11 +136,16 @@ def serve(module: LightningModule, writer: Callback, options: ServingOptions, *,
         enable_model_summary=False,
     )
     with ending_workers(trainer):
-        trainer.predict(module, DataLoader(_Nothing()), ckpt_path=ckpt_path, return_predictions=False)
+        trainer.predict(
+            module, DataLoader(_Nothing()), ckpt_path=ckpt_path, return_predictions=False
+        )
 
 
-def module_of(checkpoint: str, scratch: Path) -> tuple[Mapping[str, Any], LightningModule, str | None]:
-    """Return a checkpoint's state, the module without its values, and the path of these; None: the module knows.
+def module_of(
+    checkpoint: str, scratch: Path
+) -> tuple[Mapping[str, Any], LightningModule, str | None]:
+    """Return a checkpoint's state, the module without its values, and the path of these; None: the
+    module knows.
 
     Args:
         checkpoint: A checkpoint, a Hugging Face folder, or a folder of peft's adapters.
@@ -144,21 +160,40 @@ def module_of(checkpoint: str, scratch: Path) -> tuple[Mapping[str, Any], Lightn
         return {"hyper_parameters": dict(module.hparams)}, module, None
     if is_adapter_folder(Path(checkpoint)):
         options, tensors = read_adapter_folder(Path(checkpoint))
-        torch.save({"state_dict": tensors, "pytorch-lightning_version": pl.__version__}, scratch / "adapters.ckpt")
-        return {"hyper_parameters": options}, LitCausalLM(**options, dtype="auto"), str(scratch / "adapters.ckpt")
+        torch.save(
+            {"state_dict": tensors, "pytorch-lightning_version": pl.__version__},
+            scratch / "adapters.ckpt",
+        )
+        return (
+            {"hyper_parameters": options},
+            LitCausalLM(**options, dtype="auto"),
+            str(scratch / "adapters.ckpt"),
+        )
     state = _state(checkpoint)
-    arguments = {name: value for name, value in state.get("hyper_parameters", {}).items() if name != "_instantiator"}
+    arguments = {
+        name: value
+        for name, value in state.get("hyper_parameters", {}).items()
+        if name != "_instantiator"
+    }
     if "_class_path" in arguments:
         return state, instantiate_module(LightningModule, arguments), checkpoint
     kinds: list[Any] = [LitGPT, LitCausalLM]
     for kind in kinds:
         parameters = inspect.signature(kind).parameters
-        if arguments and arguments.keys() <= parameters.keys() and next(iter(parameters)) in arguments:
+        if (
+            arguments
+            and arguments.keys() <= parameters.keys()
+            and next(iter(parameters)) in arguments
+        ):
             return state, kind(**arguments), checkpoint
     if not arguments:
-        raise UserError(f"--checkpoint {checkpoint} does not say which model it holds: save_hyperparameters() was not called")
+        raise UserError(
+            f"--checkpoint {checkpoint} does not say which model it holds: save_hyperparameters() "
+            "was not called"
+        )
     raise UserError(
-        f"--checkpoint {checkpoint} holds no LitGPT and no LitCausalLM (its settings are {', '.join(sorted(arguments))}); a BERT, for one, "
+        f"--checkpoint {checkpoint} holds no LitGPT and no LitCausalLM (its settings are "
+        f"{', '.join(sorted(arguments))}); a BERT, for one, "
         "writes no text"
     )
 
@@ -171,7 +206,9 @@ def _state(checkpoint: str) -> Mapping[str, Any]:
     try:
         return open_state_dict(checkpoint)[1]
     except CheckpointError as error:
-        raise UserError(f"--checkpoint {checkpoint} is not a Lightning checkpoint ({error})") from error
+        raise UserError(
+            f"--checkpoint {checkpoint} is not a Lightning checkpoint ({error})"
+        ) from error
 
 
 class _Nothing(IterableDataset[object]):
@@ -181,15 +218,26 @@ class _Nothing(IterableDataset[object]):
         return iter(())
 
 
-def _timed(trainer: Trainer, module: LightningModule, row: list[int], sampling: Sampling, tokenizer: TextTokenizer) -> list[int]:
+def _timed(
+    trainer: Trainer,
+    module: LightningModule,
+    row: list[int],
+    sampling: Sampling,
+    tokenizer: TextTokenizer,
+) -> list[int]:
     limit, started = longest_sequence(module), time.perf_counter()
     if trainer.is_global_zero and limit is not None and len(row) > limit:
-        print(f"(the model takes {limit} tokens: it does not see the first {len(row) - limit})", file=sys.stderr, flush=True)
+        print(
+            f"(the model takes {limit} tokens: it does not see the first {len(row) - limit})",
+            file=sys.stderr,
+            flush=True,
+        )
     (written,) = generate(module, [row], sampling, eos_ids=tokenizer.eos_ids)
     if trainer.is_global_zero and written:
         speed = len(written) / (time.perf_counter() - started)
         print(
-            f"({min(len(row), limit or len(row))} tokens read, {len(written)} written, {speed:.3g} a second)",
+            f"({min(len(row), limit or len(row))} tokens read, {len(written)} written, "
+            f"{speed:.3g} a second)",
             file=sys.stderr,
             flush=True,
         )
@@ -197,7 +245,8 @@ def _timed(trainer: Trainer, module: LightningModule, row: list[int], sampling: 
 
 
 def _own_input() -> TextIO:
-    """The standard input, also in a forked process, where Python closes its own; without one, none."""
+    """The standard input, also in a forked process, where Python closes its own; without one,
+    none."""
     if sys.stdin is None:
         return io.StringIO()
     try:
@@ -221,7 +270,8 @@ def _lines(source: TextIO) -> _Lines:
 
 
 def _stopper(lines: _Lines) -> Callable[[int, object], None]:
-    """A handler of signals: no question comes after the one that is being answered, and at the second one of a kind it ends now."""
+    """A handler of signals: no question comes after the one that is being answered, and at the
+    second one of a kind it ends now."""
     noted: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
@@ -236,7 +286,8 @@ def _stopper(lines: _Lines) -> Callable[[int, object], None]:
 
 
 def _next(trainer: Trainer, lines: _Lines) -> str | None:
-    """The next question, on all ranks; None: there is none any more. Collective: ranks that wait hear that it takes time."""
+    """The next question, on all ranks; None: there is none any more. Collective: ranks that wait
+    hear that it takes time."""
     if trainer.is_global_zero and sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", flush=True)
     while True:

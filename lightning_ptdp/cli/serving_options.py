@@ -15,9 +15,11 @@ class ServingOptions:
     """Model, layout and device for text generation.
 
     Args:
-        checkpoint: A checkpoint that ptdp fit wrote, in whatever layout, a Lightning checkpoint, a Hugging Face folder, or a folder of
-            peft's LoRA adapters, whose base model is read from where they name it.
-        tokenizer: Folder of the tokenizer; null: the one that the checkpoint names, or of the Hugging Face folder.
+        checkpoint: A checkpoint that ptdp fit wrote, in whatever layout, a Lightning checkpoint, a
+            Hugging Face folder, or a folder of peft's LoRA adapters, whose base model is read from
+            where they name it.
+        tokenizer: Folder of the tokenizer; null: the one that the checkpoint names, or of the
+            Hugging Face folder.
         tensor_parallel_size: t, ranks that share one layer's matrices; in short -t.
         pipeline_parallel_size: p, ranks that share the layers; in short -p.
         accelerator: cpu or gpu; auto: gpu where torch sees one.

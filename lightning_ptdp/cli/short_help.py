@@ -1,7 +1,8 @@
-"""The help of fit and its like in a second: what is used most, read from the sources and not from the classes.
+"""The help of fit and its like in a second: what is used most, read from the sources and not from
+the classes.
 
-The classes need Lightning, whose import takes many seconds; what they take and say of it stands in their files.
-"""
+The classes need Lightning, whose import takes many seconds; what they take and say of it stands in
+their files."""
 
 from __future__ import annotations
 
@@ -49,19 +50,47 @@ _OPTIMIZER: _Shown = (
     ("learning_rate", "warmup_steps", "decay_steps", "weight_decay"),
 )
 _HUGGING_FACE: Sequence[_Shown] = (
-    ("", "models/lit_huggingface.py", "LitCausalLM", ("path", "config", "pretrained", "dtype", "attention", "adapter")),
-    ("adapter.", "models/adapters.py", "LoraOptions", ("r", "alpha", "dropout", "target_modules", "modules_to_save")),
+    (
+        "",
+        "models/lit_huggingface.py",
+        "LitCausalLM",
+        ("path", "config", "pretrained", "dtype", "attention", "adapter"),
+    ),
+    (
+        "adapter.",
+        "models/adapters.py",
+        "LoraOptions",
+        ("r", "alpha", "dropout", "target_modules", "modules_to_save"),
+    ),
     _OPTIMIZER,
 )
-_SIZES = ("vocabulary_size", "sequence_length", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "dropout")
+_SIZES = (
+    "vocabulary_size",
+    "sequence_length",
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "dropout",
+)
 _MODELS: Mapping[str, Sequence[_Shown]] = {
     "LitGPT": (("config.", "models/model_config.py", "GPTConfig", _SIZES), _OPTIMIZER),
     "LitCausalLM": _HUGGING_FACE,
     "LitMaskedLM": _HUGGING_FACE,
 }
 _STREAM: Sequence[_Shown] = (
-    ("", "data/stream_datamodule.py", "StreamDataModule", ("sequence_length", "validation_samples", "seed", "num_workers")),
-    ("", "data/batch_options.py", "BatchOptions", ("micro_batch_size", "num_microbatches", "global_batch_size")),
+    (
+        "",
+        "data/stream_datamodule.py",
+        "StreamDataModule",
+        ("sequence_length", "validation_samples", "seed", "num_workers"),
+    ),
+    (
+        "",
+        "data/batch_options.py",
+        "BatchOptions",
+        ("micro_batch_size", "num_microbatches", "global_batch_size"),
+    ),
 )
 _CHAT = (
     "path",
@@ -77,7 +106,12 @@ _CHAT = (
 )
 _DATA: Mapping[str, Sequence[_Shown]] = {
     "TextDataModule": (
-        ("", "data/datamodule.py", "TextDataModule", ("data_dir", "source", "vocabulary_size", "tokenizer_dir")),
+        (
+            "",
+            "data/datamodule.py",
+            "TextDataModule",
+            ("data_dir", "source", "vocabulary_size", "tokenizer_dir"),
+        ),
         *_STREAM,
     ),
     "ChatDataModule": (("", "data/chat_datamodule.py", "ChatDataModule", _CHAT), *_STREAM),
@@ -102,7 +136,8 @@ class SourceOption:
 
 
 def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
-    """Return what ``ptdp VERB --help`` prints, with the keys of the classes that the command line's configuration names.
+    """Return what ``ptdp VERB --help`` prints, with the keys of the classes that the command line's
+    configuration names.
 
     Args:
         verb: A verb with a configuration.
@@ -111,37 +146,66 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
     Raises:
         UserError: A configuration on the command line cannot be read.
     """
-    own = [(f"--{one.name}", "" if one.type is None else _default(repr(one.default)), one.text) for one in options_of_verb(verb)]
+    own = [
+        (f"--{one.name}", "" if one.type is None else _default(repr(one.default)), one.text)
+        for one in options_of_verb(verb)
+    ]
     if verb == "fit":
         own.append(
-            ("--launcher", "", "slurm or torchrun: make the script that starts this on many devices; with --help its options.")
+            (
+                "--launcher",
+                "",
+                "slurm or torchrun: make the script that starts this on many devices; with --help "
+                "its options.",
+            )
         )
     general = [
-        ("-c, --config", "", "A recipe (ptdp recipes list) or a YAML file; may be repeated, later ones win."),
+        (
+            "-c, --config",
+            "",
+            "A recipe (ptdp recipes list) or a YAML file; may be repeated, later ones win.",
+        ),
         ("--print_config", "", "Print the whole configuration that would be used."),
-        ("--help all", "", "Every key, with all that Lightning says of it. Those of a class: --data.help TextDataModule."),
+        (
+            "--help all",
+            "",
+            "Every key, with all that Lightning says of it. Those of a class: --data.help "
+            "TextDataModule.",
+        ),
     ]
     parts = [
         f"usage: ptdp {verb} --config RECIPE [--KEY VALUE ...]",
         DESCRIPTIONS[verb],
         f"options:\n{_table([*general, *own])}",
-        f"--trainer.NAME VALUE, of Lightning's Trainer, for example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
-        f"--trainer.strategy.NAME VALUE, with the defaults where a recipe says nothing:\n{_rows(_STRATEGY)}",
+        "--trainer.NAME VALUE, of Lightning's Trainer, for "
+        f"example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
+        "--trainer.strategy.NAME VALUE, with the defaults where a recipe says "
+        f"nothing:\n{_rows(_STRATEGY)}",
         _class_part("model", _chosen("model", arguments) or "LitGPT", _MODELS, "my_module.LitMine"),
-        _class_part("data", _chosen("data", arguments) or "TextDataModule", _DATA, "my_module.MyData"),
+        _class_part(
+            "data", _chosen("data", arguments) or "TextDataModule", _DATA, "my_module.MyData"
+        ),
     ]
     return "\n\n".join(parts)
 
 
 def options_in_source(file: Path, name: str) -> list[SourceOption]:
-    """The arguments of a class, those of its bases in the same file included: the fields of a dataclass, else of ``__init__``."""
-    classes = {node.name: node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)}
+    """The arguments of a class, those of its bases in the same file included: the fields of a
+    dataclass, else of ``__init__``."""
+    classes = {
+        node.name: node
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
     found: dict[str, str] = {}
     texts: dict[str, str] = {}
     for one in _with_bases(classes, name):
         found |= dict(_arguments(one))
         texts |= _said(ast.get_docstring(one) or "")
-    return [SourceOption(name=key, default=default, text=texts.get(key, "")) for key, default in found.items()]
+    return [
+        SourceOption(name=key, default=default, text=texts.get(key, ""))
+        for key, default in found.items()
+    ]
 
 
 def _with_bases(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[ast.ClassDef]:
@@ -154,12 +218,22 @@ def _with_bases(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[ast.
 
 def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for part in node.body:
-        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and node.decorator_list:
+        if (
+            isinstance(part, ast.AnnAssign)
+            and isinstance(part.target, ast.Name)
+            and node.decorator_list
+        ):
             yield part.target.id, "" if part.value is None else ast.unparse(part.value)
         elif isinstance(part, ast.FunctionDef) and part.name == "__init__":
             positional = part.args.args[1:]
-            defaults = [*[None] * (len(positional) - len(part.args.defaults)), *part.args.defaults, *part.args.kw_defaults]
-            for argument, default in zip([*positional, *part.args.kwonlyargs], defaults, strict=True):
+            defaults = [
+                *[None] * (len(positional) - len(part.args.defaults)),
+                *part.args.defaults,
+                *part.args.kw_defaults,
+            ]
+            for argument, default in zip(
+                [*positional, *part.args.kwonlyargs], defaults, strict=True
+            ):
                 yield argument.arg, "" if default is None else ast.unparse(default)
 
 
@@ -167,11 +241,15 @@ def _said(docstring: str) -> dict[str, str]:
     """Return the descriptions in the ``Args:`` section, by argument."""
     block = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
     entries = re.split(r"^    (?=\w)", block[1], flags=re.MULTILINE)[1:] if block else []
-    return {name: " ".join(text.split()) for name, _, text in (entry.partition(":") for entry in entries)}
+    return {
+        name: " ".join(text.split())
+        for name, _, text in (entry.partition(":") for entry in entries)
+    }
 
 
 def _chosen(part: str, arguments: Sequence[str]) -> str:
-    """Return the name of the class of the model or the data that a command line chooses; "" if it chooses none."""
+    """Return the name of the class of the model or the data that a command line chooses; "" if it
+    chooses none."""
     name = ""
     for option in options_on(arguments):
         value: Any = option.value
@@ -187,7 +265,9 @@ def _chosen(part: str, arguments: Sequence[str]) -> str:
 def _class_part(part: str, name: str, known: Mapping[str, Sequence[_Shown]], own: str) -> str:
     """Return the keys of a class, or how to list them if it is none of ours."""
     if name in known:
-        return f"--{part}.NAME VALUE, of {name}; your own class: --{part} {own}:\n{_rows(known[name])}"
+        return (
+            f"--{part}.NAME VALUE, of {name}; your own class: --{part} {own}:\n{_rows(known[name])}"
+        )
     return f"--{part}.NAME VALUE, of {name}: --{part}.help {name} lists all"
 
 
@@ -195,7 +275,10 @@ def _rows(classes: Sequence[_Shown]) -> str:
     rows = []
     for prefix, file, name, shown in classes:
         options = {one.name: one for one in options_in_source(_PACKAGE / file, name)}
-        rows += [(prefix + key, _default(options[key].default), _first(options[key].text)) for key in shown or options]
+        rows += [
+            (prefix + key, _default(options[key].default), _first(options[key].text))
+            for key in shown or options
+        ]
     return _table(rows)
 
 
@@ -208,7 +291,10 @@ def _default(source: str) -> str:
 
 def _first(text: str) -> str:
     """The first sentence, without what is said of the default."""
-    return re.split(r"(?<=[^.]\w[\w)\"'])\.(?: |$)", text.replace("``", ""), maxsplit=1)[0].rstrip(".") + "."
+    return (
+        re.split(r"(?<=[^.]\w[\w)\"'])\.(?: |$)", text.replace("``", ""), maxsplit=1)[0].rstrip(".")
+        + "."
+    )
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> str:
@@ -217,6 +303,8 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> str:
     lines = []
     for head, (_, _, text) in zip(heads, rows, strict=True):
         first, *others = textwrap.wrap(text, _WIDTH - width) or [""]
-        lines += [head, " " * width + first] if len(head) + 2 > width else [head.ljust(width) + first]
+        lines += (
+            [head, " " * width + first] if len(head) + 2 > width else [head.ljust(width) + first]
+        )
         lines += [" " * width + line for line in others]
     return "\n".join(line.rstrip() for line in lines)

@@ -1,8 +1,8 @@
 """``--trainer.strategy CLASS`` on the command line.
 
-The Trainer takes a name or an object for its strategy, so that a bare class would be taken for a name: the options that the
-configuration gives it would be lost, and Lightning would know no strategy of that name.
-"""
+The Trainer takes a name or an object for its strategy, so that a bare class would be taken for a
+name: the options that the configuration gives it would be lost, and Lightning would know no
+strategy of that name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _NAME = "ptdp"
 
 
 def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
-    """A command line in which our strategy, if it is named, keeps the options of the configurations before it.
+    """A command line in which our strategy, if it is named, keeps the options of the configurations
+    before it.
 
     Args:
         arguments: Configurations as ``--config=FILE`` or ``--config=TEXT``, in YAML without a base.
@@ -39,15 +40,26 @@ def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
             configured = None
             kept.append(f"{_OPTION}={value}")
         elif not _is_ours(configured):
-            kept.append(f"{_OPTION}={value if value == _NAME else json.dumps({'class_path': _CLASS_PATH})}")
+            kept.append(
+                f"{_OPTION}={value if value == _NAME else json.dumps({'class_path': _CLASS_PATH})}"
+            )
     return kept
 
 
 def _strategy_of(config: str, before: object) -> object:
-    values = load_yaml(config) if "\n" in config else load_yaml_file(config) if Path(config).is_file() else None
+    values = (
+        load_yaml(config)
+        if "\n" in config
+        else load_yaml_file(config)
+        if Path(config).is_file()
+        else None
+    )
     trainer = values.get("trainer") if isinstance(values, Mapping) else None
     return trainer["strategy"] if isinstance(trainer, Mapping) and "strategy" in trainer else before
 
 
 def _is_ours(strategy: object) -> bool:
-    return isinstance(strategy, Mapping) and str(strategy.get("class_path", "")).rpartition(".")[2] == _CLASS
+    return (
+        isinstance(strategy, Mapping)
+        and str(strategy.get("class_path", "")).rpartition(".")[2] == _CLASS
+    )

@@ -1,4 +1,5 @@
-"""``ptdp timeline``: pictures, traces and numbers of pipeline schedules, without running anything."""
+"""``ptdp timeline``: pictures, traces and numbers of pipeline schedules, without running
+anything."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def run(verb: str, arguments: list[str]) -> int:
         if output.suffix not in _SUFFIXES:
             parser.error(f"--output {output} must end in .png or .json")
     if options.pp * options.microbatches > _MOST:
-        parser.error(f"--pp {options.pp} * --microbatches {options.microbatches} must be at most {_MOST:,}")
+        parser.error(
+            f"--pp {options.pp} * --microbatches {options.microbatches} must be at most {_MOST:,}"
+        )
     try:
         timelines = [_simulated(name, options) for name in options.compare or [options.schedule]]
     except ValueError as error:
@@ -57,23 +60,56 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = ", ".join(SCHEDULES)
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline_parallel_size")
     parser.add_argument(
-        "--vpp", type=int, metavar="V", help="virtual_pipeline_size (default: the least that the schedule can use)"
+        "--vpp",
+        type=int,
+        metavar="V",
+        help="virtual_pipeline_size (default: the least that the schedule can use)",
     )
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="num_microbatches")
+    parser.add_argument(
+        "--microbatches", type=int, required=True, metavar="M", help="num_microbatches"
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--schedule", default="auto", help=f"one of {names}, or a .csv file (default auto)")
-    what.add_argument("--compare", type=listed, metavar="A,B,…", help="several schedules in one picture, separated by commas")
-    parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward (default 1)")
-    parser.add_argument("--backward", type=float, default=2.0, help="duration of a whole backward (default 2)")
-    parser.add_argument("--weight", type=float, help="the weight gradient's part of the backward (default half of it)")
-    parser.add_argument("--reduce", type=float, default=0.0, help="duration of the reduction of a rank's gradients (default 0)")
-    parser.add_argument("--latency", type=float, default=0.0, help="duration of a message (default 0)")
-    parser.add_argument("--memory", action="store_true", help="draw the activations that each rank holds too")
-    parser.add_argument("--width", type=int, default=1600, help="width of the picture in pixels (default 1600)")
+    what.add_argument(
+        "--schedule", default="auto", help=f"one of {names}, or a .csv file (default auto)"
+    )
+    what.add_argument(
+        "--compare",
+        type=listed,
+        metavar="A,B,…",
+        help="several schedules in one picture, separated by commas",
+    )
+    parser.add_argument(
+        "--forward", type=float, default=1.0, help="duration of a forward (default 1)"
+    )
+    parser.add_argument(
+        "--backward", type=float, default=2.0, help="duration of a whole backward (default 2)"
+    )
+    parser.add_argument(
+        "--weight",
+        type=float,
+        help="the weight gradient's part of the backward (default half of it)",
+    )
+    parser.add_argument(
+        "--reduce",
+        type=float,
+        default=0.0,
+        help="duration of the reduction of a rank's gradients (default 0)",
+    )
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="duration of a message (default 0)"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="draw the activations that each rank holds too"
+    )
+    parser.add_argument(
+        "--width", type=int, default=1600, help="width of the picture in pixels (default 1600)"
+    )
     parser.add_argument(
         "--output",
         type=Path,
@@ -87,7 +123,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:
     weight = options.backward / 2 if options.weight is None else options.weight
     if options.weight is not None and not 0 <= weight <= options.backward:
-        raise ValueError(f"--weight {weight:g} must be between 0 and --backward {options.backward:g}, of which it is a part")
+        raise ValueError(
+            f"--weight {weight:g} must be between 0 and --backward {options.backward:g}, of which "
+            "it is a part"
+        )
     schedule = _schedule(name, options)
     v = schedule.virtual_pipeline_size
     costs = Costs(
@@ -101,7 +140,8 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
 
 
 def _schedule(name: str, options: argparse.Namespace) -> Schedule:
-    """The schedule, with as many chunks as it needs if that is not said: the mistake is that of the last try."""
+    """The schedule, with as many chunks as it needs if that is not said: the mistake is that of the
+    last try."""
     needed = (1, options.vpp or 2, 2)
     tries = needed if options.compare or options.vpp is None else (options.vpp,)
     for chunks in tries:
@@ -125,7 +165,9 @@ def _table(timelines: Sequence[Timeline]) -> str:
         v = timeline.schedule.virtual_pipeline_size
         peaks = " ".join(f"{peak / v:g}" for peak in timeline.peak_in_flight)
         bubble = f"{float(timeline.bubble_fraction):.2%}"
-        rows.append((timeline.schedule.name, str(v), f"{float(timeline.step_time):g}", bubble, peaks))
+        rows.append(
+            (timeline.schedule.name, str(v), f"{float(timeline.step_time):g}", bubble, peaks)
+        )
     return columns(rows, words=(0, 4))
 
 

@@ -1,4 +1,5 @@
-"""The options of the configured verbs that are no keys of Lightning's: written once, for the parser, the short help and completions."""
+"""The options of the configured verbs that are no keys of Lightning's: written once, for the
+parser, the short help and completions."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ _OPTIONS = {
             name="resume",
             type=Literal["auto"] | None,
             text="auto: continue from the newest complete checkpoint of this experiment in the configuration's folders "
-            "(trainer.default_root_dir, the loggers' and ModelCheckpoint's); without one, begin, with --ckpt_path from that checkpoint.",
+            "(trainer.default_root_dir, the loggers' and ModelCheckpoint's); without one, begin, "
+            "with --ckpt_path from that checkpoint.",
         ),
         VerbOption(
             name="init_from",
@@ -63,25 +65,40 @@ _OPTIONS = {
         ),
     ),
     "predict": (
-        VerbOption(name="output", type=str | None, text="File to write to, a line a sample; null: the lines are printed."),
+        VerbOption(
+            name="output",
+            type=str | None,
+            text="File to write to, a line a sample; null: the lines are printed.",
+        ),
     ),
     "verify": (
         VerbOption(name="steps", type=int, default=3, text="Optimizer steps that are compared."),
         VerbOption(
-            name="blocks", type=int | None, text="Blocks of the model that are kept; null: as many as one process can hold."
+            name="blocks",
+            type=int | None,
+            text="Blocks of the model that are kept; null: as many as one process can hold.",
         ),
-        VerbOption(name="limit_s", type=float, default=600.0, text="Limit of each training, in seconds."),
+        VerbOption(
+            name="limit_s", type=float, default=600.0, text="Limit of each training, in seconds."
+        ),
         VerbOption(name="output", type=str | None, text="Picture (.png) of the errors."),
     ),
     "bench": (
-        VerbOption(name="warmup", type=int, default=3, text="Steps before the measured ones; at least 1."),
+        VerbOption(
+            name="warmup", type=int, default=3, text="Steps before the measured ones; at least 1."
+        ),
         VerbOption(name="steps", type=int, default=10, text="Steps that are measured."),
-        VerbOption(name="peak_tflops", type=float | None, text="Of one device, for MFU; null: the data sheet's."),
+        VerbOption(
+            name="peak_tflops",
+            type=float | None,
+            text="Of one device, for MFU; null: the data sheet's.",
+        ),
         VerbOption(
             name="compare",
             type=str | None,
             text="More layouts, separated by commas, such as 't2 p2, p4 v2', in steps of as many samples where "
-            "that is possible. Degrees that are not named are 1; data parallelism takes the rest of the devices.",
+            "that is possible. Degrees that are not named are 1; data parallelism takes the rest "
+            "of the devices.",
         ),
         VerbOption(name="json", type=None, default=False, text="All of it as JSON."),
     ),

@@ -22,17 +22,28 @@ def run(verb: str, arguments: list[str]) -> int:
         cli = PTDPCLI(verb, [*arguments, "--trainer.logger=false"])
         given = cli.config
         if not hasattr(cli.trainer.strategy, "config"):
-            raise UserError("ptdp verify compares a layout of the ptdp strategy: set --trainer.strategy ptdp")
+            raise UserError(
+                "ptdp verify compares a layout of the ptdp strategy: set --trainer.strategy ptdp"
+            )
         if given.steps < 1:
             raise UserError(f"--steps {given.steps} must be at least 1")
         check_picture("--output", given.output)
         check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=None, writes=False)
     if cli.datamodule is not None:
         cli.datamodule.prepare_data()
-    options = {name: value for name, value in vars(cli.config_init.trainer).items() if value is not None}
+    options = {
+        name: value for name, value in vars(cli.config_init.trainer).items() if value is not None
+    }
     options |= {"devices": cli.trainer.num_devices, "strategy": cli.trainer.strategy}
     try:
-        report = verify(cli.model, cli.datamodule, steps=given.steps, blocks=given.blocks, limit_s=given.limit_s, **options)
+        report = verify(
+            cli.model,
+            cli.datamodule,
+            steps=given.steps,
+            blocks=given.blocks,
+            limit_s=given.limit_s,
+            **options,
+        )
     except VerificationError as error:
         print("\n".join([f"ptdp verify: {error}", *getattr(error, "__notes__", ())]))
         return 1

@@ -1,9 +1,11 @@
-"""Context parallelism: one sequence split over c ranks along time, through the whole network (arXiv 2310.01889, 2309.14509).
+"""Context parallelism: one sequence split over c ranks along time, through the whole network (arXiv
+2310.01889, 2309.14509).
 
 The engine uses ``ContextParallel``:
 
 - It cuts a batch (``sequence_chunks.py``, ``sequence_batch.py``).
-- It replaces the model's attention by ring or all-to-all attention (``ring.py``, ``all_to_all.py``, ``intercept.py``, ``masks.py``).
+- It replaces the model's attention by ring or all-to-all attention (``ring.py``, ``all_to_all.py``,
+  ``intercept.py``, ``masks.py``).
 - It gives the model the positions of its tokens (``global_positions.py``).
 
 All other layers work on single tokens and need no change.
@@ -15,7 +17,11 @@ from lightning_ptdp.context_parallel.context_parallel_error import ContextParall
 from lightning_ptdp.context_parallel.intercept import AttentionKind
 from lightning_ptdp.context_parallel.models import why_not
 from lightning_ptdp.context_parallel.ring import ring_attention
-from lightning_ptdp.context_parallel.sequence_batch import count_targets, sequence_length, shard_batch
+from lightning_ptdp.context_parallel.sequence_batch import (
+    count_targets,
+    sequence_length,
+    shard_batch,
+)
 from lightning_ptdp.context_parallel.sequence_chunks import (
     check_sequence,
     gather_sequence,

@@ -1,11 +1,13 @@
-"""Attention over whole sequences of some heads: all-to-all between heads and sequence (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Attention over whole sequences of some heads: all-to-all between heads and sequence
+(DeepSpeed-Ulysses, arXiv 2309.14509).
 
-In front of the attention every rank trades its slice of all heads for the whole sequence of n/c heads, and trades back behind it.
-In between runs torch's own attention, with every kernel and mask that it has. Four exchanges a layer in each direction, each of a slice
-of which 1/c stays where it is; but no more ranks than heads, and masks are (s, s).
+In front of the attention every rank trades its slice of all heads for the whole sequence of n/c
+heads, and trades back behind it. In between runs torch's own attention, with every kernel and mask
+that it has. Four exchanges a layer in each direction, each of a slice of which 1/c stays where it
+is; but no more ranks than heads, and masks are (s, s).
 
-Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c here, d channels a head.
-"""
+Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c
+here, d channels a head."""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ __all__ = ["all_to_all_attention", "check_heads"]
 
 
 def check_heads(heads: int, context_parallel_size: int) -> None:
-    """Check that every rank gets whole heads; ``heads`` are those of one tensor-parallel rank. Key/value heads need no check.
+    """Check that every rank gets whole heads; ``heads`` are those of one tensor-parallel rank.
+    Key/value heads need no check.
 
     Raises:
         ValueError: The heads do not divide.
@@ -35,8 +38,10 @@ def check_heads(heads: int, context_parallel_size: int) -> None:
     if heads % context_parallel_size:
         works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
         raise ValueError(
-            f"context_parallel_attention='all_to_all' shares out {heads} heads (on each tensor-parallel rank) over "
-            f"context_parallel_size={context_parallel_size} ranks, which does not divide; use a context_parallel_size of {works}, or "
+            f"context_parallel_attention='all_to_all' shares out {heads} heads (on each "
+            "tensor-parallel rank) over "
+            f"context_parallel_size={context_parallel_size} ranks, which does not divide; use a "
+            f"context_parallel_size of {works}, or "
             "context_parallel_attention='ring'"
         )
 
@@ -52,10 +57,12 @@ def all_to_all_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and backward.
+    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and
+    backward.
 
-    Arguments and result as of ``ring_attention``; c must divide n. Fewer key/value heads than ranks are copied before they are sent,
-    and their gradients summed. A mask with rows is gathered to (s, s).
+    Arguments and result as of ``ring_attention``; c must divide n. Fewer key/value heads than ranks
+    are copied before they are sent, and their gradients summed. A mask with rows is gathered to (s,
+    s).
 
     Raises:
         ContextParallelError: c does not divide n.
@@ -90,7 +97,9 @@ class _Exchange(torch.autograd.Function):
     """``function`` of several tensors under way together; ``inverse`` is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, function: Exchange, inverse: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, function: Exchange, inverse: Exchange, group: Group, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.function, ctx.inverse, ctx.group = function, inverse, group
         return function(tensors, group)
 
@@ -104,26 +113,39 @@ def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     order = chunk_order(group.size)
     places = sorted(range(len(order)), key=order.__getitem__)
     # (2c, b, n/c, s/2c, d): for each rank its heads of the two chunks that are here.
-    sent = [[half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)] for x in tensors]
-    return tuple(torch.cat([chunks[place] for place in places], dim=2) for chunks in _trade(sent, group))
+    sent = [
+        [half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)] for x in tensors
+    ]
+    return tuple(
+        torch.cat([chunks[place] for place in places], dim=2) for chunks in _trade(sent, group)
+    )
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """(b, n/c, s, d) -> (b, n, s/c, d)."""
-    sent = [[x.chunk(2 * group.size, 2)[chunk] for chunk in chunk_order(group.size)] for x in tensors]
+    sent = [
+        [x.chunk(2 * group.size, 2)[chunk] for chunk in chunk_order(group.size)] for x in tensors
+    ]
     # (2c, b, n/c, s/2c, d): from each rank its heads of the two chunks that belong here.
     return tuple(
-        torch.unflatten(chunks, 0, (group.size, 2)).permute(2, 0, 3, 1, 4, 5).flatten(1, 2).flatten(2, 3)
+        torch.unflatten(chunks, 0, (group.size, 2))
+        .permute(2, 0, 3, 1, 4, 5)
+        .flatten(1, 2)
+        .flatten(2, 3)
         for chunks in _trade(sent, group)
     )
 
 
 def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
-    """Send each rank its two parts of several tensors, each given in the order of the ranks; what they sent here."""
+    """Send each rank its two parts of several tensors, each given in the order of the ranks; what
+    they sent here."""
     sources = [torch.stack(parts) for parts in sent]
     if torch.compiler.is_compiling():
         splits = [2] * group.size
-        started = [start_traced("all_to_all_single", source, splits, splits, group.name) for source in sources]
+        started = [
+            start_traced("all_to_all_single", source, splits, splits, group.name)
+            for source in sources
+        ]
         return [wait_traced(result) for result in started]
     received = [torch.empty_like(source) for source in sources]
     under_way = [
@@ -137,7 +159,8 @@ def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
 
 
 def _whole_mask(mask: Tensor, q: Tensor, group: Group, causal: bool) -> Tensor:
-    """The mask of all queries, of this rank's heads, with the causal one in it: torch takes only one of the two."""
+    """The mask of all queries, of this rank's heads, with the causal one in it: torch takes only
+    one of the two."""
     if mask.size(-2) > 1:
         rows = mask.to(torch.uint8) if mask.dtype is torch.bool else mask
         heads = rows if rows.size(1) > 1 else rows.expand(-1, group.size, -1, -1)
@@ -146,5 +169,7 @@ def _whole_mask(mask: Tensor, q: Tensor, group: Group, causal: bool) -> Tensor:
         mask = mask.chunk(group.size, 1)[group.rank]
     if causal:
         future = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu_(1)
-        mask = mask.expand(-1, -1, q.size(2), -1).masked_fill(future, False if mask.dtype is torch.bool else -torch.inf)
+        mask = mask.expand(-1, -1, q.size(2), -1).masked_fill(
+            future, False if mask.dtype is torch.bool else -torch.inf
+        )
     return mask if mask.dtype is torch.bool else mask.to(q.dtype)

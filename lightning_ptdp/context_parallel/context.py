@@ -1,4 +1,5 @@
-"""Context parallelism of one rank, as the engine uses it: one object for the run, one context for each forward."""
+"""Context parallelism of one rank, as the engine uses it: one object for the run, one context for
+each forward."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "p
 
 @dataclass(kw_only=True)
 class ContextForward(Supplier, Interceptor):
-    """One forward on a slice of the sequence: what the model is handed, and what its attention becomes.
+    """One forward on a slice of the sequence: what the model is handed, and what its attention
+    becomes.
 
     Attributes:
         batch: This rank's part of the batch: what the step is called with.
@@ -44,13 +46,16 @@ class ContextForward(Supplier, Interceptor):
 
     @property
     def num_targets(self) -> Tensor | None:
-        """After the forward: labels of this rank that are not ignored, () int64; None if the batch has no "labels"."""
+        """After the forward: labels of this rank that are not ignored, () int64; None if the batch
+        has no "labels"."""
         return count_targets(self.batch) if self.shifted_targets is None else self.shifted_targets
 
     def share(self, loss: Tensor) -> Tensor:
-        """Weight of this rank's mean loss, so that the mean over the group is the mean over all labels; collective.
+        """Weight of this rank's mean loss, so that the mean over the group is the mean over all
+        labels; collective.
 
-        For a step that does not return ``num_tokens``, on the ranks that have the loss. Without labels in the batch all ranks weigh
+        For a step that does not return ``num_tokens``, on the ranks that have the loss. Without
+        labels in the batch all ranks weigh
         the same: 1.
         """
         count, group = self.num_targets, self.group
@@ -76,7 +81,8 @@ class ContextParallel(Surrounding):
         attention: "ring" or "all_to_all".
         sequence_dims: See ``sequence_batch.py``.
         padding_keys: Tensors (b, s) of the batch that tell of padding.
-        needs_positions: Refuse a model that cannot be handed its tokens' places in the whole sequence. False for one that needs none.
+        needs_positions: Refuse a model that cannot be handed its tokens' places in the whole
+            sequence. False for one that needs none.
         sequence_parallel_size: t under sequence parallelism, else 1.
         attending: Stages that call attention.
     """
@@ -100,7 +106,9 @@ class ContextParallel(Surrounding):
     def around(self, forward: Forward) -> Iterator[None]:
         """``forward`` of the module that this is attached to."""
         assert self._module is not None
-        with self.forward(self._module, forward.whole, expects_attention=forward.stage in self.attending) as running:
+        with self.forward(
+            self._module, forward.whole, expects_attention=forward.stage in self.attending
+        ) as running:
             running.draws_alike = lambda: forward.draws_alike
             forward.batch, forward.part = running.batch, running
             yield
@@ -111,18 +119,23 @@ class ContextParallel(Surrounding):
         return contextlib.nullcontext(), forward.part.active()
 
     @contextlib.contextmanager
-    def forward(self, module: nn.Module, batch: Any, *, expects_attention: bool = True) -> Iterator[ContextForward]:
-        """Around one call of a step of ``module`` on (a microbatch of) a batch; collective, and no backward may run inside.
+    def forward(
+        self, module: nn.Module, batch: Any, *, expects_attention: bool = True
+    ) -> Iterator[ContextForward]:
+        """Around one call of a step of ``module`` on (a microbatch of) a batch; collective, and no
+        backward may run inside.
 
         Args:
             module: The LightningModule, or any module that holds the model.
             batch: Whole along time, the same on all ranks of the group.
-            expects_attention: Raise if no attention call was replaced; False for a pipeline stage without attention.
+            expects_attention: Raise if no attention call was replaced; False for a pipeline stage
+                without attention.
 
         Raises:
             ValueError: The batch has no sequence, or one that cannot be cut.
-            ContextParallelError: The forward did something that a slice of the sequence cannot honour, called no attention that
-                could be replaced, or has no way to get the positions of its tokens.
+            ContextParallelError: The forward did something that a slice of the sequence cannot
+                honour, called no attention that could be replaced, or has no way to get the
+                positions of its tokens.
         """
         running = self._begin(module, batch)
         with running.active():
@@ -130,17 +143,30 @@ class ContextParallel(Surrounding):
         self._check(running, expects_attention)
 
     def _begin(self, module: nn.Module, batch: Any) -> ContextForward:
-        length, size, rank = sequence_length(batch, self.sequence_dims), self.group.size, self.group.rank
+        length, size, rank = (
+            sequence_length(batch, self.sequence_dims),
+            self.group.size,
+            self.group.rank,
+        )
         check_sequence(length, size, sequence_parallel_size=self.sequence_parallel_size)
-        local = shard_batch(batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims)
+        local = shard_batch(
+            batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims
+        )
         if module not in self._takers:
             self._takers = {module: find_takers(module)}
         takers = self._takers[module]
-        if self.needs_positions and _given(batch) is None and not any(taker.takes_positions for taker in takers):
+        if (
+            self.needs_positions
+            and _given(batch) is None
+            and not any(taker.takes_positions for taker in takers)
+        ):
             raise ContextParallelError(
-                f"no module in {type(module).__name__} takes position_ids: a model that counts positions itself would count from 0 on "
-                "every context rank. Give its forward a parameter position_ids, or put 'position_ids' (batch, sequence) into the batch "
-                "and use them, or, if the model needs no positions, say context_parallel_positions=False"
+                f"no module in {type(module).__name__} takes position_ids: a model that counts "
+                "positions itself would count from 0 on "
+                "every context rank. Give its forward a parameter position_ids, or put "
+                "'position_ids' (batch, sequence) into the batch "
+                "and use them, or, if the model needs no positions, say "
+                "context_parallel_positions=False"
             )
         where = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
         return ContextForward(
@@ -160,24 +186,33 @@ class ContextParallel(Surrounding):
             raise running.shifts
         if expects_attention and not running.attended:
             raise ContextParallelError(
-                "the step called no attention that context parallelism could replace, so every rank attended to its slice only. It "
-                "replaces torch.nn.functional.scaled_dot_product_attention: let the model use it (Hugging Face: "
-                "attn_implementation='sdpa'; not under torch.compile), or use context_parallel_size=1"
+                "the step called no attention that context parallelism could replace, so every "
+                "rank attended to its slice only. It "
+                "replaces torch.nn.functional.scaled_dot_product_attention: let the model use it "
+                "(Hugging Face: "
+                "attn_implementation='sdpa'; not under torch.compile), or use "
+                "context_parallel_size=1"
             )
         if self.needs_positions and _given(running.batch) is None and not running.used:
             raise ContextParallelError(
-                "the step called none of the modules that take position_ids, so its positions were counted from 0 on every context rank; "
+                "the step called none of the modules that take position_ids, so its positions "
+                "were counted from 0 on every context rank; "
                 "call such a module itself and not its parts, or hand 'position_ids' in the batch"
             )
 
 
 def _documents(batch: Any, takers: list[Taker]) -> Tensor | None:
-    """Which of a sequence's documents each token is of, (b, s) int64, where the model would tell them apart by positions that begin anew.
+    """Which of a sequence's documents each token is of, (b, s) int64, where the model would tell
+    them apart by positions that begin anew.
 
     Reads a value back from the device, where the batch holds positions.
     """
     places = _given(batch)
-    if not isinstance(places, Tensor) or batch.get("attention_mask") is not None or not any(t.reads_documents for t in takers):
+    if (
+        not isinstance(places, Tensor)
+        or batch.get("attention_mask") is not None
+        or not any(t.reads_documents for t in takers)
+    ):
         return None
     begins = F.pad(places.diff() != 1, (1, 0))
     return begins.cumsum(-1) if bool(begins.any()) else None

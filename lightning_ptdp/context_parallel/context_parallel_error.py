@@ -8,4 +8,5 @@ __all__ = ["ContextParallelError"]
 
 
 class ContextParallelError(PTDPError, RuntimeError):
-    """The model's forward did something that a slice of the sequence cannot honour; the message says what and how to mend it."""
+    """The model's forward did something that a slice of the sequence cannot honour; the message
+    says what and how to mend it."""

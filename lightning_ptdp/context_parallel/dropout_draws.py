@@ -1,8 +1,9 @@
-"""Random numbers of tensors that are slices of the sequence: those of the whole sequence are drawn, and a rank keeps its slice's.
+"""Random numbers of tensors that are slices of the sequence: those of the whole sequence are drawn,
+and a rank keeps its slice's.
 
-All context ranks draw from one stream outside of the blocks. So what belongs to a sample (a diffusion's time, a mixing factor) is the same
-on all of them, and what belongs to a token is that of one process.
-"""
+All context ranks draw from one stream outside of the blocks. So what belongs to a sample (a
+diffusion's time, a mixing factor) is the same on all of them, and what belongs to a token is that
+of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class SliceDraws:
     """Replacements of torch's drawing functions on one rank.
 
     Attributes:
-        length: Tokens of the whole sequence; a slice (b, s/c, ...) has its share of them along dimension 1.
+        length: Tokens of the whole sequence; a slice (b, s/c, ...) has its share of them along
+            dimension 1.
         rank: Place in the context group.
         size: c.
         applies: Says whether all ranks draw from one stream now.
@@ -40,7 +42,13 @@ class SliceDraws:
 
     def replaced(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """Return the functions of torch and those to call instead."""
-        in_place = (Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_, Tensor.bernoulli_)
+        in_place = (
+            Tensor.uniform_,
+            Tensor.normal_,
+            Tensor.random_,
+            Tensor.exponential_,
+            Tensor.bernoulli_,
+        )
         return {
             **{method: partial(self._fill, method) for method in in_place},
             torch.rand: partial(self._new, Tensor.uniform_),
@@ -55,11 +63,15 @@ class SliceDraws:
         return self.applies() and x.dim() > 1 and x.size(1) * self.size == self.length
 
     def _fill(self, method: _Fills, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._is_slice(x) or any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+        if not self._is_slice(x) or any(
+            isinstance(value, Tensor) for value in (*args, *kwargs.values())
+        ):
             return method(x, *args, **kwargs)
         whole = x.new_empty((x.size(0), self.length, *x.shape[2:]))
         with torch.no_grad():
-            return x.copy_(shard_sequence(method(whole, *args, **kwargs), 1, rank=self.rank, size=self.size))
+            return x.copy_(
+                shard_sequence(method(whole, *args, **kwargs), 1, rank=self.rank, size=self.size)
+            )
 
     def _new(self, method: _Fills, *size: Any, **kwargs: Any) -> Tensor:
         generator = kwargs.pop("generator", None)
@@ -74,9 +86,17 @@ class SliceDraws:
         high = kwargs.pop("high") if "high" in kwargs else numbers.pop()
         low = kwargs.pop("low", numbers[0] if numbers else 0)
         generator = kwargs.pop("generator", None)
-        return self._fill(Tensor.random_, torch.empty(size, **{"dtype": torch.int64, **kwargs}), low, high, generator=generator)
+        return self._fill(
+            Tensor.random_,
+            torch.empty(size, **{"dtype": torch.int64, **kwargs}),
+            low,
+            high,
+            generator=generator,
+        )
 
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if not training or not 0 < p < 1 or not self._is_slice(input):
             return F.dropout(input, p, training, inplace)
         kept = self._fill(Tensor.bernoulli_, torch.empty_like(input), 1 - p).div_(1 - p)

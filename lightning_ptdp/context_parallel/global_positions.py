@@ -1,14 +1,19 @@
-"""Hands a model what it would otherwise count or shift within its slice of the sequence, and get wrong.
+"""Hands a model what it would otherwise count or shift within its slice of the sequence, and get
+wrong.
 
-- *Positions.* A module whose forward takes ``position_ids`` and is not given any counts them from 0: it is given their places in the whole
-  sequence, (1, s/c) int64. Our GPT and Hugging Face's models take them.
-- *Positions that begin behind the padding index.* RoBERTa and its like number the tokens that are no padding from ``padding_idx + 1``; the
-  count goes over the whole sequence.
-- *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as between a rank's two chunks, for the border
-  of two documents. A mask without padding keeps them from it.
-- *The mask of documents*, where the batch's own positions begin anew: (b, 1, s/c, s), of this rank's queries and all keys.
-- *Shifted labels.* Hugging Face's causal language models compare each token with the label of the next one, which at the end of a chunk is
-  elsewhere. They are given ``shift_labels``, as their loss takes them.
+- *Positions.* A module whose forward takes ``position_ids`` and is not given any counts them from
+  0: it is given their places in the whole sequence, (1, s/c) int64. Our GPT and Hugging Face's
+  models take them.
+- *Positions that begin behind the padding index.* RoBERTa and its like number the tokens that are
+  no padding from ``padding_idx + 1``; the count goes over the whole sequence.
+- *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as
+  between a rank's two chunks, for the border of two documents. A mask without padding keeps them
+  from it.
+- *The mask of documents*, where the batch's own positions begin anew: (b, 1, s/c, s), of this
+  rank's queries and all keys.
+- *Shifted labels.* Hugging Face's causal language models compare each token with the label of the
+  next one, which at the end of a chunk is elsewhere. They are given ``shift_labels``, as their loss
+  takes them.
 
 Done by forward hooks that stand for the time of one forward.
 """
@@ -45,7 +50,8 @@ class Taker:
         parameters: Names of its forward's parameters, in order.
         reads_documents: It looks for documents in its positions.
         shifts_labels: Its loss compares each token with the label of the next.
-        padding_index: The number of padding, if its positions count the tokens that are none and begin behind it.
+        padding_index: The number of padding, if its positions count the tokens that are none and
+            begin behind it.
     """
 
     module: nn.Module
@@ -68,7 +74,9 @@ def find_takers(module: nn.Module) -> list[Taker]:
         shifts = "labels" in names and _shifts_labels(child)
         if _POSITIONS in names or shifts:
             # How to know a Hugging Face model without importing the library.
-            documents = hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
+            documents = (
+                hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
+            )
             takers.append(
                 Taker(
                     module=child,
@@ -85,7 +93,9 @@ def _padding_index(module: nn.Module) -> int | None:
     """Return the padding index of the embeddings inside that count positions from their tokens."""
     for child in module.modules():
         index = vars(child).get("padding_idx")
-        if isinstance(index, int) and "create_position_ids_from_input_ids" in names_in_forward(child):
+        if isinstance(index, int) and "create_position_ids_from_input_ids" in names_in_forward(
+            child
+        ):
             return index
     return None
 
@@ -103,7 +113,10 @@ def _shifts_labels(module: nn.Module) -> bool:
     Some models have that loss as a default and never call it.
     """
     calls = "loss_function" in names_in_forward(module)
-    return calls and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    return (
+        calls
+        and getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+    )
 
 
 @dataclass(kw_only=True)
@@ -115,10 +128,12 @@ class Supplier:
         positions: (1, s/c) int64.
         length: s, tokens of the whole sequence.
         group: The context group.
-        documents: Which of a sequence's documents each token is of, (b, s) int64; None: there is one.
+        documents: Which of a sequence's documents each token is of, (b, s) int64; None: there is
+            one.
         used: Positions were handed out, or were given already.
-        shifted_targets: After the forward: labels of this rank that are not ignored where the model shifts labels itself, () int64;
-            else None. A count of the batch's own labels misses those that other ranks' tokens predict.
+        shifted_targets: After the forward: labels of this rank that are not ignored where the model
+            shifts labels itself, () int64; else None. A count of the batch's own labels misses
+            those that other ranks' tokens predict.
     """
 
     takers: Sequence[Taker]
@@ -135,7 +150,9 @@ class Supplier:
         with contextlib.ExitStack() as hooks:
             for taker in self.takers:
                 before = partial(self._before, taker)
-                hooks.enter_context(taker.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                hooks.enter_context(
+                    taker.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                )
             yield
 
     def _before(
@@ -150,9 +167,13 @@ class Supplier:
             if given.get(_POSITIONS) is None:
                 added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
         if taker.reads_documents and given.get(_MASK) is None:
-            samples = next(x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1)
+            samples = next(
+                x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1
+            )
             apart = self._mask_of_documents()
-            added[_MASK] = self.positions.new_ones(samples, self.positions.size(1)) if apart is None else apart
+            added[_MASK] = (
+                self.positions.new_ones(samples, self.positions.size(1)) if apart is None else apart
+            )
         if taker.shifts_labels and isinstance(labels := given.get("labels"), Tensor):
             shifted = given.get("shift_labels")
             if not isinstance(shifted, Tensor):
@@ -181,7 +202,12 @@ class Supplier:
 
     def _shift(self, labels: Tensor) -> Tensor:
         whole = gather_sequence(labels, 1, group=self.group)
-        return shard_sequence(F.pad(whole[:, 1:], (0, 1), value=_IGNORED_LABEL), 1, rank=self.group.rank, size=self.group.size)
+        return shard_sequence(
+            F.pad(whole[:, 1:], (0, 1), value=_IGNORED_LABEL),
+            1,
+            rank=self.group.rank,
+            size=self.group.size,
+        )
 
     def _check_length(self, module: nn.Module) -> None:
         check = getattr(module, "check_sequence_length", None)
@@ -190,9 +216,15 @@ class Supplier:
         config = getattr(module, "config", None)
         for name in ("sliding_window", "attention_chunk_size"):
             window = getattr(config, name, None)
-            if isinstance(window, int) and window < self.length and getattr(config, "use_sliding_window", True):
+            if (
+                isinstance(window, int)
+                and window < self.length
+                and getattr(config, "use_sliding_window", True)
+            ):
                 raise ContextParallelError(
-                    f"{type(module).__name__} has {name}={window}, less than the sequence of {self.length} tokens: attention within a "
-                    f"window cannot be told from a slice. Set config.{name}=None, use sequences of at most {window} tokens, or "
+                    f"{type(module).__name__} has {name}={window}, less than the sequence of "
+                    f"{self.length} tokens: attention within a "
+                    f"window cannot be told from a slice. Set config.{name}=None, use sequences "
+                    f"of at most {window} tokens, or "
                     "context_parallel_size=1"
                 )

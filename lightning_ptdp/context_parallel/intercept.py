@@ -1,10 +1,13 @@
-"""Puts ring or all-to-all attention in the place of every call of ``scaled_dot_product_attention`` in somebody's model, and the whole
-sequence's first token in the place of the slice's: models that pool pick ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. Both
-tokens are on the group's first rank (``sequence_chunks.py``), which hands them to the others.
+"""Puts ring or all-to-all attention in the place of every call of ``scaled_dot_product_attention``
+in somebody's model, and the whole
+sequence's first token in the place of the slice's: models that pool pick ``x[:, 0]`` for a
+classifier, ``x[:, -1]`` for a score. Both tokens are on the group's first rank
+(``sequence_chunks.py``), which hands them to the others.
 
-``torch.nn.MultiheadAttention`` is one call to a torch function mode, and inside of the mode's handler the mode is off: the attention
-inside would not be seen. So the handler computes what ``F.multi_head_attention_forward`` does, for the case that occurs in training:
-self-attention without extra keys, whose weights nobody asks for.
+``torch.nn.MultiheadAttention`` is one call to a torch function mode, and inside of the mode's
+handler the mode is off: the attention inside would not be seen. So the handler computes what
+``F.multi_head_attention_forward`` does, for the case that occurs in training: self-attention
+without extra keys, whose weights nobody asks for.
 
 Shapes: s tokens here, b samples, h channels, n heads; torch has the sequence first.
 """
@@ -64,7 +67,12 @@ class Interceptor:
 
     def mode(self) -> Replacing:
         """The mode under which calls are intercepted."""
-        draws = SliceDraws(length=self.length, rank=self.group.rank, size=self.group.size, applies=lambda: self.draws_alike())
+        draws = SliceDraws(
+            length=self.length,
+            rank=self.group.rank,
+            size=self.group.size,
+            applies=lambda: self.draws_alike(),
+        )
         return Replacing(
             {
                 **draws.replaced(),
@@ -86,7 +94,8 @@ class Interceptor:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` of the whole sequence, of which this rank has its slice; collective.
+        """``scaled_dot_product_attention`` of the whole sequence, of which this rank has its slice;
+        collective.
 
         Raises:
             ContextParallelError: The call has no meaning for a slice of the sequence.
@@ -96,15 +105,33 @@ class Interceptor:
         if query.dim() == 3:
             # Samples and heads in one dimension: as good as heads.
             query, key, value = query[None], key[None], value[None]
-            return self.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[0]
+            return self.attend(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )[0]
         dtype = autocast_dtype(query)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-        whole = read_mask(attn_mask, is_causal=is_causal, q=q, kv_heads=k.size(1), group=self.group, padded=self.padded)
+        whole = read_mask(
+            attn_mask,
+            is_causal=is_causal,
+            q=q,
+            kv_heads=k.size(1),
+            group=self.group,
+            padded=self.padded,
+        )
         # Heads that this rank's call has more are copies, one after another.
         copies = k.size(1) // whole.kv_heads
         k, v = k[:, ::copies], v[:, ::copies]
         attention = ring_attention if self.kind == "ring" else all_to_all_attention
-        return attention(q, k, v, group=self.group, causal=whole.causal, mask=whole.mask, scale=scale, dropout_p=dropout_p)
+        return attention(
+            q,
+            k,
+            v,
+            group=self.group,
+            causal=whole.causal,
+            mask=whole.mask,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
 
     def index(self, x: Tensor, index: Any) -> Tensor:
         """``x[index]`` of the whole sequence, if it picks a token.
@@ -117,7 +144,9 @@ class Interceptor:
         except ContextParallelError as error:
             if x.is_floating_point():
                 raise
-            self.shifts = error  # labels may be shifted to count those of a model that shifts them itself
+            self.shifts = (
+                error  # labels may be shifted to count those of a model that shifts them itself
+            )
         token = pick_token(x, index, length=self.length, group=self.group)
         return x[index] if token is None else token
 
@@ -125,20 +154,26 @@ class Interceptor:
         local = self.length // self.group.size
         if query.dim() not in (3, 4):
             raise ContextParallelError(
-                f"attention on queries of shape {tuple(query.shape)} cannot be split over context ranks: it takes (batch, heads, "
+                f"attention on queries of shape {tuple(query.shape)} cannot be split over context "
+                "ranks: it takes (batch, heads, "
                 "sequence, channels)"
             )
         lengths = (query.size(-2), key.size(-2), value.size(-2))
         if lengths != (local, local, local):
             raise ContextParallelError(
-                f"attention on {lengths[0]} queries and {lengths[1]} keys, while each of {self.group.size} context ranks holds {local} "
-                f"of {self.length} tokens: only self-attention over the batch's sequence can be split. A key/value cache, "
-                "cross-attention, or tokens that the model adds to the sequence need context_parallel_size=1"
+                f"attention on {lengths[0]} queries and {lengths[1]} keys, while each of "
+                f"{self.group.size} context ranks holds {local} "
+                f"of {self.length} tokens: only self-attention over the batch's sequence can be "
+                "split. A key/value cache, "
+                "cross-attention, or tokens that the model adds to the sequence need "
+                "context_parallel_size=1"
             )
         if self.differentiates and not torch.is_grad_enabled():
             raise ContextParallelError(
-                "attention runs with gradients disabled inside a forward that has them enabled, as under a reentrant checkpoint, whose "
-                "recomputation could not be intercepted: use PTDPStrategy(recompute=...) or use_reentrant=False; compute parts of the "
+                "attention runs with gradients disabled inside a forward that has them enabled, "
+                "as under a reentrant checkpoint, whose "
+                "recomputation could not be intercepted: use PTDPStrategy(recompute=...) or "
+                "use_reentrant=False; compute parts of the "
                 "model that are frozen by requires_grad=False, not under no_grad"
             )
 
@@ -149,22 +184,33 @@ def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor
     It is collective if the index means a token, on all ranks of the group alike.
 
     Args:
-        x: Indexed tensor; a hidden state (b, s/c, h) is one of floating-point numbers with the slice's length along dimension 1.
+        x: Indexed tensor; a hidden state (b, s/c, h) is one of floating-point numbers with the
+            slice's length along dimension 1.
         index: As given to ``x[...]``.
         length: s, tokens of the whole sequence.
         group: The context group.
 
     Returns:
-        (b, ...) with a gradient for the rank that holds the token; None if no token of a hidden state is picked.
+        (b, ...) with a gradient for the rank that holds the token; None if no token of a hidden
+        state is picked.
 
     Raises:
         ContextParallelError: A token in the middle is picked, or one by number.
     """
-    if not (isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() and x.size(1) == length // group.size):
+    if not (
+        isinstance(x, Tensor)
+        and x.dim() == 3
+        and x.is_floating_point()
+        and x.size(1) == length // group.size
+    ):
         return None
     if not (isinstance(index, tuple) and len(index) > 1):
         return None
-    if isinstance(index[0], Tensor) and isinstance(index[1], Tensor) and not index[1].is_floating_point():
+    if (
+        isinstance(index[0], Tensor)
+        and isinstance(index[1], Tensor)
+        and not index[1].is_floating_point()
+    ):
         picked = "a token of each sample by its number"
     elif isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
         return None
@@ -172,8 +218,10 @@ def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor
         picked = f"token {index[1]}" if index[1] not in (0, -1) else ""
     if picked:
         raise ContextParallelError(
-            f"the model picks {picked} out of a hidden state, of which each of {group.size} context ranks holds a slice of "
-            f"{x.size(1)} tokens; only the first (0) and the last (-1) of the sequence can be picked. Use context_parallel_size=1"
+            f"the model picks {picked} out of a hidden state, of which each of {group.size} "
+            "context ranks holds a slice of "
+            f"{x.size(1)} tokens; only the first (0) and the last (-1) of the sequence can be "
+            "picked. Use context_parallel_size=1"
         )
     return _FromFirst.apply(x[index].contiguous(), group)
 
@@ -196,8 +244,11 @@ class _FromFirst(torch.autograd.Function):
         return total if ctx.group.rank == 0 else torch.zeros_like(total), None
 
 
-def _multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """``F.multi_head_attention_forward`` with ``attend`` (signature of ``scaled_dot_product_attention``) inside.
+def _multi_head_attention(
+    attend: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """``F.multi_head_attention_forward`` with ``attend`` (signature of
+    ``scaled_dot_product_attention``) inside.
 
     Raises:
         ContextParallelError: It is asked for something else than plain self-attention.
@@ -208,7 +259,10 @@ def _multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: A
     x = given["query"]
     _check_plain(given, x)
     projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
-    q, k, v = (torch.unflatten(part, -1, (given["num_heads"], -1)).permute(1, 2, 0, 3) for part in projected.chunk(3, dim=-1))
+    q, k, v = (
+        torch.unflatten(part, -1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
+        for part in projected.chunk(3, dim=-1)
+    )
     causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
     if mask is not None:
         mask = _seen(mask, given["num_heads"])
@@ -220,15 +274,25 @@ def _multi_head_attention(attend: Callable[..., Tensor], *args: Any, **kwargs: A
             length = x.size(0)
             mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril_()[None, None]
         mask, causal = (keys if mask is None else mask & keys), False
-    y = attend(q, k, v, attn_mask=mask, dropout_p=given["dropout_p"] if given["training"] else 0.0, is_causal=causal)
-    return F.linear(y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]), None
+    y = attend(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=given["dropout_p"] if given["training"] else 0.0,
+        is_causal=causal,
+    )
+    return F.linear(
+        y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
+    ), None
 
 
 def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
     """torch's masks are True, or -inf, where a key is *not* seen."""
     if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
         raise ContextParallelError(
-            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be split over context ranks"
+            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be "
+            "split over context ranks"
         )
     seen = ~mask if mask.dtype is torch.bool else mask == 0
     return torch.unflatten(seen, 0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
@@ -247,6 +311,7 @@ def _check_plain(given: dict[str, Any], x: Tensor) -> None:
     found = [name for name, present in unsupported.items() if present]
     if found:
         raise ContextParallelError(
-            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; use plain self-attention, or "
+            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; "
+            "use plain self-attention, or "
             "context_parallel_size=1"
         )

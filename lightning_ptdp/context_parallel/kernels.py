@@ -1,11 +1,14 @@
-"""Attention on one block of queries and keys, with what is needed to put blocks together: the log-sum-exp of each row.
+"""Attention on one block of queries and keys, with what is needed to put blocks together: the
+log-sum-exp of each row.
 
-torch's fused kernels return it, and their backwards take it as an argument, but only under private names; those are used in this file
-alone (tests/context_parallel/test_kernels.py watches them). Whatever they do not cover (masks, dropout, float64, unusual head
-sizes, other devices) takes ``_plain``, which is correct everywhere.
+torch's fused kernels return it, and their backwards take it as an argument, but only under private
+names; those are used in this file alone (tests/context_parallel/test_kernels.py watches them).
+Whatever they do not cover (masks, dropout, float64, unusual head sizes, other devices) takes
+``_plain``, which is correct everywhere.
 
-The trick of blockwise attention: if a backward is given the output and the log-sum-exp of the *whole* row, it computes exactly this
-block's share of the gradients (arXiv 2310.01889, section 3; arXiv 2205.14135, appendix B.2).
+The trick of blockwise attention: if a backward is given the output and the log-sum-exp of the
+*whole* row, it computes exactly this block's share of the gradients (arXiv 2310.01889, section 3;
+arXiv 2205.14135, appendix B.2).
 
 Shapes: b samples, n heads, m key/value heads (m divides n), q queries, k keys, d channels a head.
 """
@@ -21,7 +24,8 @@ from torch import Tensor
 __all__ = ["Block", "attend", "attend_backward", "fused_kernel"]
 
 _TILE_ELEMENTS = 2**24
-"""Scores that ``_plain`` holds at a time: 64 MiB in float32, some copies of it while it computes."""
+"""Scores that ``_plain`` holds at a time: 64 MiB in float32, some copies of it while it
+computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,8 @@ class Block:
     Attributes:
         scale: Factor on q k^T.
         causal: Query i sees keys 0 .. i only; then q = k.
-        bias: Added to the scores, -inf where a query may not see a key; broadcasts to (b, n, q, k), float32 or float64.
+        bias: Added to the scores, -inf where a query may not see a key; broadcasts to (b, n, q, k),
+            float32 or float64.
         dropout_p: Probability of dropping an attention weight.
         seed: What the dropped weights depend on.
     """
@@ -47,8 +52,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
     """Attention of q (b, n, q, d) to k and v (b, m, k, d).
 
     Returns:
-        The output (b, n, q, d), 0 for a query that sees no key, in the dtype of ``q`` or in float32; and the log-sum-exp of its
-        scores (b, n, q), -inf for such a query, float32 (float64 for float64 inputs).
+        The output (b, n, q, d), 0 for a query that sees no key, in the dtype of ``q`` or in
+        float32; and the log-sum-exp of its scores (b, n, q), -inf for such a query, float32
+        (float64 for float64 inputs).
     """
     kernel = fused_kernel(q, k, v, block)
     if kernel == "cpu":
@@ -81,12 +87,37 @@ def attend_backward(
     if kernel == "cpu":
         heads = q.size(1) // k.size(1)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = op(grad, q, _repeat(k, heads), _repeat(v, heads), out, lse, 0.0, block.causal, scale=block.scale)
+        grads = op(
+            grad,
+            q,
+            _repeat(k, heads),
+            _repeat(v, heads),
+            out,
+            lse,
+            0.0,
+            block.causal,
+            scale=block.scale,
+        )
         return grads[0], _sum_repeated(grads[1], heads), _sum_repeated(grads[2], heads)
     # State of the random numbers of dropout, which there is none of.
     rng, lengths = torch.empty(2, dtype=torch.uint64, device=q.device), (q.size(2), k.size(2))
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    return op(grad, q, k, v, out, lse, None, None, *lengths, 0.0, block.causal, rng, rng, scale=block.scale)
+    return op(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        *lengths,
+        0.0,
+        block.causal,
+        rng,
+        rng,
+        scale=block.scale,
+    )
 
 
 def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str | None:
@@ -96,7 +127,9 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str | None:
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return "cpu"
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) % 8 == 0:
-        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, block.causal, q.size(1) != k.size(1))
+        parameters = torch.backends.cuda.SDPAParams(
+            q, k, v, None, 0.0, block.causal, q.size(1) != k.size(1)
+        )
         return "cuda" if torch.backends.cuda.can_use_flash_attention(parameters) else None
     return None
 

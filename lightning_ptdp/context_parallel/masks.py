@@ -1,9 +1,11 @@
 """Meaning of an attention call's mask for the whole sequence.
 
-A model builds masks from what it has: a slice of the tokens. Two things can be read from such a mask with certainty, since models build
-only these from a length and a padding mask: *causal or not*, and *which of the local tokens may be seen*; the latter is put together
-over the ranks. Any other mask between local tokens says nothing about the tokens elsewhere and is refused. A mask that is
-local in its queries and whole in its keys, cut from the batch, means what it says.
+A model builds masks from what it has: a slice of the tokens. Two things can be read from such a
+mask with certainty, since models build
+only these from a length and a padding mask: *causal or not*, and *which of the local tokens may be
+seen*; the latter is put together over the ranks. Any other mask between local tokens says nothing
+about the tokens elsewhere and is refused. A mask that is local in its queries and whole in its
+keys, cut from the batch, means what it says.
 
 Shapes: b samples, n heads, s tokens in the whole sequence, s/c here.
 """
@@ -31,8 +33,10 @@ class WholeMask:
 
     Attributes:
         causal: A token sees itself and what stands before it in the whole sequence.
-        kv_heads: Key/value heads of the call. Some models copy these where they give a mask; then the rank with the fewest counts.
-        mask: Which keys are seen besides, (b or 1, n or 1, s/c or 1, s), boolean or additive, in the order of the whole sequence.
+        kv_heads: Key/value heads of the call. Some models copy these where they give a mask; then
+            the rank with the fewest counts.
+        mask: Which keys are seen besides, (b or 1, n or 1, s/c or 1, s), boolean or additive, in
+            the order of the whole sequence.
     """
 
     causal: bool
@@ -40,7 +44,9 @@ class WholeMask:
     mask: Tensor | None = None
 
 
-def read_mask(mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int, group: Group, padded: bool) -> WholeMask:
+def read_mask(
+    mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int, group: Group, padded: bool
+) -> WholeMask:
     """Read the mask of a call on a rank's slice; collective if ``padded``.
 
     Args:
@@ -49,8 +55,8 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int,
         q: The queries (b, n, s/c, d).
         kv_heads: Key/value heads of the call on this rank.
         group: The context group.
-        padded: The batch holds padding, on whatever rank. There some ranks may give a mask that others, without padding in their slice,
-            leave out; all have to agree.
+        padded: The batch holds padding, on whatever rank. There some ranks may give a mask that
+            others, without padding in their slice, leave out; all have to agree.
 
     Raises:
         ContextParallelError: The mask has no meaning for the whole sequence.
@@ -60,10 +66,13 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int,
         kind, keys = (_CAUSAL if is_causal else _BIDIRECTIONAL), None
     else:
         if is_causal:
-            raise ContextParallelError("scaled_dot_product_attention takes attn_mask or is_causal=True, not both")
+            raise ContextParallelError(
+                "scaled_dot_product_attention takes attn_mask or is_causal=True, not both"
+            )
         if mask.requires_grad:
             raise ContextParallelError(
-                "context parallelism does not compute gradients of an attention mask or bias; use context_parallel_size=1"
+                "context parallelism does not compute gradients of an attention mask or bias; use "
+                "context_parallel_size=1"
             )
         mask = mask[(None,) * (4 - mask.dim())]
         if mask.size(-1) == local_length * group.size and mask.size(-2) in (1, local_length):
@@ -73,22 +82,29 @@ def read_mask(mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int,
         kind, keys = _read_local(mask, local_length, group)
     if padded:
         seen = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
-        return _agree(kind, seen if keys is None else keys.expand_as(seen).to(seen), kv_heads, group)
+        return _agree(
+            kind, seen if keys is None else keys.expand_as(seen).to(seen), kv_heads, group
+        )
     if keys is not None and not bool(keys.all()):
         raise ContextParallelError(
-            "the model masks some tokens as padding, but the batch has no padding mask that every rank could know of it from: hand it in "
-            "the batch under 'attention_mask', 'key_padding_mask' or 'padding_mask' (batch, sequence)"
+            "the model masks some tokens as padding, but the batch has no padding mask that every "
+            "rank could know of it from: hand it in "
+            "the batch under 'attention_mask', 'key_padding_mask' or 'padding_mask' (batch, "
+            "sequence)"
         )
     return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
 
 
 def _read_local(mask: Tensor, length: int, group: Group) -> tuple[int, Tensor]:
-    """Return whether a mask between local tokens is causal, and which of them are visible, (b or 1, s/c) boolean."""
+    """Return whether a mask between local tokens is causal, and which of them are visible, (b or 1,
+    s/c) boolean."""
     seen = _seen(mask, length, group)
     keys = seen[:, :1, -1:]
     patterns = {_BIDIRECTIONAL: keys}
     if seen.size(-2) > 1:
-        patterns[_CAUSAL] = keys & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
+        patterns[_CAUSAL] = (
+            keys & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
+        )
     found = torch.stack([(seen == pattern).all() for pattern in patterns.values()]).tolist()
     fits = [kind for kind, fit in zip(patterns, found, strict=True) if fit]
     if not fits:
@@ -103,14 +119,16 @@ def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
     lowest = torch.finfo(mask.dtype).min / 2
     if not bool((seen | (mask < lowest)).all()):
         raise ContextParallelError(
-            "the attention mask adds other numbers than 0 and -inf to the scores (a bias that depends on positions?), which a slice of the "
+            "the attention mask adds other numbers than 0 and -inf to the scores (a bias that "
+            "depends on positions?), which a slice of the "
             "sequence knows only for its own tokens; " + _refusal(mask, length, group)
         )
     return seen
 
 
 def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
-    """Put the ranks' keys (b, s/c) int32 together. A slice of nothing but padding fits causal and bidirectional; the others know."""
+    """Put the ranks' keys (b, s/c) int32 together. A slice of nothing but padding fits causal and
+    bidirectional; the others know."""
     samples, length = keys.shape
     mine = torch.cat((keys, keys.new_tensor([[kind, kv_heads]]).expand(samples, 2)), 1)
     gathered = mine.new_empty(group.size * samples, length + 2)
@@ -120,7 +138,8 @@ def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
     kinds = set(told.tolist()) - {_EITHER}
     if len(kinds) > 1:
         raise ContextParallelError(
-            "some ranks of a context group gave causal attention and others bidirectional in the same call: the model decides from the "
+            "some ranks of a context group gave causal attention and others bidirectional in the "
+            "same call: the model decides from the "
             "values of its slice; pass is_causal explicitly"
         )
     whole = unshard_sequence(list(parts[..., :length].bool()), 1)
@@ -130,8 +149,11 @@ def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
 
 def _refusal(mask: Tensor, length: int, group: Group) -> str:
     return (
-        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context parallelism: each of {group.size} ranks holds "
-        f"{length} of {length * group.size} tokens, and only a causal mask, a padding mask, or both can be told from a slice. Let the "
-        "model use is_causal=True instead of a mask of its own, or put the mask into the batch as (batch, 1, sequence, sequence), which "
+        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context "
+        f"parallelism: each of {group.size} ranks holds "
+        f"{length} of {length * group.size} tokens, and only a causal mask, a padding mask, or "
+        "both can be told from a slice. Let the "
+        "model use is_causal=True instead of a mask of its own, or put the mask into the batch as "
+        "(batch, 1, sequence, sequence), which "
         "is cut along its queries only"
     )

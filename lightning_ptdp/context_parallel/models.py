@@ -1,4 +1,5 @@
-"""Checks of a model, before anything runs, for operations that a slice of the sequence could not honour."""
+"""Checks of a model, before anything runs, for operations that a slice of the sequence could not
+honour."""
 
 from __future__ import annotations
 
@@ -12,19 +13,25 @@ __all__ = ["names_in_forward", "why_not"]
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why context parallelism would compute something else than the model; None if nothing of the kind is seen."""
+    """Why context parallelism would compute something else than the model; None if nothing of the
+    kind is seen."""
     return next(_reasons(model), None)
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:
-    known: list[Any] = [module for module in model.modules() if hasattr(type(module), "main_input_name")]
+    known: list[Any] = [
+        module for module in model.modules() if hasattr(type(module), "main_input_name")
+    ]
     for module in known:
         if (reason := _why_not_cut(module)) is not None:
             yield f"{type(module).__name__} {reason}"
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1):
+        if isinstance(module, nn.RNNBase) or (
+            isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
+        ):
             yield (
-                f"'{name}' ({type(module).__name__}) mixes tokens along time, as state-space layers do, beside attention; a rank has a "
+                f"'{name}' ({type(module).__name__}) mixes tokens along time, as state-space "
+                "layers do, beside attention; a rank has a "
                 "slice of the sequence only"
             )
     for module in known:
@@ -33,7 +40,8 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def names_in_forward(module: nn.Module) -> Collection[str]:
-    """The names that the module's forward uses (functions, attributes), as far as Python can tell."""
+    """The names that the module's forward uses (functions, attributes), as far as Python can
+    tell."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -42,7 +50,9 @@ def _why_not_cut(module: Any) -> str | None:
     if module.main_input_name != "input_ids":
         return f"makes its sequence from {module.main_input_name} itself; only sequences of the batch are cut along time"
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        return "has cross-attention between two sequences; only self-attention can be split along time"
+        return (
+            "has cross-attention between two sequences; only self-attention can be split along time"
+        )
     return None
 
 
@@ -53,7 +63,8 @@ def _why_not_attend(module: Any) -> str | None:
         return "computes its attention without torch.nn.functional.scaled_dot_product_attention, whose calls are replaced"
     if isinstance(attention, str) and attention != "sdpa":
         return (
-            f"was built with attn_implementation={attention!r}, but calls of scaled_dot_product_attention are replaced: build it with "
+            f"was built with attn_implementation={attention!r}, but calls of "
+            "scaled_dot_product_attention are replaced: build it with "
             "attn_implementation='sdpa'"
         )
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):

@@ -1,19 +1,21 @@
-"""Ring attention: queries stay, keys and values go around (arXiv 2310.01889; zigzag as in arXiv 2407.21783, section 3.3.2).
+"""Ring attention: queries stay, keys and values go around (arXiv 2310.01889; zigzag as in arXiv
+2407.21783, section 3.3.2).
 
-In c steps a rank sees the keys and values of every rank; while it computes with one block, the next one arrives from the rank
-before it. Outputs are put together by their log-sum-exp in float32. Under a causal mask every step after the first is half a block,
-the same work on every rank (rows are the query chunks of rank r, columns the key chunks of rank j)::
+In c steps a rank sees the keys and values of every rank; while it computes with one block, the next
+one arrives from the rank before it. Outputs are put together by their log-sum-exp in float32. Under
+a causal mask every step after the first is half a block, the same work on every rank (rows are the
+query chunks of rank r, columns the key chunks of rank j)::
 
             j = r            j < r            j > r
             r   2c-1-r       j   2c-1-j       j   2c-1-j
     r       \\                x   .            .   .
     2c-1-r  x   \\            x   .            x   x
 
-The backward sends keys and values around once more, and behind them their gradients, which every rank adds to; the last hop takes
-these home. A layer holds O(s/c) a rank.
+The backward sends keys and values around once more, and behind them their gradients, which every
+rank adds to; the last hop takes these home. A layer holds O(s/c) a rank.
 
-Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c here, d channels a head.
-"""
+Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c
+here, d channels a head."""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def ring_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and backward.
+    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and
+    backward.
 
     Args:
         q: Queries (b, n, s/c, d) in zigzag layout, any floating dtype.
@@ -52,10 +55,12 @@ def ring_attention(
         v: Values (b, m, s/c, e).
         group: The context group; best one that carries nothing else.
         causal: A token sees itself and what stands before it in the whole sequence.
-        mask: On top of that, which keys are seen: boolean (True: seen) or additive; broadcasts to (b, n, s/c, s), local in its queries
-            and whole in its keys, these in the order of the whole sequence. Gets no gradient.
+        mask: On top of that, which keys are seen: boolean (True: seen) or additive; broadcasts to
+            (b, n, s/c, s), local in its queries and whole in its keys, these in the order of the
+            whole sequence. Gets no gradient.
         scale: Factor on q k^T; None: 1 / sqrt(d).
-        dropout_p: Probability of dropping an attention weight. The draws start from one number of torch's CPU generator.
+        dropout_p: Probability of dropping an attention weight. The draws start from one number of
+            torch's CPU generator.
 
     Returns:
         (b, n, s/c, e), in the dtype of ``q``. Queries that see no key give 0.
@@ -63,7 +68,9 @@ def ring_attention(
     seed = torch.randint(2**62, ()) if dropout_p else None
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
     scale = q.size(-1) ** -0.5 if scale is None else scale
-    return _Ring.apply(q, k, v, mask, seed, _Options(group=group, causal=causal, scale=scale, dropout_p=dropout_p))
+    return _Ring.apply(
+        q, k, v, mask, seed, _Options(group=group, causal=causal, scale=scale, dropout_p=dropout_p)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +88,14 @@ class _Options:
     def steps(
         self, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
     ) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
-        """(step, rows of the queries, columns, how they attend, the columns of the keys and values that are here), while the next
-        keys and values are on their way."""
-        travelling, length, rank, size = _Travelling((k, v), self.group), k.size(2), self.group.rank, self.group.size
+        """(step, rows of the queries, columns, how they attend, the columns of the keys and values
+        that are here), while the next keys and values are on their way."""
+        travelling, length, rank, size = (
+            _Travelling((k, v), self.group),
+            k.size(2),
+            self.group.rank,
+            self.group.size,
+        )
         run = 0 if seed is None else int(seed)
         for step in range(size):
             visiting = travelling.here()
@@ -94,7 +106,9 @@ class _Options:
             bias = None if mask is None else _bias(mask, rows, columns, source, size)
             own = derive_seed(run, rank, source) if self.dropout_p else 0
             causal = self.causal and step == 0
-            block = Block(scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=own)
+            block = Block(
+                scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=own
+            )
             yield step, rows, columns, block, [x[:, :, columns] for x in visiting]
             travelling.finish()
 
@@ -103,18 +117,31 @@ class _Options:
         everything, chunk = slice(0, length), length // 2
         if not self.causal or step == 0:
             return everything, everything
-        return (everything, slice(0, chunk)) if source < self.group.rank else (slice(chunk, length), everything)
+        return (
+            (everything, slice(0, chunk))
+            if source < self.group.rank
+            else (slice(chunk, length), everything)
+        )
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        options: _Options,
+    ) -> Tensor:
         if torch.compiler.is_compiling():
             out, lse = torch.ops.lightning_ptdp.ring(q, k, v, mask, seed, *options.traced)
         else:
             out, lse = _attend(options, q, k, v, mask, seed)
-        # The empty tensor makes the number of saved tensors differ from plain attention's: a recomputation (activation checkpointing)
-        # that is not intercepted then fails in torch's own check instead of giving wrong gradients.
+        # The empty tensor makes the number of saved tensors differ from plain attention's: a
+        # recomputation (activation checkpointing) that is not intercepted then fails in torch's own
+        # check instead of giving wrong gradients.
         ctx.save_for_backward(q, k, v, out, lse, mask, seed, q.new_empty(0))
         ctx.options = options
         return out
@@ -124,7 +151,12 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, _ = ctx.saved_tensors
         if torch.compiler.is_compiling():
-            return *torch.ops.lightning_ptdp.ring_backward(grad, *saved, *ctx.options.traced), None, None, None
+            return (
+                *torch.ops.lightning_ptdp.ring_backward(grad, *saved, *ctx.options.traced),
+                None,
+                None,
+                None,
+            )
         return *_attend_backward(ctx.options, grad, *saved), None, None, None
 
 
@@ -156,11 +188,15 @@ def _attend_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v."""
     dq, own = torch.empty(0), [torch.empty(0)]
-    gradients = _Travelling([torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group)
+    gradients = _Travelling(
+        [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group
+    )
     with torch.autocast(q.device.type, enabled=False):
         for step, rows, columns, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
             grad_rows, out_rows, lse_rows = grad[:, :, rows], out[:, :, rows], lse[:, :, rows]
-            dq_part, *dkv_part = attend_backward(grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block)
+            dq_part, *dkv_part = attend_backward(
+                grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block
+            )
             if step == 0:
                 dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
             else:
@@ -179,7 +215,8 @@ _OPTIONS = "bool causal, float scale, float dropout_p, str group"
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {{}}Tensor? mask, Tensor? seed, {_OPTIONS}"
 torch.library.define("lightning_ptdp::ring", f"({_INPUTS.format('')}) -> (Tensor, Tensor)")
 torch.library.define(
-    "lightning_ptdp::ring_backward", f"(Tensor grad, {_INPUTS.format('Tensor out, Tensor lse, ')}) -> (Tensor, Tensor, Tensor)"
+    "lightning_ptdp::ring_backward",
+    f"(Tensor grad, {_INPUTS.format('Tensor out, Tensor lse, ')}) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -195,25 +232,33 @@ def _traced(*inputs: Any) -> tuple[Tensor, Tensor]:
 @torch.library.impl("lightning_ptdp::ring_backward", "default")
 def _traced_backward(*inputs: Any) -> tuple[Tensor, ...]:
     gradients = _attend_backward(_options(*inputs[8:]), *inputs[:8])
-    return tuple(torch.empty_like(x).copy_(gradient) for x, gradient in zip(inputs[1:4], gradients, strict=True))
+    return tuple(
+        torch.empty_like(x).copy_(gradient)
+        for x, gradient in zip(inputs[1:4], gradients, strict=True)
+    )
 
 
 @torch.library.register_fake("lightning_ptdp::ring")
 def _shape(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q) if v.size(-1) == q.size(-1) else q.new_empty((*q.shape[:3], v.size(-1)))
+    out = (
+        torch.empty_like(q) if v.size(-1) == q.size(-1) else q.new_empty((*q.shape[:3], v.size(-1)))
+    )
     return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @torch.library.register_fake("lightning_ptdp::ring_backward")
-def _shape_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+def _shape_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, ...]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class _Travelling:
-    """Tensors on their way around the ring, as one message a hop: two buffers, one to compute with and send, one to receive into.
+    """Tensors on their way around the ring, as one message a hop: two buffers, one to compute with
+    and send, one to receive into.
 
-    On CUDA the communication waits for what the current stream has done with the buffers, and ``finish`` makes the stream wait for it.
-    """
+    On CUDA the communication waits for what the current stream has done with the buffers, and
+    ``finish`` makes the stream wait for it."""
 
     def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
@@ -232,7 +277,8 @@ class _Travelling:
         if self._spare is None:
             self._spare = torch.empty_like(self._buffer)
         ranks, rank, group = self._group.ranks, self._group.rank, self._group.handle
-        # Issued as one: a send and a receive between the same two ranks (c = 2) must not wait for each other.
+        # Issued as one: a send and a receive between the same two ranks (c = 2) must not wait for
+        # each other.
         send = dist.P2POp(dist.isend, self._buffer, ranks[(rank + 1) % len(ranks)], group)
         receive = dist.P2POp(dist.irecv, self._spare, ranks[rank - 1], group)
         self._work = dist.batch_isend_irecv([send, receive])
@@ -249,15 +295,19 @@ class _Travelling:
 
 
 def _like(q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` laid out like the queries, so that what the model does next (heads back to channels) stays a view."""
+    """``x`` laid out like the queries, so that what the model does next (heads back to channels)
+    stays a view."""
     return torch.empty_like(q, dtype=dtype).copy_(x) if x.shape == q.shape else x.to(dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add a block to the rows so far, in place; rows that saw nothing have a log-sum-exp of -inf."""
+    """Add a block to the rows so far, in place; rows that saw nothing have a log-sum-exp of
+    -inf."""
     total = torch.logaddexp(lse, more_lse)
     reference = total.masked_fill(total == -torch.inf, 0.0)
-    out.mul_((lse - reference).exp_()[..., None]).add_(more * (more_lse - reference).exp_()[..., None])
+    out.mul_((lse - reference).exp_()[..., None]).add_(
+        more * (more_lse - reference).exp_()[..., None]
+    )
     lse.copy_(total)
 
 

@@ -1,7 +1,8 @@
 """Cutting a batch along time.
 
-The rule, by shape, for a sequence of s tokens: a tensor (b, s, ...) is cut along dimension 1; an attention mask (b, ., s, s) along its
-queries, while its keys stay whole; everything else is the same on all ranks. What a rule by shape cannot know is said by name::
+The rule, by shape, for a sequence of s tokens: a tensor (b, s, ...) is cut along dimension 1; an
+attention mask (b, ., s, s) along its queries, while its keys stay whole; everything else is the
+same on all ranks. What a rule by shape cannot know is said by name::
 
     sequence_dims={"mrope_positions": 2, "class_weights": None}
 """
@@ -24,31 +25,44 @@ SequenceDims = Mapping[str, int | None]
 def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> int:
     """Tokens of the sequence in a batch.
 
-    It is the size of a dimension that ``sequence_dims`` names, else dimension 1 of "input_ids" or "inputs_embeds", else dimension 1 of
-    the first tensor that has one.
+    It is the size of a dimension that ``sequence_dims`` names, else dimension 1 of "input_ids" or
+    "inputs_embeds", else dimension 1 of the first tensor that has one.
 
     Raises:
         ValueError: No tensor has a dimension 1, or the named ones disagree.
     """
     tensors = named_tensors(batch)
-    named = {name: t.size(dim) for name, t in tensors if (dim := (sequence_dims or {}).get(name)) is not None}
+    named = {
+        name: t.size(dim)
+        for name, t in tensors
+        if (dim := (sequence_dims or {}).get(name)) is not None
+    }
     if len(set(named.values())) > 1:
-        raise ValueError(f"sequence_dims names dimensions of different lengths: {named}; all must be the batch's one sequence")
+        raise ValueError(
+            f"sequence_dims names dimensions of different lengths: {named}; all must be the "
+            "batch's one sequence"
+        )
     if named:
         return next(iter(named.values()))
-    allowed = [(name, t) for name, t in tensors if t.dim() > 1 and name not in (sequence_dims or {})]
+    allowed = [
+        (name, t) for name, t in tensors if t.dim() > 1 and name not in (sequence_dims or {})
+    ]
     known = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
     found = known or [t for _, t in allowed]
     if not found:
         shapes = {name: tuple(t.shape) for name, t in tensors}
         raise ValueError(
-            f"the batch holds no tensor (batch, sequence, ...), only {shapes}; context parallelism cuts along the sequence. Change the "
-            "collate function, name the dimension with sequence_dims={'name': dim}, or use context_parallel_size=1"
+            f"the batch holds no tensor (batch, sequence, ...), only {shapes}; context "
+            "parallelism cuts along the sequence. Change the "
+            "collate function, name the dimension with sequence_dims={'name': dim}, or use "
+            "context_parallel_size=1"
         )
     return found[0].size(1)
 
 
-def shard_batch(batch: Any, *, length: int, rank: int, size: int, sequence_dims: SequenceDims | None = None) -> Any:
+def shard_batch(
+    batch: Any, *, length: int, rank: int, size: int, sequence_dims: SequenceDims | None = None
+) -> Any:
     """A rank's part of a batch.
 
     Args:
@@ -56,10 +70,12 @@ def shard_batch(batch: Any, *, length: int, rank: int, size: int, sequence_dims:
         length: s, tokens of the whole sequence (``sequence_length``).
         rank: Place in the context group.
         size: c.
-        sequence_dims: Dimension to cut of the tensors under these keys (at any depth); None: not cut.
+        sequence_dims: Dimension to cut of the tensors under these keys (at any depth); None: not
+            cut.
 
     Raises:
-        ValueError: The length cannot be cut (``check_sequence``), or a named dimension does not have it.
+        ValueError: The length cannot be cut (``check_sequence``), or a named dimension does not
+            have it.
     """
     check_sequence(length, size)
     dims = sequence_dims or {}
@@ -70,7 +86,8 @@ def shard_batch(batch: Any, *, length: int, rank: int, size: int, sequence_dims:
             return tensor
         if tensor.dim() <= dim or tensor.size(dim) != length:
             raise ValueError(
-                f"sequence_dims={{{name!r}: {dim}}}: the tensor has shape {tuple(tensor.shape)}, and its dimension {dim} is not the "
+                f"sequence_dims={{{name!r}: {dim}}}: the tensor has shape {tuple(tensor.shape)}, "
+                f"and its dimension {dim} is not the "
                 f"sequence of {length} tokens; name the right dimension, or None if it has none"
             )
         return shard_sequence(tensor, dim, rank=rank, size=size)
@@ -79,22 +96,30 @@ def shard_batch(batch: Any, *, length: int, rank: int, size: int, sequence_dims:
 
 
 def is_padded(batch: Any, names: Sequence[str]) -> bool:
-    """Return True if a tensor (b, s) under one of ``names`` marks some tokens as padding, because it does not hold one value
-    throughout.
+    """Return True if a tensor (b, s) under one of ``names`` marks some tokens as padding, because
+    it does not hold one value throughout.
 
-    All ranks of a replica read the same batch, so all come to the same answer, before any of them has only its part. Reads a value
-    back from the device.
-    """
-    masks = [tensor for name, tensor in named_tensors(batch) if name in names and tensor.dim() == 2 and tensor.numel()]
+    All ranks of a replica read the same batch, so all come to the same answer, before any of them
+    has only its part. Reads a value back from the device."""
+    masks = [
+        tensor
+        for name, tensor in named_tensors(batch)
+        if name in names and tensor.dim() == 2 and tensor.numel()
+    ]
     return any(bool((mask != mask[:1, :1]).any()) for mask in masks)
 
 
 def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) -> Tensor | None:
-    """Number of labels that are not ignored, () int64, on their device; None if there are none by that name.
+    """Number of labels that are not ignored, () int64, on their device; None if there are none by
+    that name.
 
     The weight of a rank's loss, if the loss is the mean over its labels.
     """
-    found = [tensor for key, tensor in named_tensors(batch) if key == name and not tensor.is_floating_point()]
+    found = [
+        tensor
+        for key, tensor in named_tensors(batch)
+        if key == name and not tensor.is_floating_point()
+    ]
     return (found[0] != ignore_index).sum() if found else None
 
 

@@ -1,13 +1,14 @@
 """Division of a sequence over the c ranks of a context group.
 
-The sequence is cut into 2c chunks, and rank r takes chunks r and 2c-1-r (zigzag; arXiv 2407.21783, section 3.3.2). Under a causal mask
-a late token attends to more than an early one; with one chunk from each end all ranks do equal work::
+The sequence is cut into 2c chunks, and rank r takes chunks r and 2c-1-r (zigzag; arXiv 2407.21783,
+section 3.3.2). Under a causal mask a late token attends to more than an early one; with one chunk
+from each end all ranks do equal work::
 
     c = 4      chunk     0   1   2   3   4   5   6   7
                rank      0   1   2   3   3   2   1   0
 
-Both kinds of attention use this layout, so that the data do not depend on the kind. Tokens of a rank stay in ascending order.
-"""
+Both kinds of attention use this layout, so that the data do not depend on the kind. Tokens of a
+rank stay in ascending order."""
 
 from __future__ import annotations
 
@@ -20,16 +21,26 @@ from torch import Tensor
 from lightning_ptdp.shims.torch import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["check_sequence", "chunk_order", "gather_sequence", "positions", "shard_sequence", "unshard_sequence"]
+__all__ = [
+    "check_sequence",
+    "chunk_order",
+    "gather_sequence",
+    "positions",
+    "shard_sequence",
+    "unshard_sequence",
+]
 
 
-def check_sequence(length: int, context_parallel_size: int, *, sequence_parallel_size: int = 1) -> None:
+def check_sequence(
+    length: int, context_parallel_size: int, *, sequence_parallel_size: int = 1
+) -> None:
     """Check that a sequence can be cut.
 
     Args:
         length: s, tokens of the whole sequence.
         context_parallel_size: c.
-        sequence_parallel_size: t if activations between tensor-parallel regions are split along the sequence, else 1.
+        sequence_parallel_size: t if activations between tensor-parallel regions are split along the
+            sequence, else 1.
 
     Raises:
         ValueError: 2c (and c * t) does not divide the length; names the nearest lengths that work.
@@ -40,10 +51,16 @@ def check_sequence(length: int, context_parallel_size: int, *, sequence_parallel
     if length % unit:
         below = length // unit * unit
         works = " or ".join(str(n) for n in (below, below + unit) if n)
-        tensor = f" and sequence parallelism over {sequence_parallel_size} ranks" if unit != 2 * context_parallel_size else ""
+        tensor = (
+            f" and sequence parallelism over {sequence_parallel_size} ranks"
+            if unit != 2 * context_parallel_size
+            else ""
+        )
         raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for context_parallel_size={context_parallel_size}{tensor}: every rank takes "
-            f"two equal chunks, so the length must be a multiple of {unit}; cut or pad it to {works} tokens"
+            f"a sequence of {length} tokens cannot be cut for "
+            f"context_parallel_size={context_parallel_size}{tensor}: every rank takes "
+            f"two equal chunks, so the length must be a multiple of {unit}; cut or pad it to "
+            f"{works} tokens"
         )
 
 
@@ -52,7 +69,9 @@ def chunk_order(size: int) -> list[int]:
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
-def positions(length: int, rank: int, size: int, *, device: torch.device | str | None = None) -> Tensor:
+def positions(
+    length: int, rank: int, size: int, *, device: torch.device | str | None = None
+) -> Tensor:
     """Places in the whole sequence of the tokens that a rank holds, (s/c) int64, ascending.
 
     Args:
@@ -68,7 +87,8 @@ def positions(length: int, rank: int, size: int, *, device: torch.device | str |
 
 
 def shard_sequence(x: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-    """A rank's part of ``x`` (..., s, ...) along ``dim``: (..., s/c, ...). A copy, differentiable; ``x`` itself if c = 1.
+    """A rank's part of ``x`` (..., s, ...) along ``dim``: (..., s/c, ...). A copy, differentiable;
+    ``x`` itself if c = 1.
 
     Raises:
         ValueError: Of ``check_sequence``.
@@ -77,7 +97,10 @@ def shard_sequence(x: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
     if size == 1:
         return x
     chunk = x.size(dim) // (2 * size)
-    return torch.cat((x.narrow(dim, rank * chunk, chunk), x.narrow(dim, (2 * size - 1 - rank) * chunk, chunk)), dim)
+    return torch.cat(
+        (x.narrow(dim, rank * chunk, chunk), x.narrow(dim, (2 * size - 1 - rank) * chunk, chunk)),
+        dim,
+    )
 
 
 def unshard_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -85,11 +108,20 @@ def unshard_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     halves = [half for part in parts for half in part.chunk(2, dim)]
-    return torch.cat([half for _, half in sorted(zip(chunk_order(len(parts)), halves, strict=True), key=lambda p: p[0])], dim)
+    return torch.cat(
+        [
+            half
+            for _, half in sorted(
+                zip(chunk_order(len(parts)), halves, strict=True), key=lambda p: p[0]
+            )
+        ],
+        dim,
+    )
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group) -> Tensor:
-    """The whole sequence from every member's part, on every member; collective, without gradient."""
+    """The whole sequence from every member's part, on every member; collective, without
+    gradient."""
     if group.size == 1:
         return x
     x = x.detach().contiguous()

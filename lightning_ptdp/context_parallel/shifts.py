@@ -1,7 +1,8 @@
-"""Shifts along time, which a slice of the sequence cannot honour: the neighbours of the tokens at its chunks' ends are on other ranks.
+"""Shifts along time, which a slice of the sequence cannot honour: the neighbours of the tokens at
+its chunks' ends are on other ranks.
 
-``logits[:, :-1]`` beside ``labels[:, 1:]`` would leave the pair at every end of a chunk out of the loss.
-"""
+``logits[:, :-1]`` beside ``labels[:, 1:]`` would leave the pair at every end of a chunk out of the
+loss."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def check_index(x: object, index: object, *, length: int, size: int) -> None:
     """Check that ``x[index]`` drops no tokens at an end of this rank's slice.
 
     Args:
-        x: Indexed tensor; a hidden state or logits (b, s/c, h), or tokens or labels (b, s/c), are looked at.
+        x: Indexed tensor; a hidden state or logits (b, s/c, h), or tokens or labels (b, s/c), are
+            looked at.
         index: As given to ``x[...]``.
         length: s, tokens of the whole sequence.
         size: c.
@@ -44,12 +46,20 @@ def check_index(x: object, index: object, *, length: int, size: int) -> None:
 def shifting_functions(length: int, size: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Return other functions that shift along time, and what refuses that."""
     return {
-        **{function: partial(_roll, function, length, size) for function in (torch.roll, Tensor.roll)},
-        **{function: partial(_narrow, function, length, size) for function in (torch.narrow, Tensor.narrow)},
+        **{
+            function: partial(_roll, function, length, size)
+            for function in (torch.roll, Tensor.roll)
+        },
+        **{
+            function: partial(_narrow, function, length, size)
+            for function in (torch.narrow, Tensor.narrow)
+        },
     }
 
 
-def _roll(function: Callable[..., Tensor], length: int, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _roll(
+    function: Callable[..., Tensor], length: int, size: int, x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     dims = kwargs.get("dims", args[-1] if len(args) > 1 else None)
     dims = (dims,) if isinstance(dims, int) else dims or ()
     if _is_slice(x, length // size) and any(dim % x.dim() == 1 for dim in dims):
@@ -57,7 +67,15 @@ def _roll(function: Callable[..., Tensor], length: int, size: int, x: Tensor, *a
     return function(x, *args, **kwargs)
 
 
-def _narrow(function: Callable[..., Tensor], length: int, size: int, x: Tensor, dim: int, start: Any, count: int) -> Tensor:
+def _narrow(
+    function: Callable[..., Tensor],
+    length: int,
+    size: int,
+    x: Tensor,
+    dim: int,
+    start: Any,
+    count: int,
+) -> Tensor:
     if isinstance(start, int) and dim % max(x.dim(), 1) == 1:
         start = start % x.size(1) if start < 0 else start
         check_index(x, (slice(None), slice(start, start + count)), length=length, size=size)
@@ -66,12 +84,18 @@ def _narrow(function: Callable[..., Tensor], length: int, size: int, x: Tensor, 
 
 def _is_slice(x: object, local: int) -> TypeGuard[Tensor]:
     """Return True for a slice of hidden states or logits, or of tokens or labels."""
-    return isinstance(x, Tensor) and x.dim() == (3 if x.is_floating_point() else 2) and x.size(1) == local
+    return (
+        isinstance(x, Tensor)
+        and x.dim() == (3 if x.is_floating_point() else 2)
+        and x.size(1) == local
+    )
 
 
 def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
     """Return the slice that ``index`` has for dimension 1, if it consists of slices and numbers."""
-    plain = [entry if isinstance(entry, (slice, int)) or entry is Ellipsis else None for entry in index]
+    plain = [
+        entry if isinstance(entry, (slice, int)) or entry is Ellipsis else None for entry in index
+    ]
     if None in plain:
         return None
     if Ellipsis in plain:
@@ -82,7 +106,9 @@ def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
 
 def _refuse(doing: str, x: Tensor, length: int, size: int) -> None:
     raise ContextParallelError(
-        f"the step {doing} of a tensor {tuple(x.shape)}, of which each of {size} context ranks holds {x.size(1)} of {length} tokens, in "
-        "two chunks: pairs of neighbours at the chunks' ends would be lost. Shift labels in the dataset or the collate function, or use "
+        f"the step {doing} of a tensor {tuple(x.shape)}, of which each of {size} context ranks "
+        f"holds {x.size(1)} of {length} tokens, in "
+        "two chunks: pairs of neighbours at the chunks' ends would be lost. Shift labels in the "
+        "dataset or the collate function, or use "
         "context_parallel_size=1"
     )

@@ -1,12 +1,13 @@
 """Text to token batches.
 
-``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once; ``TextDataModule`` (for a GPT) or
-``BertDataModule`` hands it to a Trainer, ``MixtureDataModule`` several such folders, ``IndexedDataModule`` what Megatron-LM has
-prepared, and ``ChatDataModule`` conversations with a model's own tokenizer.
-Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks
-of tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader`` decide which replica reads which.
-litdata, sentencepiece, transformers and datasets are imported when they are used.
-"""
+``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once;
+``TextDataModule`` (for a GPT) or ``BertDataModule`` hands it to a Trainer, ``MixtureDataModule``
+several such folders, ``IndexedDataModule`` what Megatron-LM has prepared, and ``ChatDataModule``
+conversations with a model's own tokenizer.
+Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks of
+tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader``
+decide which replica reads which. litdata, sentencepiece, transformers and datasets are imported
+when they are used."""
 
 from lightning_ptdp.data.bert_datamodule import BertDataModule
 from lightning_ptdp.data.bert_stream import BertStream

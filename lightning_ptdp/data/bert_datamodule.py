@@ -16,15 +16,18 @@ __all__ = ["BertDataModule"]
 
 
 class BertDataModule(TextDataModule):
-    """Any text as batches of masked pairs of segments (see ``BertStream``), prepared, shuffled and resumed as ``TextDataModule`` does.
+    """Any text as batches of masked pairs of segments (see ``BertStream``), prepared, shuffled and
+    resumed as ``TextDataModule`` does.
 
-    The tokenizer has the pieces [CLS], [SEP] and [MASK], so that ``data_dir`` is another one than a GPT's. Masks and pairs are drawn
-    anew in every epoch, and are always the same for validation.
+    The tokenizer has the pieces [CLS], [SEP] and [MASK], so that ``data_dir`` is another one than a
+    GPT's. Masks and pairs are drawn anew in every epoch, and are always the same for validation.
 
     Args:
-        pairs: "swap", half of the pairs in the wrong order (sentence order, arXiv 1909.11942); or "next", half of the second segments from
-            another document (next sentence, arXiv 1810.04805).
-        mask_probability: Share of the tokens that are predicted, in whole words; of them 80 % become [MASK], 10 % a random token.
+        pairs: "swap", half of the pairs in the wrong order (sentence order, arXiv 1909.11942); or
+            "next", half of the second segments from another document (next sentence, arXiv
+            1810.04805).
+        mask_probability: Share of the tokens that are predicted, in whole words; of them 80 %
+            become [MASK], 10 % a random token.
         kwargs: Those of ``TextDataModule``.
 
     Raises:
@@ -33,7 +36,9 @@ class BertDataModule(TextDataModule):
 
     control_symbols = SPECIAL_PIECES
 
-    def __init__(self, *, pairs: PairObjective = "swap", mask_probability: float = 0.15, **kwargs: Any) -> None:
+    def __init__(
+        self, *, pairs: PairObjective = "swap", mask_probability: float = 0.15, **kwargs: Any
+    ) -> None:
         check_arguments(BertDataModule.__init__, locals())
         super().__init__(**kwargs)
         check_options(sequence_length=self.sequence_length, mask_probability=mask_probability)

@@ -1,4 +1,5 @@
-"""Samples for a BERT, by number: a pair of segments from a window of one document, with some of its words masked.
+"""Samples for a BERT, by number: a pair of segments from a window of one document, with some of its
+words masked.
 
 ::
 
@@ -9,8 +10,8 @@
     masked_positions   2 3 7 0                                         (0 fills up: [CLS] has no label)
     next_sentence_label  0
 
-Everything random about a sample is drawn from (seed, epoch, sample): other masks and other pairs in every epoch, and the same ones on
-every rank, after every resume, and with any number of workers.
+Everything random about a sample is drawn from (seed, epoch, sample): other masks and other pairs in
+every epoch, and the same ones on every rank, after every resume, and with any number of workers.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ class BertStream(SampleStream):
         split: ``"train"`` or ``"validation"``.
         sequence_length: s, tokens of a sample, special ones included.
         max_samples: Use the first so many windows only.
-        pairs: ``"swap"`` (sentence order: the second segment may stand in front of the first) or ``"next"`` (next sentence: it may come
-            from another document).
+        pairs: ``"swap"`` (sentence order: the second segment may stand in front of the first) or
+            ``"next"`` (next sentence: it may come from another document).
         mask_probability: Share of the tokens that are predicted.
         seed: Of all that is drawn.
 
     Raises:
-        StoreError: The folder is not prepared data, or the split holds no window, or only one document where pairs of two are needed.
+        StoreError: The folder is not prepared data, or the split holds no window, or only one
+            document where pairs of two are needed.
         TokenizerError: The tokenizer lacks the pieces.
         ValueError: A number is out of range.
     """
@@ -80,17 +82,22 @@ class BertStream(SampleStream):
         self._vocabulary = Vocabulary.of(Tokenizer.load(folder))
         words = self._vocabulary
         chunks = manifest.chunks(folder, split)
-        self._chunks = ChunkMap(chunks, manifest.splits[split].dtype, vocabulary_size=len(words.begins))
-        self._windows = find_windows(self._chunks, end=words.end, newline=words.newline, longest=self._room)
+        self._chunks = ChunkMap(
+            chunks, manifest.splits[split].dtype, vocabulary_size=len(words.begins)
+        )
+        self._windows = find_windows(
+            self._chunks, end=words.end, newline=words.newline, longest=self._room
+        )
         windows = len(self._windows.starts)
         if not windows:
             raise StoreError(
-                f"{folder}: no document of the {split} split has {LEAST_TOKENS} tokens: use more text"
-                + (", or a bigger validation_fraction" if split == "validation" else "")
+                f"{folder}: no document of the {split} split has {LEAST_TOKENS} tokens: use more "
+                "text" + (", or a bigger validation_fraction" if split == "validation" else "")
             )
         if pairs == "next" and self._windows.documents[0] == self._windows.documents[-1]:
             raise StoreError(
-                f"{folder}: the {split} split holds one document, and pairs='next' needs segments of two: use pairs='swap' or more text"
+                f"{folder}: the {split} split holds one document, and pairs='next' needs segments "
+                "of two: use pairs='swap' or more text"
             )
         super().__init__(
             samples=windows,
@@ -101,14 +108,22 @@ class BertStream(SampleStream):
         )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Rows, int32, which ``as_batch`` takes apart; visit ``epoch * len(self) + sample``, or ``PADDING`` for a row that fills up."""
-        return np.stack([self._padding() if visit == PADDING else self._row(*divmod(int(visit), self._size)) for visit in visits])
+        """Rows, int32, which ``as_batch`` takes apart; visit ``epoch * len(self) + sample``, or
+        ``PADDING`` for a row that fills up."""
+        return np.stack(
+            [
+                self._padding() if visit == PADDING else self._row(*divmod(int(visit), self._size))
+                for visit in visits
+            ]
+        )
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """Tensors, int64: ``input_ids``, ``token_type_ids``, ``attention_mask``, ``labels`` (b, s), ``masked_positions`` (b, k) and
-        ``next_sentence_label`` (b,)."""
+        """Tensors, int64: ``input_ids``, ``token_type_ids``, ``attention_mask``, ``labels`` (b, s),
+        ``masked_positions`` (b, k) and ``next_sentence_label`` (b,)."""
         s, k = self.sequence_length, self.num_predictions
-        ids, labels, positions, facts = torch.from_numpy(rows).long().split((s, s, k, _FACTS), dim=1)
+        ids, labels, positions, facts = (
+            torch.from_numpy(rows).long().split((s, s, k, _FACTS), dim=1)
+        )
         places, first, second = torch.arange(s), facts[:, 0:1], facts[:, 1:2]
         return {
             "input_ids": ids.contiguous(),
@@ -123,15 +138,21 @@ class BertStream(SampleStream):
         draws = Draws(self.seed, "bert sample", epoch, sample)
         other = self._window(self._elsewhere(sample, draws)) if self.pairs == "next" else None
         words = self._vocabulary
-        first, second, label = draw_pair(self._window(sample), other, room=self._room, draws=draws, vocabulary=words)
-        tokens = np.concatenate(([words.cls], first, [words.sep], second, [words.sep])).astype(np.int32)
+        first, second, label = draw_pair(
+            self._window(sample), other, room=self._room, draws=draws, vocabulary=words
+        )
+        tokens = np.concatenate(([words.cls], first, [words.sep], second, [words.sep])).astype(
+            np.int32
+        )
         # Words do not go on from one segment into the other; [CLS] and [SEP] are no words.
         begin = len(first) + 2
         starts = np.concatenate((1 + words.word_starts(first), begin + words.word_starts(second)))
         starts = np.sort(np.append(starts, begin - 1))
         return self._masked(tokens, starts, begin, label, draws)
 
-    def _masked(self, tokens: np.ndarray, starts: np.ndarray, begin: int, label: int, draws: Draws) -> np.ndarray:
+    def _masked(
+        self, tokens: np.ndarray, starts: np.ndarray, begin: int, label: int, draws: Draws
+    ) -> np.ndarray:
         row = self._padding()
         s, length = self.sequence_length, len(tokens)
         ids, labels, positions, facts = np.split(row, np.cumsum((s, s, self.num_predictions)))
@@ -147,7 +168,8 @@ class BertStream(SampleStream):
         return row
 
     def _padding(self) -> np.ndarray:
-        """An empty pair, without labels; its three tokens can be attended to, so that no softmax is over nothing."""
+        """An empty pair, without labels; its three tokens can be attended to, so that no softmax is
+        over nothing."""
         words, s = self._vocabulary, self.sequence_length
         row = np.full(2 * s + self.num_predictions + _FACTS, words.pad, np.int32)
         row[:3] = words.cls, words.sep, words.sep
@@ -157,7 +179,9 @@ class BertStream(SampleStream):
         return row
 
     def _window(self, sample: int) -> np.ndarray:
-        return self._chunks.read(int(self._windows.starts[sample]), int(self._windows.lengths[sample]))
+        return self._chunks.read(
+            int(self._windows.starts[sample]), int(self._windows.lengths[sample])
+        )
 
     def _elsewhere(self, sample: int, draws: Draws) -> int:
         """A window of another document."""

@@ -68,7 +68,9 @@ class ChatConfig:
             TokenizerError: None is named, or it is not there.
         """
         if self.tokenizer_dir is None:
-            raise TokenizerError("tokenizer_dir=None: name the folder of the tokenizer, which mostly is the model's")
+            raise TokenizerError(
+                "tokenizer_dir=None: name the folder of the tokenizer, which mostly is the model's"
+            )
         return HuggingFaceTokenizer(self.tokenizer_dir)
 
     def format(self) -> ChatFormat:
@@ -82,7 +84,11 @@ class ChatConfig:
         Raises:
             TokenizerError: The file of the chat template is not there.
         """
-        template = None if self.chat_template is None else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
+        template = (
+            None
+            if self.chat_template is None
+            else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
+        )
         named = ("path", "validation_path", "learn", "faulty", "validation_fraction", "split_seed")
         # As JSON gives it back.
         values = {
@@ -96,28 +102,45 @@ class ChatConfig:
     @property
     def folder(self) -> str:
         """Return the folder for data prepared with these settings."""
-        settings = json.dumps({**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True)
+        settings = json.dumps(
+            {**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True
+        )
         roots = _roots(self)
         return f"ptdp-data/{Path(roots[0]).stem if roots else 'docstrings'}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     def listing(self) -> str:
         """A hash of names and sizes of the files: tells changed data without reading them."""
-        files = [file for path in (self.path, self.validation_path) if path is not None for file in chat_files(path)]
-        inner = chain.from_iterable(sorted(file.rglob("*")) if file.is_dir() else [file] for file in files)
-        return hashlib.sha256("\n".join(f"{file} {file.stat().st_size}" for file in inner).encode()).hexdigest()
+        files = [
+            file
+            for path in (self.path, self.validation_path)
+            if path is not None
+            for file in chat_files(path)
+        ]
+        inner = chain.from_iterable(
+            sorted(file.rglob("*")) if file.is_dir() else [file] for file in files
+        )
+        return hashlib.sha256(
+            "\n".join(f"{file} {file.stat().st_size}" for file in inner).encode()
+        ).hexdigest()
 
     def check(self, *, hashes: bool = True) -> Manifest | None:
-        """Everything that can be seen before reading all rows: the files, the columns, the template on the first row. Writes nothing.
+        """Everything that can be seen before reading all rows: the files, the columns, the template
+        on the first row. Writes nothing.
 
-        Returns the manifest if the folder is there already, made with the same settings and intact; else None.
+        Returns the manifest if the folder is there already, made with the same settings and intact;
+        else None.
 
         Raises:
             DataError: Says what is wrong, and the mend.
         """
         output = Path(self.output)
-        manifest = check_place(output, overwrite=self.overwrite, check=partial(self._existing, output, hashes))
+        manifest = check_place(
+            output, overwrite=self.overwrite, check=partial(self._existing, output, hashes)
+        )
         if manifest is None:
-            for path in (self.path, self.validation_path)[: 1 if self.validation_path is None else 2]:
+            for path in (self.path, self.validation_path)[
+                : 1 if self.validation_path is None else 2
+            ]:
                 for _ in islice(_encoded(self, path, "train", Counter()), 1):
                     pass
         return manifest
@@ -127,12 +150,17 @@ class ChatConfig:
         check_settings(manifest, self.settings, output)
         if manifest.tokenizer_fingerprint != self.tokenizer().fingerprint:
             raise StoreError(
-                f"output={output} was prepared with another tokenizer than tokenizer_dir={self.tokenizer_dir} now holds: use that, another "
+                f"output={output} was prepared with another tokenizer than "
+                f"tokenizer_dir={self.tokenizer_dir} now holds: use that, another "
                 "folder, or overwrite (--overwrite)"
             )
-        if all(Path(root).exists() for root in _roots(self)) and self.listing() != manifest.corpus.listing:
+        if (
+            all(Path(root).exists() for root in _roots(self))
+            and self.listing() != manifest.corpus.listing
+        ):
             raise StoreError(
-                f"output={output} was prepared from files that have changed since: use another folder, or overwrite (--overwrite)"
+                f"output={output} was prepared from files that have changed since: use another "
+                "folder, or overwrite (--overwrite)"
             )
         return verify_chat(output, hashes=hashes)
 
@@ -148,15 +176,20 @@ def prepare_chat(config: ChatConfig, *, hashes: bool = True) -> Manifest:
     if manifest is None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            with work_folder(output, {"settings": config.settings, "listing": config.listing()}) as work:
+            with work_folder(
+                output, {"settings": config.settings, "listing": config.listing()}
+            ) as work:
                 folder = work / "store"
                 shutil.rmtree(folder, ignore_errors=True)
                 manifest = _build(config, folder, work / "parts")
-                manifest = publish(folder, output, manifest, overwrite=config.overwrite, check=config.check)
+                manifest = publish(
+                    folder, output, manifest, overwrite=config.overwrite, check=config.check
+                )
         except OSError as error:
             raise StoreError(f"output={output} cannot be written: {error}") from error
     counts = ", ".join(
-        f"{record.documents:,} {name} samples ({record.tokens:,} tokens)" for name, record in manifest.splits.items()
+        f"{record.documents:,} {name} samples ({record.tokens:,} tokens)"
+        for name, record in manifest.splits.items()
     )
     _log.info("%s: %s", output, counts)
     return manifest
@@ -169,12 +202,21 @@ def _build(config: ChatConfig, folder: Path, parts: Path) -> Manifest:
     first = _encoded(config, config.path, "train", faulty)
     found = _Gathered.of(first, parts / "train", dtype)
     if config.validation_path is not None:
-        held = _Gathered.of(_encoded(config, config.validation_path, "validation", faulty), parts / "validation", dtype)
-        chosen = {"train": (found, np.ones(len(found.scores), bool)), "validation": (held, np.ones(len(held.scores), bool))}
+        held = _Gathered.of(
+            _encoded(config, config.validation_path, "validation", faulty),
+            parts / "validation",
+            dtype,
+        )
+        chosen = {
+            "train": (found, np.ones(len(found.scores), bool)),
+            "validation": (held, np.ones(len(held.scores), bool)),
+        }
     else:
         validation = _validation(found.scores, config.validation_fraction)
         chosen = {"train": (found, ~validation), "validation": (found, validation)}
-    splits = {name: gathered.write(folder / name, kept) for name, (gathered, kept) in chosen.items()}
+    splits = {
+        name: gathered.write(folder / name, kept) for name, (gathered, kept) in chosen.items()
+    }
     for why, count in faulty.most_common(3):
         _log.info("%s rows are left out: %s", f"{count:,}", why)
     content = hashlib.sha256(b"".join(gathered.scores.tobytes() for gathered, _ in chosen.values()))
@@ -210,10 +252,15 @@ class _Gathered:
     characters: int
 
     @classmethod
-    def of(cls, samples: Iterator[tuple[int, int, Sample]], folder: Path, dtype: TokenType) -> _Gathered:
+    def of(
+        cls, samples: Iterator[tuple[int, int, Sample]], folder: Path, dtype: TokenType
+    ) -> _Gathered:
         folder.mkdir(parents=True, exist_ok=True)
         lengths, scores, characters = [0], [], 0
-        with open(folder / "tokens.bin", "wb") as tokens, open(folder / "learned.bin", "wb") as learned:
+        with (
+            open(folder / "tokens.bin", "wb") as tokens,
+            open(folder / "learned.bin", "wb") as learned,
+        ):
             for score, size, (ids, answers) in samples:
                 ids.astype(dtype).tofile(tokens)
                 answers.tofile(learned)
@@ -244,13 +291,15 @@ class _Gathered:
 
 
 def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
-    """Which samples are for validation: those of the lowest hashes, so that equal ones stay together."""
+    """Which samples are for validation: those of the lowest hashes, so that equal ones stay
+    together."""
     count = max(round(fraction * len(scores)), 1)
     chosen: np.ndarray = scores <= np.sort(scores)[count - 1]
     if chosen.all():
         different = len(np.unique(scores))
         raise CorpusError(
-            f"the data hold {different}{' different' * (len(scores) > different)} conversation{'s' * (different > 1)}, too few to divide: "
+            f"the data hold {different}{' different' * (len(scores) > different)} "
+            f"conversation{'s' * (different > 1)}, too few to divide: "
             "give more, or a file of its own for validation (validation_path)"
         )
     return chosen
@@ -264,10 +313,14 @@ def _encoded(
     first = next(rows, None)
     if first is None:
         raise CorpusError(f"path={path} holds no row")
-    columns = Columns.of(first, config.columns, where="the standard library" if path is None else f"path={path}")
+    columns = Columns.of(
+        first, config.columns, where="the standard library" if path is None else f"path={path}"
+    )
     numbered = enumerate(chain([first], rows), start=1)
     batches = iter(lambda: list(islice(numbered, _ROWS_AT_ONCE)), [])
-    task = partial(_encode, config.format(), columns, config.split_seed, config.faulty == "drop", path)
+    task = partial(
+        _encode, config.format(), columns, config.split_seed, config.faulty == "drop", path
+    )
     for found, left_out in ordered_map(task, batches, num_workers=config.num_workers):
         faulty.update(left_out)
         yield from found
@@ -288,7 +341,9 @@ def _encode(
             sample = form.encode(conversation)
         except FaultyRow as error:
             if not drop:
-                raise CorpusError(f"path={path}, row {number}: {error}. Or leave such rows out (faulty: drop)") from error
+                raise CorpusError(
+                    f"path={path}, row {number}: {error}. Or leave such rows out (faulty: drop)"
+                ) from error
             left_out.append(str(error))
             continue
         text = json.dumps(conversation, sort_keys=True, default=str)

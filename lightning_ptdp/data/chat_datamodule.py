@@ -24,25 +24,33 @@ _log = logging.getLogger(__name__)
 
 
 class ChatDataModule(StreamDataModule):
-    """Chat or instruction data as batches in which the answers are learned: ``{"input_ids", "labels"}`` and, of packed samples,
-    ``"position_ids"``, int64 of shape (batch, sequence_length), labels shifted by one and -100 outside of answers.
+    """Chat or instruction data as batches in which the answers are learned: ``{"input_ids",
+    "labels"}`` and, of packed samples, ``"position_ids"``, int64 of shape (batch, sequence_length),
+    labels shifted by one and -100 outside of answers.
 
-    The conversations are written with the tokenizer's own chat template and tokenized into ``data_dir`` by the first process that
-    trains (or by ``ptdp prepare``), and found there afterwards.
+    The conversations are written with the tokenizer's own chat template and tokenized into
+    ``data_dir`` by the first process that trains (or by ``ptdp prepare``), and found there
+    afterwards.
 
     Args:
-        tokenizer_dir: Folder of the tokenizer, mostly the model's. ``ptdp`` takes ``model.path`` where there is none.
-        data_dir: Folder of the prepared data. Default: one in ``ptdp-data`` that is named after the data, the tokenizer and the settings.
-        path: JSON lines, Parquet, a folder of them, a folder of Hugging Face ``datasets``, or a list; none is questions about the standard
-            library's functions, answered by their docstrings.
-        columns: Names of the columns, by what they hold: ``messages``; or ``prompt`` and ``response``; or ``instruction``, ``input`` and
-            ``output``; with ``system``. Default: columns of these names.
+        tokenizer_dir: Folder of the tokenizer, mostly the model's. ``ptdp`` takes ``model.path``
+            where there is none.
+        data_dir: Folder of the prepared data. Default: one in ``ptdp-data`` that is named after the
+            data, the tokenizer and the settings.
+        path: JSON lines, Parquet, a folder of them, a folder of Hugging Face ``datasets``, or a
+            list; none is questions about the standard library's functions, answered by their
+            docstrings.
+        columns: Names of the columns, by what they hold: ``messages``; or ``prompt`` and
+            ``response``; or ``instruction``, ``input`` and ``output``; with ``system``. Default:
+            columns of these names.
         chat_template: A file with a Jinja template, in the place of the tokenizer's.
         learn: All answers of a conversation, or its last one only.
-        packing: Put several samples into one sequence. Attention does not cross them, so that loss and gradients are those of the
-            samples apart, and less is filled up.
-        too_long: What becomes of a sample that is longer than the sequence: cut off, dropped, or an error. How many there are is said.
-        faulty: Whether a row that the template does not take, or without an answer, is an error or left out.
+        packing: Put several samples into one sequence. Attention does not cross them, so that loss
+            and gradients are those of the samples apart, and less is filled up.
+        too_long: What becomes of a sample that is longer than the sequence: cut off, dropped, or an
+            error. How many there are is said.
+        faulty: Whether a row that the template does not take, or without an answer, is an error or
+            left out.
         validation_path: Data for validation. Default: a part of ``path``.
         validation_fraction: Part of the samples that is kept for validation.
         split_seed: Of the choice of samples.
@@ -107,13 +115,16 @@ class ChatDataModule(StreamDataModule):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Return the hyperparameters for loggers, with the data's path under another name than the model's."""
+        """Return the hyperparameters for loggers, with the data's path under another name than the
+        model's."""
         values = super().hparams_initial
-        return AttributeDict({"data_path" if name == "path" else name: value for name, value in values.items()})
+        return AttributeDict(
+            {"data_path" if name == "path" else name: value for name, value in values.items()}
+        )
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """Find what is wrong before a process is started: the data, their columns, the tokenizer and its template; and where they are
-        prepared already, whether they fit. Writes nothing.
+        """Find what is wrong before a process is started: the data, their columns, the tokenizer
+        and its template; and where they are prepared already, whether they fit. Writes nothing.
 
         Raises:
             DataError: Says what is wrong, and the mend.
@@ -124,7 +135,8 @@ class ChatDataModule(StreamDataModule):
             super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:
-        """Make ``data_dir``, and say how many samples are too long; Lightning calls this in one process of a node.
+        """Make ``data_dir``, and say how many samples are too long; Lightning calls this in one
+        process of a node.
 
         Raises:
             DataError: A row is faulty, or too long.
@@ -132,8 +144,18 @@ class ChatDataModule(StreamDataModule):
         prepare_chat(self.prepare_config, hashes=self.verify_hashes)
         for split in SPLITS:
             stream = self._stream(split)
-            longer = f"; {stream.longer:,} longer than {self.sequence_length} tokens: {self.too_long}" if stream.longer else ""
-            _log.info("%s: %s samples in %s sequences%s", split, f"{stream.samples:,}", f"{len(stream):,}", longer)
+            longer = (
+                f"; {stream.longer:,} longer than {self.sequence_length} tokens: {self.too_long}"
+                if stream.longer
+                else ""
+            )
+            _log.info(
+                "%s: %s samples in %s sequences%s",
+                split,
+                f"{stream.samples:,}",
+                f"{len(stream):,}",
+                longer,
+            )
 
     def setup(self, stage: str | None = None) -> None:
         """Check in every process that ``data_dir`` is what the manifest says.

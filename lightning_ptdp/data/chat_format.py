@@ -1,15 +1,15 @@
 """A conversation as token ids, and which of them are answers, by the tokenizer's own chat template.
 
-A template that marks answers (``{% generation %}``) is believed. For another the answers are found by rendering prefixes of the
-conversation::
+A template that marks answers (``{% generation %}``) is believed. For another the answers are found
+by rendering prefixes of the conversation::
 
     rendered whole       <user>What?<end><assistant>This.<end><user>And?<end><assistant>That.<end>
     up to the question   <user>What?<end><assistant>                                                  with the generation prompt
     up to the answer     <user>What?<end><assistant>This.<end>
 
-and an answer, with what ends it, is what stands between the two. That is exact, or refused: a template of which one of these is not the
-beginning of the whole (it leaves earlier answers' thoughts out, say) has no such place.
-"""
+and an answer, with what ends it, is what stands between the two. That is exact, or refused: a
+template of which one of these is not the beginning of the whole (it leaves earlier answers'
+thoughts out, say) has no such place."""
 
 from __future__ import annotations
 
@@ -46,10 +46,17 @@ class ChatFormat:
         learn: Every answer, or each conversation's last one only.
 
     Raises:
-        TokenizerError: There is no template, or one that computes powers, or the tokenizer cannot tell where its tokens stand in a text.
+        TokenizerError: There is no template, or one that computes powers, or the tokenizer cannot
+            tell where its tokens stand in a text.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, *, template: str | None = None, learn: Learn = "answers") -> None:
+    def __init__(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        *,
+        template: str | None = None,
+        learn: Learn = "answers",
+    ) -> None:
         self._tokenizer: Any = tokenizer.of_transformers
         self._learn = learn
         if template is not None:
@@ -58,11 +65,13 @@ class ChatFormat:
             self.template = self._tokenizer.chat_template
         else:
             raise TokenizerError(
-                f"the tokenizer of {tokenizer.folder} has no chat template: name a file with one (chat_template: file.jinja)"
+                f"the tokenizer of {tokenizer.folder} has no chat template: name a file with one "
+                "(chat_template: file.jinja)"
             )
         if not self._tokenizer.is_fast:
             raise TokenizerError(
-                f"the tokenizer of {tokenizer.folder} is a slow one, which does not tell where a token stands in a text"
+                f"the tokenizer of {tokenizer.folder} is a slow one, which does not tell where a "
+                "token stands in a text"
             )
         _check_powers(self.template, tokenizer.folder if template is None else template)
         added = self._tokenizer.added_tokens_decoder.items()
@@ -72,21 +81,35 @@ class ChatFormat:
         """Ids as ``apply_chat_template`` gives them, int64, and which are learned, bool.
 
         Raises:
-            FaultyRow: The template does not take the conversation, or there is nothing to learn in it.
+            FaultyRow: The template does not take the conversation, or there is nothing to learn in
+                it.
             TokenizerError: The template takes too long.
         """
         text = self._render(conversation)
         _check_rendered(conversation, text)
-        ids, learned = self._marked(conversation) if _MARKED.search(self.template) else self._compared(conversation, text)
+        ids, learned = (
+            self._marked(conversation)
+            if _MARKED.search(self.template)
+            else self._compared(conversation, text)
+        )
         if not learned[1:].any():
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in conversation))
-            raise FaultyRow(f"there is nothing to learn: no message is an answer of the role assistant (the roles are {roles})")
+            raise FaultyRow(
+                "there is nothing to learn: no message is an answer of the role assistant (the "
+                f"roles are {roles})"
+            )
         return ids, learned
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        quiet = {"verbose": False}  # of texts that are longer than the model takes, which is the data module's business
+        quiet = {
+            "verbose": False
+        }  # of texts that are longer than the model takes, which is the data module's business
         found = self._apply(
-            conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=quiet
+            conversation,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs=quiet,
         )
         learned = np.array(found["assistant_masks"], bool)
         begins = np.flatnonzero(np.diff(learned.astype(np.int8), prepend=0) == 1)
@@ -95,12 +118,15 @@ class ChatFormat:
         return np.array(found["input_ids"], np.int64), learned
 
     def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         ids = np.array(found["input_ids"], np.int64)
         places = np.array(found["offset_mapping"], np.int64).reshape(-1, 2)
         learned = np.zeros(len(ids), bool)
         for start, stop in self._answers(conversation, text):
-            # A token that begins before the answer and reaches into it has to be said by the model too.
+            # A token that begins before the answer and reaches into it has to be said by the model
+            # too.
             inside = (places[:, 1] > start) & (places[:, 0] < stop)
             special = np.flatnonzero(inside & np.isin(ids, self._special))
             if len(special) and not text[places[special[-1], 1] : stop].strip():
@@ -111,18 +137,29 @@ class ChatFormat:
 
     def _answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
         """Begin and end of every answer in the text."""
-        answers = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
+        answers = [
+            number for number, message in enumerate(conversation) if message["role"] == "assistant"
+        ]
         spans = []
         for number in answers[-1:] if self._learn == "last_answer" else answers:
             if number == 0:
-                raise FaultyRow("it begins with an answer: put a question in front of it, or take the answer out")
+                raise FaultyRow(
+                    "it begins with an answer: put a question in front of it, or take the answer "
+                    "out"
+                )
             before = self._render(conversation[:number], add_generation_prompt=True)
-            after = text if number + 1 == len(conversation) else self._render(conversation[: number + 1])
+            after = (
+                text
+                if number + 1 == len(conversation)
+                else self._render(conversation[: number + 1])
+            )
             for what, part in (("up to its question", before), ("up to it", after)):
                 if not text.startswith(part):
                     raise FaultyRow(
-                        f"answer {number + 1} of {len(conversation)} messages has no place of its own, since the chat template renders "
-                        f"the conversation {what} as something that the whole does not begin with: {_MEND}"
+                        f"answer {number + 1} of {len(conversation)} messages has no place of its "
+                        "own, since the chat template renders "
+                        f"the conversation {what} as something that the whole does not begin "
+                        f"with: {_MEND}"
                     )
             spans.append((len(before), len(after)))
         return spans
@@ -133,13 +170,18 @@ class ChatFormat:
     def _apply(self, conversation: Conversation, **options: Any) -> Any:
         try:
             with time_limit(LIMIT_S):
-                return self._tokenizer.apply_chat_template(conversation, chat_template=self.template, **options)
+                return self._tokenizer.apply_chat_template(
+                    conversation, chat_template=self.template, **options
+                )
         except TimeoutError as error:
-            raise TokenizerError(f"the chat template is {error} for one conversation: {_ENDLESS}") from error
+            raise TokenizerError(
+                f"the chat template is {error} for one conversation: {_ENDLESS}"
+            ) from error
         except Exception as error:  # a template is a program
             roles = ", ".join(str(message["role"]) for message in conversation)
             raise FaultyRow(
-                f"the chat template does not take it (roles {roles}): {str(error) or type(error).__name__}"
+                f"the chat template does not take it (roles {roles}): "
+                f"{str(error) or type(error).__name__}"
             ) from error
 
 
@@ -154,7 +196,8 @@ def read_template(path: str) -> str:
 
 
 def _check_powers(template: str, where: str | Path) -> None:
-    """Refuse ``**``: one power can take hours in a call that no time limit interrupts, and no chat template needs it."""
+    """Refuse ``**``: one power can take hours in a call that no time limit interrupts, and no chat
+    template needs it."""
     import jinja2
 
     with contextlib.suppress(jinja2.TemplateSyntaxError):  # told where it is rendered
@@ -166,5 +209,12 @@ def _check_powers(template: str, where: str | Path) -> None:
 def _check_rendered(conversation: Conversation, text: str) -> None:
     for message in conversation:
         content = message.get("content")
-        if message["role"] != "assistant" and isinstance(content, str) and content.strip() not in text:
-            raise FaultyRow(f"the chat template leaves out what the role {message['role']!r} says: use roles that it takes")
+        if (
+            message["role"] != "assistant"
+            and isinstance(content, str)
+            and content.strip() not in text
+        ):
+            raise FaultyRow(
+                f"the chat template leaves out what the role {message['role']!r} says: use roles "
+                "that it takes"
+            )

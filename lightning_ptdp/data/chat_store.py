@@ -1,4 +1,5 @@
-"""Conversations as tokens on disk, of every length; what a sequence takes of them is decided when it is read.
+"""Conversations as tokens on disk, of every length; what a sequence takes of them is decided when
+it is read.
 
 ::
 
@@ -44,15 +45,24 @@ class ChatStore:
         self._folder, self._split = Path(folder), split
         manifest = Manifest.read(folder)
         if manifest.settings.get("form") != FORM:
-            raise StoreError(f"{folder} holds text and no conversations: use TextDataModule, or another data_dir")
+            raise StoreError(
+                f"{folder} holds text and no conversations: use TextDataModule, or another data_dir"
+            )
         held = manifest.splits[split]
         self.fingerprint = manifest.fingerprint(split)
         self._boundaries = self._map("boundaries.bin", "int64", held.documents + 1)
         self._tokens = self._map(_TOKENS, held.dtype, held.tokens)
         self._learned = self._map("learned.bin", "bool", held.tokens)
         self.lengths = np.diff(self._boundaries)
-        if self._boundaries[0] != 0 or (self.lengths < 2).any() or self._boundaries[-1] != held.tokens:
-            raise StoreError(f"{self._folder / split / 'boundaries.bin'} is damaged: prepare the data again with overwrite")
+        if (
+            self._boundaries[0] != 0
+            or (self.lengths < 2).any()
+            or self._boundaries[-1] != held.tokens
+        ):
+            raise StoreError(
+                f"{self._folder / split / 'boundaries.bin'} is damaged: prepare the data again "
+                "with overwrite"
+            )
         self.vocabulary_size = manifest.vocabulary_size
 
     def __reduce__(self) -> tuple[type[ChatStore], tuple[Path, SplitName]]:
@@ -79,7 +89,8 @@ class ChatStore:
         check_ids(self._tokens, self.vocabulary_size, self._folder / self._split / _TOKENS)
 
     def learned_within(self, most: int) -> np.ndarray:
-        """Return whether each sample has something to learn among its first ``most`` tokens (the first is never predicted), bool."""
+        """Return whether each sample has something to learn among its first ``most`` tokens (the
+        first is never predicted), bool."""
         ends = zip(self._boundaries[:-1], self._boundaries[1:], strict=True)
         return np.array([self._learned[start:stop][1:most].any() for start, stop in ends], bool)
 
@@ -88,11 +99,14 @@ class ChatStore:
         try:
             return np.memmap(path, dtype, "r", shape=(length,))
         except (OSError, ValueError) as error:
-            raise StoreError(f"{path} cannot be read: {error}; prepare the data again with overwrite") from error
+            raise StoreError(
+                f"{path} cannot be read: {error}; prepare the data again with overwrite"
+            ) from error
 
 
 def verify_chat(folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Check a prepared folder against its manifest, and its tokens against the vocabulary unless ``hashes`` is off.
+    """Check a prepared folder against its manifest, and its tokens against the vocabulary unless
+    ``hashes`` is off.
 
     Raises:
         StoreError: The message names the first file that is wrong.

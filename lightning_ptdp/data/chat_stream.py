@@ -1,4 +1,5 @@
-"""Conversations by number, alone in a sequence or several in one, as batches of inputs, labels and positions.
+"""Conversations by number, alone in a sequence or several in one, as batches of inputs, labels and
+positions.
 
 ::
 
@@ -6,9 +7,9 @@
     positions     0  1  2  3    0  1  2   0 1
     labels       a1 a2 a3 a4   b1 b2 b3   - -        -100 where the label is of no answer
 
-The last token of a sample is a label only. Positions begin anew where the next sample does, from which transformers' models tell that
-attention does not cross; what fills up is a document of its own, whose labels nothing counts.
-"""
+The last token of a sample is a label only. Positions begin anew where the next sample does, from
+which transformers' models tell that attention does not cross; what fills up is a document of its
+own, whose labels nothing counts."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class ChatStream(SampleStream):
         samples: How many samples there are.
 
     Raises:
-        StoreError: The folder is not prepared data, no sample fits, or one is too long or has nothing to learn once it is cut.
+        StoreError: The folder is not prepared data, no sample fits, or one is too long or has
+            nothing to learn once it is cut.
     """
 
     def __init__(
@@ -67,11 +69,17 @@ class ChatStream(SampleStream):
         longer = lengths > sequence_length + 1
         self.longer, self.samples = int(longer.sum()), len(lengths)
         self.packing = packing
-        self._check(longer, too_long, sequence_length, f"{folder}: {self.longer} of {len(lengths)} {split} samples")
+        self._check(
+            longer,
+            too_long,
+            sequence_length,
+            f"{folder}: {self.longer} of {len(lengths)} {split} samples",
+        )
         kept = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
         if not len(kept):
             raise StoreError(
-                f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ 1) tokens, the shortest has {lengths.min()}"
+                f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ 1) "
+                f"tokens, the shortest has {lengths.min()}"
             )
         sizes = np.minimum(lengths[kept] - 1, sequence_length)
         alone = (np.arange(len(kept)), np.arange(len(kept) + 1))
@@ -82,7 +90,9 @@ class ChatStream(SampleStream):
             samples=len(self._begins) - 1,
             sequence_length=sequence_length,
             max_samples=max_samples,
-            fingerprint=hashlib.sha256(f"{self._store.fingerprint} {packing} {too_long}".encode()).hexdigest(),
+            fingerprint=hashlib.sha256(
+                f"{self._store.fingerprint} {packing} {too_long}".encode()
+            ).hexdigest(),
         )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
@@ -92,19 +102,26 @@ class ChatStream(SampleStream):
         rows[:, 1] = IGNORE_INDEX
         for row, visit in zip(rows, visits, strict=True):
             place, number = 0, visit % self._size
-            for sample in self._order[self._begins[number] : self._begins[number + 1]] if visit != PADDING else ():
+            for sample in (
+                self._order[self._begins[number] : self._begins[number + 1]]
+                if visit != PADDING
+                else ()
+            ):
                 ids, learned = self._store.read(int(sample))
                 size = min(len(ids) - 1, length)
                 here = slice(place, place + size)
                 row[0, here] = ids[:size]
-                row[1, here] = np.where(learned[1 : size + 1], ids[1 : size + 1].astype(np.int32), IGNORE_INDEX)
+                row[1, here] = np.where(
+                    learned[1 : size + 1], ids[1 : size + 1].astype(np.int32), IGNORE_INDEX
+                )
                 row[2, here] = np.arange(size)
                 place += size
             row[2, place:] = np.arange(length - place)
         return rows
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, and of packed samples ``position_ids``, int64 of shape (b, s)."""
+        """``input_ids`` and ``labels``, and of packed samples ``position_ids``, int64 of shape (b,
+        s)."""
         tensors = torch.from_numpy(rows).long()
         batch = {"input_ids": tensors[:, 0].contiguous(), "labels": tensors[:, 1].contiguous()}
         return {**batch, "position_ids": tensors[:, 2].contiguous()} if self.packing else batch
@@ -113,13 +130,15 @@ class ChatStream(SampleStream):
         longest = int(self._store.lengths.max())
         if too_long == "error" and longer.any():
             raise StoreError(
-                f"{said} are longer than sequence_length={length} (+ 1), the longest has {longest} tokens: use a longer one, or too_long: "
+                f"{said} are longer than sequence_length={length} (+ 1), the longest has "
+                f"{longest} tokens: use a longer one, or too_long: "
                 "cut or drop"
             )
         if too_long == "cut" and longer.any():
             empty = int((longer & ~self._store.learned_within(length + 1)).sum())
             if empty:
                 raise StoreError(
-                    f"{said} are cut to sequence_length={length} (+ 1) tokens, and {empty} of these have no answer left to learn: use a "
+                    f"{said} are cut to sequence_length={length} (+ 1) tokens, and {empty} of "
+                    "these have no answer left to learn: use a "
                     "longer one, or too_long: drop"
                 )

@@ -1,7 +1,8 @@
-"""Rows of chat and instruction data as conversations: which columns they are in, and where the rows come from.
+"""Rows of chat and instruction data as conversations: which columns they are in, and where the rows
+come from.
 
-The ``datasets`` library does the reading: JSON lines, Parquet, or a folder that ``save_to_disk`` wrote.
-"""
+The ``datasets`` library does the reading: JSON lines, Parquet, or a folder that ``save_to_disk``
+wrote."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ Conversation = list[dict[str, Any]]
 
 _FORMS = (("messages",), ("prompt", "response"), ("instruction", "input", "output"))
 _OPTIONAL = ("input", "system")
-_ALSO = {"messages": ("conversations", "conversation"), "response": ("completion",), "output": ("response",)}
+_ALSO = {
+    "messages": ("conversations", "conversation"),
+    "response": ("completion",),
+    "output": ("response",),
+}
 """Names under which a column is found beside its own."""
 _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
 """Roles of data in the form {"from": ..., "value": ...}."""
@@ -47,7 +52,8 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class FaultyRow(PTDPError, ValueError):
-    """A row that no conversation, or nothing to learn, can be made of; the message says why and what to do."""
+    """A row that no conversation, or nothing to learn, can be made of; the message says why and
+    what to do."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ class Columns:
     """Names of the columns that hold a conversation.
 
     Attributes:
-        names: By what it holds, the column: ``messages``; or ``prompt`` and ``response``; or ``instruction``, ``output`` and perhaps
-            ``input``; each perhaps with ``system``.
+        names: By what it holds, the column: ``messages``; or ``prompt`` and ``response``; or
+            ``instruction``, ``output`` and perhaps ``input``; each perhaps with ``system``.
     """
 
     names: Mapping[str, str]
@@ -72,17 +78,31 @@ class Columns:
         keys = list(dict.fromkeys([*(key for form in _FORMS for key in form), "system"]))
         for key, column in given.items():
             if key not in keys:
-                raise CorpusError(f"columns: {key!r} is none of {', '.join(keys)}{nearest(key, keys)}")
+                raise CorpusError(
+                    f"columns: {key!r} is none of {', '.join(keys)}{nearest(key, keys)}"
+                )
             if column not in present:
-                raise CorpusError(f"{where} has no column {column!r} (columns.{key}){nearest(column, present)}; {_has(present)}")
+                raise CorpusError(
+                    f"{where} has no column {column!r} (columns.{key}){nearest(column, present)}; "
+                    f"{_has(present)}"
+                )
         for form in _FORMS:
-            found = {key: name for key in (*form, "system") if (name := _find(key, present, given)) is not None}
+            found = {
+                key: name
+                for key in (*form, "system")
+                if (name := _find(key, present, given)) is not None
+            }
             wanted = all(key in found for key in form if key not in _OPTIONAL)
             if wanted and all(key in found for key in given):
                 return cls(found)
-        close = nearest("messages", present) or nearest("prompt", present) or nearest("instruction", present)
+        close = (
+            nearest("messages", present)
+            or nearest("prompt", present)
+            or nearest("instruction", present)
+        )
         raise CorpusError(
-            f"{where} has no column messages, nor prompt and response, nor instruction and output{close}; {_has(present)}: name them, "
+            f"{where} has no column messages, nor prompt and response, nor instruction and "
+            f"output{close}; {_has(present)}: name them, "
             "such as columns={prompt: question, response: answer}"
         )
 
@@ -109,13 +129,20 @@ class Columns:
             messages = [*_said(row[names["system"]], "system", names["system"]), *messages]
         for number, message in enumerate(messages, start=1):
             content = message.get("content")
-            if message["role"] == "assistant" and not message.get("tool_calls") and not (content and str(content).strip()):
-                raise FaultyRow(f"message {number}, an answer, is empty: fill it in or take the row out")
+            if (
+                message["role"] == "assistant"
+                and not message.get("tool_calls")
+                and not (content and str(content).strip())
+            ):
+                raise FaultyRow(
+                    f"message {number}, an answer, is empty: fill it in or take the row out"
+                )
         return messages
 
 
 def chat_files(path: str | Sequence[str]) -> list[Path]:
-    """The files behind a path: the files named, those of a folder, or a folder that ``datasets`` saved itself.
+    """The files behind a path: the files named, those of a folder, or a folder that ``datasets``
+    saved itself.
 
     Raises:
         CorpusError: There is none, or it is of a kind that cannot be read.
@@ -123,17 +150,25 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for root in [Path(path)] if isinstance(path, str) else map(Path, path):
         if not root.exists():
-            near = nearest(root.name, [entry.name for entry in root.parent.iterdir()]) if root.parent.is_dir() else ""
+            near = (
+                nearest(root.name, [entry.name for entry in root.parent.iterdir()])
+                if root.parent.is_dir()
+                else ""
+            )
             raise CorpusError(f"path={root} does not exist{near}")
         if root.is_dir() and not any((root / name).exists() for name in _SAVED):
             found = sorted(file for file in root.rglob("*") if file.suffix in _BUILDERS)
             if not found:
                 raise CorpusError(
-                    f"path={root} is a folder without {', '.join(_BUILDERS)}, and not one that datasets' save_to_disk wrote"
+                    f"path={root} is a folder without {', '.join(_BUILDERS)}, and not one that "
+                    "datasets' save_to_disk wrote"
                 )
             files += found
         elif root.is_file() and root.suffix not in _BUILDERS:
-            raise CorpusError(f"path={root} ends in {root.suffix or 'nothing'!r}: name JSON lines (.jsonl) or Parquet (.parquet)")
+            raise CorpusError(
+                f"path={root} ends in {root.suffix or 'nothing'!r}: name JSON lines (.jsonl) or "
+                "Parquet (.parquet)"
+            )
         else:
             files.append(root)
     if not files:
@@ -141,11 +176,15 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
     return files
 
 
-def read_rows(path: str | Sequence[str] | None, *, split: str = "train") -> Iterator[dict[str, Any]]:
-    """The rows, in their order; without a path, questions about the functions of the installed Python's standard library.
+def read_rows(
+    path: str | Sequence[str] | None, *, split: str = "train"
+) -> Iterator[dict[str, Any]]:
+    """The rows, in their order; without a path, questions about the functions of the installed
+    Python's standard library.
 
     Args:
-        path: JSON lines, Parquet, a folder of them, a folder that ``save_to_disk`` of ``datasets`` wrote, or several of them.
+        path: JSON lines, Parquet, a folder of them, a folder that ``save_to_disk`` of ``datasets``
+            wrote, or several of them.
         split: Which one of a saved folder that holds several.
 
     Raises:
@@ -173,7 +212,10 @@ def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
         saved = datasets.load_from_disk(str(file))
         if isinstance(saved, datasets.DatasetDict):
             if split not in saved:
-                raise CorpusError(f"path={file} has no split {split!r}, only {', '.join(saved)}: name the folder of one of them")
+                raise CorpusError(
+                    f"path={file} has no split {split!r}, only {', '.join(saved)}: name the "
+                    "folder of one of them"
+                )
             saved = saved[split]
         yield from saved
         return
@@ -182,13 +224,16 @@ def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
     log.setLevel(logging.CRITICAL)  # what it logs of a file that it cannot read, the error says
     try:
         # Streamed: nothing is copied into a cache.
-        yield from datasets.load_dataset(_BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True)
+        yield from datasets.load_dataset(
+            _BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True
+        )
     finally:
         log.setLevel(level)
 
 
 def _check_file(file: Path) -> None:
-    """Refuse what a reader would wait for, fill the memory with, or end the process over (pyarrow, of deep brackets)."""
+    """Refuse what a reader would wait for, fill the memory with, or end the process over (pyarrow,
+    of deep brackets)."""
     if file.is_dir():
         return
     size = regular_size(file)
@@ -210,7 +255,8 @@ def _first_hole(descriptor: int, size: int) -> int:
 
 
 def _check_depth(stream: IO[bytes], *, one_document: bool) -> None:
-    """Compare the depth of brackets with a limit; a line of few brackets is not looked into, unless the document goes on in the next."""
+    """Compare the depth of brackets with a limit; a line of few brackets is not looked into, unless
+    the document goes on in the next."""
     longest = _LONGEST_DOCUMENT if one_document else _LONGEST_LINE
     depth = 0
     for number, line in enumerate(iter(partial(stream.readline, longest), b""), start=1):
@@ -265,12 +311,22 @@ def _said(value: object, role: str, column: str) -> Conversation:
         return [{"role": role, "content": value}]
     if isinstance(value, list):
         return _messages(value, column)
-    raise FaultyRow(f"column {column!r} holds {'nothing' if value is None else type(value).__name__}; a text is needed")
+    raise FaultyRow(
+        f"column {column!r} holds {'nothing' if value is None else type(value).__name__}; a text "
+        "is needed"
+    )
 
 
 def _messages(value: object, column: str) -> Conversation:
-    if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
-        raise FaultyRow(f"column {column!r} holds no list of messages, such as [{{'role': 'user', 'content': ...}}, ...]")
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(message, Mapping) for message in value)
+    ):
+        raise FaultyRow(
+            f"column {column!r} holds no list of messages, such as [{{'role': 'user', 'content': "
+            f"...}}, ...]"
+        )
     messages = []
     for number, message in enumerate(value, start=1):
         # What one message has and another has not, a table fills up with None.
@@ -279,22 +335,34 @@ def _messages(value: object, column: str) -> Conversation:
             role = said.pop("from")
             said = {"role": _SHARED.get(role, role), "content": said.pop("value", None), **said}
         if not isinstance(said.get("role"), str):
-            raise FaultyRow(f"message {number} of column {column!r} has no role, only {', '.join(map(str, said))}")
+            raise FaultyRow(
+                f"message {number} of column {column!r} has no role, only "
+                f"{', '.join(map(str, said))}"
+            )
         messages.append(said)
     return messages
 
 
 def _docstrings() -> Iterator[dict[str, Any]]:
-    """Yield questions about public functions and classes, answered by the first paragraphs of their docstrings."""
+    """Yield questions about public functions and classes, answered by the first paragraphs of their
+    docstrings."""
     for document in Corpus(suffixes=(".py",)).documents():
         try:
             tree = ast.parse(document.text)
         except SyntaxError:
             continue
-        module = document.name.removeprefix("stdlib/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        module = (
+            document.name.removeprefix("stdlib/")
+            .removesuffix(".py")
+            .removesuffix("/__init__")
+            .replace("/", ".")
+        )
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 text = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
                 if text:
-                    yield {"prompt": f"What does the {kind} {node.name} of {module} do?", "response": text}
+                    yield {
+                        "prompt": f"What does the {kind} {node.name} of {module} do?",
+                        "response": text,
+                    }

@@ -1,8 +1,7 @@
 """Text from files, folders and JSON-lines, one document at a time, always in the same order.
 
-Without a source the text is the installed Python's own standard library, which every machine has (about 9 MB; read where it
-lies, nothing is copied or redistributed).
-"""
+Without a source the text is the installed Python's own standard library, which every machine has
+(about 9 MB; read where it lies, nothing is copied or redistributed)."""
 
 from __future__ import annotations
 
@@ -31,14 +30,24 @@ DEFAULT_SUFFIXES = (
     ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl", ".lua", ".sh",
 )  # fmt: skip
 _JSON_LINES = (".jsonl", ".ndjson")
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "idlelib", "__pycache__"}
+_NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "encodings",
+    "pydoc_data",
+    "idlelib",
+    "__pycache__",
+}
 _MAX_LISTED = 5
 _DECODED_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from: a file's relative path, with ``:line`` for JSON-lines and ``#number`` in a big text file."""
+    """One text and where it came from: a file's relative path, with ``:line`` for JSON-lines and
+    ``#number`` in a big text file."""
 
     name: str
     text: str
@@ -64,17 +73,20 @@ class Corpus:
     """A source of documents.
 
     Args:
-        source: A file, a folder (searched recursively), or several of them; None is the standard library's sources. Files
-            that end in ``.jsonl`` or ``.ndjson`` hold one document a line, every other file is one document, or several if it is
-            bigger than ``document_bytes``.
-        suffixes: Which files of a folder are read; a file that is named itself is always read. Hidden files are not.
+        source: A file, a folder (searched recursively), or several of them; None is the standard
+            library's sources. Files that end in ``.jsonl`` or ``.ndjson`` hold one document a line,
+            every other file is one document, or several if it is bigger than ``document_bytes``.
+        suffixes: Which files of a folder are read; a file that is named itself is always read.
+            Hidden files are not.
         text_field: The key of a JSON line's object that holds the text.
-        undecodable: What to do with text that is not UTF-8: ``"replace"`` the bad bytes by U+FFFD, ``"skip"`` the document, or
-            raise (``"error"``).
-        document_bytes: A text file that is bigger is cut between lines into documents of about this size.
+        undecodable: What to do with text that is not UTF-8: ``"replace"`` the bad bytes by U+FFFD,
+            ``"skip"`` the document, or raise (``"error"``).
+        document_bytes: A text file that is bigger is cut between lines into documents of about this
+            size.
 
     Raises:
-        CorpusError: From ``files`` and ``documents``: a path is missing, unreadable, or holds no text.
+        CorpusError: From ``files`` and ``documents``: a path is missing, unreadable, or holds no
+            text.
     """
 
     source: Source = None
@@ -86,7 +98,10 @@ class Corpus:
     def __post_init__(self) -> None:
         check_types(self)
         if not all(suffix.startswith(".") for suffix in self.suffixes):
-            raise ValueError(f"suffixes={self.suffixes!r} must be a list of endings with their dot, such as ['.txt', '.jsonl']")
+            raise ValueError(
+                f"suffixes={self.suffixes!r} must be a list of endings with their dot, such as "
+                "['.txt', '.jsonl']"
+            )
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -96,7 +111,8 @@ class Corpus:
         paths = [self.source] if isinstance(self.source, str | Path) else list(self.source)
         if not paths or not all(str(path) for path in paths):
             raise CorpusError(
-                f"source={self.source!r} names no path: give a file or folder, or leave it out for the default text"
+                f"source={self.source!r} names no path: give a file or folder, or leave it out "
+                "for the default text"
             )
         return tuple(str(path) for path in paths)
 
@@ -130,7 +146,11 @@ class Corpus:
         """The documents of a piece."""
         with reading(f"source file {piece.file.path}", CorpusError):
             data = piece.read()
-        for document in self._whole(piece, data, report) if piece.line is None else self._json_lines(piece, data, report):
+        for document in (
+            self._whole(piece, data, report)
+            if piece.line is None
+            else self._json_lines(piece, data, report)
+        ):
             report.documents += 1
             yield document
 
@@ -157,12 +177,19 @@ class Corpus:
         except json.JSONDecodeError as error:
             raise CorpusError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
         if not isinstance(row, dict):
-            raise CorpusError(f"{where}: a JSON object with the field {self.text_field!r} is needed, got {type(row).__name__}")
+            raise CorpusError(
+                f"{where}: a JSON object with the field {self.text_field!r} is needed, got "
+                f"{type(row).__name__}"
+            )
         if self.text_field not in row:
-            raise CorpusError(f"{where}: no field text_field={self.text_field!r}; the line has {sorted(row)}")
+            raise CorpusError(
+                f"{where}: no field text_field={self.text_field!r}; the line has {sorted(row)}"
+            )
         text = row[self.text_field]
         if not isinstance(text, str):
-            raise CorpusError(f"{where}: field {self.text_field!r} is {type(text).__name__}, a string is needed")
+            raise CorpusError(
+                f"{where}: field {self.text_field!r} is {type(text).__name__}, a string is needed"
+            )
         return text
 
     def _decode(self, data: bytes, name: str, report: ReadReport, offset: int = 0) -> str | None:
@@ -171,7 +198,8 @@ class Corpus:
         except UnicodeDecodeError as error:
             if self.undecodable == "error":
                 raise CorpusError(
-                    f"{name}: not UTF-8 at byte {offset + error.start}; convert it, or set undecodable to 'replace' or 'skip'"
+                    f"{name}: not UTF-8 at byte {offset + error.start}; convert it, or set "
+                    "undecodable to 'replace' or 'skip'"
                 ) from error
             report.undecodable.append(name)
             return _utf8(data, "replace") if self.undecodable == "replace" else None
@@ -186,15 +214,19 @@ def listing_digest(files: Sequence[CorpusFile]) -> str:
 def _utf8(data: bytes, errors: str) -> str:
     """``data.decode("utf-8", errors)`` in slices.
 
-    Decoding megabytes at once grows and shrinks its result, and glibc does not use again what that leaves: up to 1.5 MB for
-    each text of 4 MB, without end.
-    """
+    Decoding megabytes at once grows and shrinks its result, and glibc does not use again what that
+    leaves: up to 1.5 MB for each text of 4 MB, without end."""
     if len(data) <= _DECODED_AT_ONCE:
         return data.decode("utf-8", errors)
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     starts = range(0, len(data), _DECODED_AT_ONCE)
     try:
-        return "".join([decoder.decode(data[start : start + _DECODED_AT_ONCE], start == starts[-1]) for start in starts])
+        return "".join(
+            [
+                decoder.decode(data[start : start + _DECODED_AT_ONCE], start == starts[-1])
+                for start in starts
+            ]
+        )
     except UnicodeDecodeError:
         return data.decode("utf-8", errors)  # raises with the place in all of the data
 
@@ -210,21 +242,33 @@ def _files_of(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
     label = root.resolve().name
     found = [file for file in _walk(root, label, set()) if file.name.lower().endswith(wanted)]
     if not found:
-        raise CorpusError(f"source folder {root} holds no file that ends in {', '.join(suffixes)}; set suffixes to what it holds")
+        raise CorpusError(
+            f"source folder {root} holds no file that ends in {', '.join(suffixes)}; set suffixes "
+            "to what it holds"
+        )
     return found
 
 
 def _standard_library() -> list[CorpusFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [file for file in _walk(root, "stdlib", _NOT_LIBRARY) if file.name.endswith(".py")] if root.is_dir() else []
+    found = (
+        [file for file in _walk(root, "stdlib", _NOT_LIBRARY) if file.name.endswith(".py")]
+        if root.is_dir()
+        else []
+    )
     if not found:
-        raise CorpusError(f"this Python keeps no sources of its standard library in {root}: give a source of your own")
+        raise CorpusError(
+            f"this Python keeps no sources of its standard library in {root}: give a source of "
+            "your own"
+        )
     return found
 
 
 def _walk(root: Path, label: str, without: set[str]) -> list[CorpusFile]:
     def unreadable(error: OSError) -> None:
-        raise CorpusError(f"source folder {error.filename} cannot be read: {error.strerror}") from error
+        raise CorpusError(
+            f"source folder {error.filename} cannot be read: {error.strerror}"
+        ) from error
 
     found = []
     for folder, folders, names in os.walk(root, onerror=unreadable):
@@ -232,5 +276,9 @@ def _walk(root: Path, label: str, without: set[str]) -> list[CorpusFile]:
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
-                found.append(CorpusFile(f"{label}/{path.relative_to(root).as_posix()}", path, path.stat().st_size))
+                found.append(
+                    CorpusFile(
+                        f"{label}/{path.relative_to(root).as_posix()}", path, path.stat().st_size
+                    )
+                )
     return sorted(found, key=lambda file: file.name)

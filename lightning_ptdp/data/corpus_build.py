@@ -1,9 +1,9 @@
 """The stages of a preparation: survey, tokenizer, tokens by parts, and the parts joined to chunks.
 
-A part is some megabytes of consecutive text. Parts are read by any number of processes, and everything that is made of them is put
-together in their order, so that the result does not depend on who read which; nothing needs more memory than a few parts and 40 bytes
-a document. A stage that is finished, or a part of the tokens, is found again in the work folder.
-"""
+A part is some megabytes of consecutive text. Parts are read by any number of processes, and
+everything that is made of them is put together in their order, so that the result does not depend
+on who read which; nothing needs more memory than a few parts and 40 bytes a document. A stage that
+is finished, or a part of the tokens, is found again in the work folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Builder:
         """The division, and the number of texts that are not UTF-8."""
         saved = read_record(self.work / "survey.json")
         if saved is not None:
-            self.report.say(f"going on with {saved['survey']['documents']:,} documents that were read before")
+            self.report.say(
+                f"going on with {saved['survey']['documents']:,} documents that were read before"
+            )
             return Survey.from_json(saved["survey"]), saved["undecodable"]
         undecodable = ReadReport()
 
@@ -71,7 +73,9 @@ class Builder:
                 undecodable.undecodable += names
                 yield found
 
-        found = survey(scans(), validation_fraction=self.config.validation_fraction, seed=self.config.seed)
+        found = survey(
+            scans(), validation_fraction=self.config.validation_fraction, seed=self.config.seed
+        )
         if undecodable.undecodable:
             self.report.say(undecodable.summary())
         count = len(undecodable.undecodable)
@@ -82,14 +86,20 @@ class Builder:
         """Learned from the training text, or learned before."""
         if (self.work / "tokenizer.done").exists():
             return Tokenizer.load(self.work)
-        assert self.config.vocabulary_size is not None, "only with tokenizer_dir, whose tokenizer is not learned"
-        self.report.say(f"learning {self.config.vocabulary_size} pieces from {found.documents:,} documents")
+        assert self.config.vocabulary_size is not None, (
+            "only with tokenizer_dir, whose tokenizer is not learned"
+        )
+        self.report.say(
+            f"learning {self.config.vocabulary_size} pieces from {found.documents:,} documents"
+        )
         sample = self.work / "sample.txt"
         with open(sample, "wb") as stream:
             for text in self.sample(found):
                 stream.write(f"{text}\n".encode())
         learn = partial(_learn, self.config.vocabulary_size, tuple(self.config.control_symbols))
-        alone = self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
+        alone = (
+            self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
+        )
         tokenizer = learn(sample) if alone else apart(learn, sample)
         sample.unlink()
         tokenizer.save(self.work)
@@ -97,7 +107,8 @@ class Builder:
         return tokenizer
 
     def sample(self, found: Survey) -> Iterator[str]:
-        """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over the corpus."""
+        """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over
+        the corpus."""
         left = self.config.tokenizer_characters
         keep = left / found.characters
         task = partial(_sample_part, self.config, self.config.seed, found.split, keep)
@@ -109,7 +120,9 @@ class Builder:
                     if left <= 0 and keep < 1:
                         return
 
-    def tokens(self, found: Survey, tokenizer: AnyTokenizer, folder: Path) -> dict[str, SplitRecord]:
+    def tokens(
+        self, found: Survey, tokenizer: AnyTokenizer, folder: Path
+    ) -> dict[str, SplitRecord]:
         """Write both splits into ``folder``.
 
         Raises:
@@ -117,24 +130,34 @@ class Builder:
         """
         dtype = token_dtype(tokenizer.vocabulary_size)
         threads = (os.cpu_count() or 1) if self.config.num_workers == 1 else 1
-        task = partial(_tokenize_part, self.config, found.split, tokenizer, dtype, self.work / "parts", threads)
+        task = partial(
+            _tokenize_part, self.config, found.split, tokenizer, dtype, self.work / "parts", threads
+        )
         records = list(self._each(task, "tokenize"))
         seen = sum(record["seen"] for record in records)
         if seen != found.documents:
             raise CorpusError(
-                f"source={self.config.source!r} changed while it was read: {found.documents} documents, then {seen}"
+                f"source={self.config.source!r} changed while it was read: {found.documents} "
+                f"documents, then {seen}"
             )
         splits: dict[str, SplitRecord] = {}
         for split in SPLITS:
-            runs = (np.fromfile(_part_file(self.work / "parts", number, split), dtype) for number in range(len(records)))
-            tokens = write_chunks(folder / split, runs, chunk_tokens=self.config.chunk_tokens, dtype=dtype)
+            runs = (
+                np.fromfile(_part_file(self.work / "parts", number, split), dtype)
+                for number in range(len(records))
+            )
+            tokens = write_chunks(
+                folder / split, runs, chunk_tokens=self.config.chunk_tokens, dtype=dtype
+            )
             documents = sum(record["documents"][split] for record in records)
             splits[split] = SplitRecord(documents=documents, tokens=tokens, dtype=dtype)
         total = sum(record.tokens for record in splits.values())
         self.report.say(f"tokenized {seen:,} of {found.documents:,} documents: {total:,} tokens")
         return splits
 
-    def _each(self, task: Callable[[tuple[int, Part]], Result], verb: str) -> Generator[Result, None, None]:
+    def _each(
+        self, task: Callable[[tuple[int, Part]], Result], verb: str
+    ) -> Generator[Result, None, None]:
         """The results for all parts in their order, with a bar."""
         sizes = [sum(piece.stop - piece.start for piece in part) for part in self.parts]
         with self.report.bar(verb, sum(sizes)) as advance:
@@ -150,7 +173,9 @@ def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> tuple[Scan,
     return scan(_documents(corpus, item[1], report), seed=seed), report.undecodable
 
 
-def _sample_part(corpus: Corpus, seed: int, split: Split, keep: float, item: tuple[int, Part]) -> list[str]:
+def _sample_part(
+    corpus: Corpus, seed: int, split: Split, keep: float, item: tuple[int, Part]
+) -> list[str]:
     """Training texts, or lines of them, each with the probability ``keep``."""
     texts = []
     for document in _documents(corpus, item[1], ReadReport()):
@@ -158,7 +183,8 @@ def _sample_part(corpus: Corpus, seed: int, split: Split, keep: float, item: tup
         if keep >= 1:
             texts.append(text)
             continue
-        # By document, so that it does not matter how they are cut into parts. Python promises that random() of a seed stays the same.
+        # By document, so that it does not matter how they are cut into parts. Python promises that
+        # random() of a seed stays the same.
         draw = random.Random(f"{seed}/{document.name}")
         texts += [line for line in text.split("\n") if draw.random() < keep]
     return texts
@@ -167,11 +193,19 @@ def _sample_part(corpus: Corpus, seed: int, split: Split, keep: float, item: tup
 def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path) -> Tokenizer:
     with open(sample, encoding="utf-8", newline="\n") as lines:
         texts = (line.removesuffix("\n") for line in lines)
-        return Tokenizer.train(texts, vocabulary_size=vocabulary_size, control_symbols=control_symbols)
+        return Tokenizer.train(
+            texts, vocabulary_size=vocabulary_size, control_symbols=control_symbols
+        )
 
 
 def _tokenize_part(
-    corpus: Corpus, split: Split, tokenizer: AnyTokenizer, dtype: TokenType, folder: Path, threads: int, item: tuple[int, Part]
+    corpus: Corpus,
+    split: Split,
+    tokenizer: AnyTokenizer,
+    dtype: TokenType,
+    folder: Path,
+    threads: int,
+    item: tuple[int, Part],
 ) -> dict[str, Any]:
     """Write the tokens of one part, unless they are there."""
     number, part = item
@@ -200,7 +234,9 @@ def _documents(corpus: Corpus, part: Part, report: ReadReport) -> Iterator[Docum
         yield from corpus.read(piece, report)
 
 
-def _batches(documents: Iterable[Document], split: Split) -> Iterator[tuple[dict[str, list[str]], int]]:
+def _batches(
+    documents: Iterable[Document], split: Split
+) -> Iterator[tuple[dict[str, list[str]], int]]:
     """Texts by split and the number of documents behind them, a few megabytes at a time."""
     batch: dict[str, list[str]] = {name: [] for name in SPLITS}
     characters = count = 0

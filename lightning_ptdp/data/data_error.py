@@ -1,4 +1,5 @@
-"""Errors of the data package: each is a ``ValueError`` that names the file or the field and says what would work."""
+"""Errors of the data package: each is a ``ValueError`` that names the file or the field and says
+what would work."""
 
 from __future__ import annotations
 
@@ -30,14 +31,17 @@ class StoreError(DataError):
 
 @contextmanager
 def reading(what: str | Path, kind: type[DataError], mend: str = "") -> Iterator[None]:
-    """Around what reads ``what`` and looks into it: what is wrong with it is a ``kind`` that names it, and says how to mend it."""
+    """Around what reads ``what`` and looks into it: what is wrong with it is a ``kind`` that names
+    it, and says how to mend it."""
     try:
         yield
     except DataError:
         raise
     except OSError as error:
         # A file that is read on the way is named instead.
-        name = what if error.filename is None or str(error.filename) in str(what) else error.filename
+        name = (
+            what if error.filename is None or str(error.filename) in str(what) else error.filename
+        )
         raise kind(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise kind(f"{what} is damaged: {reason(error)}; {mend}") from error

@@ -23,22 +23,27 @@ __all__ = ["TextDataModule"]
 class TextDataModule(StreamDataModule):
     """Any text as batches of tokens.
 
-    The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp prepare``) and found there afterwards.
+    The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp
+    prepare``) and found there afterwards.
 
     Args:
         data_dir: Folder of the prepared data.
-        source: A text file, a JSON-lines file, a folder, or a list of them; none is the standard library's sources.
+        source: A text file, a JSON-lines file, a folder, or a list of them; none is the standard
+            library's sources.
         suffixes: Which files of a folder are read.
         text_field: The key that holds the text in JSON-lines.
         undecodable: What to do with text that is not UTF-8.
-        vocabulary_size: Number of ids of the tokenizer; None: as many as that of ``tokenizer_dir`` has.
+        vocabulary_size: Number of ids of the tokenizer; None: as many as that of ``tokenizer_dir``
+            has.
         validation_fraction: Part of the text that is kept for validation.
         split_seed: Of the division into training and validation.
-        tokenizer_dir: Another prepared folder, whose tokenizer is taken, or a folder of Hugging Face's with one. Default: learn one
-            from the text; ``ptdp`` takes ``model.path`` where the model has one.
+        tokenizer_dir: Another prepared folder, whose tokenizer is taken, or a folder of Hugging
+            Face's with one. Default: learn one from the text; ``ptdp`` takes ``model.path`` where
+            the model has one.
         overwrite: Prepare again where data_dir was made with other settings or is damaged.
-        remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a downloader for), which is copied to
-            ``data_dir`` instead of preparing one; ``local:/path`` for a mounted one.
+        remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a
+            downloader for), which is copied to ``data_dir`` instead of preparing one;
+            ``local:/path`` for a mounted one.
         prepare_workers: Processes that tokenize the text, once.
         verify_hashes: Compare every file's hash before training, not only its size.
         kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
@@ -85,7 +90,8 @@ class TextDataModule(StreamDataModule):
         )
         if self.sequence_length >= self.prepare_config.chunk_tokens:
             raise ValueError(
-                f"sequence_length={self.sequence_length} must be less than {self.prepare_config.chunk_tokens} tokens, a chunk"
+                f"sequence_length={self.sequence_length} must be less than "
+                f"{self.prepare_config.chunk_tokens} tokens, a chunk"
             )
         self.data_dir = Path(data_dir)
         if vocabulary_size is None:
@@ -101,8 +107,9 @@ class TextDataModule(StreamDataModule):
         return load_tokenizer(self.data_dir)
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """Find what is wrong before a process is started: the source, the folder, and where the data are prepared already whether
-        they hold a step's samples for ``num_replicas`` replicas. Writes nothing.
+        """Find what is wrong before a process is started: the source, the folder, and where the
+        data are prepared already whether they hold a step's samples for ``num_replicas`` replicas.
+        Writes nothing.
 
         Raises:
             DataError: See ``check_prepare`` and ``TokenLoader``.
@@ -137,7 +144,8 @@ class TextDataModule(StreamDataModule):
         wanted = self.vocabulary_size
         if manifest.vocabulary_size != wanted:
             raise StoreError(
-                f"data_dir={self.data_dir} has a vocabulary of {manifest.vocabulary_size}, not vocabulary_size={wanted}: use "
+                f"data_dir={self.data_dir} has a vocabulary of {manifest.vocabulary_size}, not "
+                f"vocabulary_size={wanted}: use "
                 "that number, another folder, or overwrite (--overwrite)"
             )
 
@@ -148,4 +156,9 @@ class TextDataModule(StreamDataModule):
         return Manifest.read(self.data_dir).corpus.source
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
-        return TokenStream(self.data_dir, split=split, sequence_length=self.sequence_length, max_samples=max_samples)
+        return TokenStream(
+            self.data_dir,
+            split=split,
+            sequence_length=self.sequence_length,
+            max_samples=max_samples,
+        )

@@ -1,9 +1,10 @@
-"""Division of files into pieces, so that any part of a corpus can be read alone and no file need fit into memory.
+"""Division of files into pieces, so that any part of a corpus can be read alone and no file need
+fit into memory.
 
-A text file of more than a few megabytes becomes several documents: document k begins with the first line that begins at or behind
-byte k times the size, a place that is found without reading what is in front of it. A JSON-lines file is cut between lines, which
-are counted on the way, so that each keeps its number.
-"""
+A text file of more than a few megabytes becomes several documents: document k begins with the first
+line that begins at or behind byte k times the size, a place that is found without reading what is
+in front of it. A JSON-lines file is cut between lines, which are counted on the way, so that each
+keeps its number."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _LOOK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    """A file of the corpus; ``name`` is relative to the source, so that it does not depend on the machine."""
+    """A file of the corpus; ``name`` is relative to the source, so that it does not depend on the
+    machine."""
 
     name: str
     path: Path
@@ -34,8 +36,10 @@ class Piece:
         file: The file.
         start: First byte.
         stop: One past the last.
-        line: Number of its first line in a JSON-lines file, from 1; None for text, of which a piece is one document.
-        number: Of the piece among those of a text file that is cut, from 1; None for one that is not.
+        line: Number of its first line in a JSON-lines file, from 1; None for text, of which a piece
+            is one document.
+        number: Of the piece among those of a text file that is cut, from 1; None for one that is
+            not.
     """
 
     file: CorpusFile
@@ -104,7 +108,8 @@ def grouped(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
 
 
 def _cut(stream: BinaryIO, place: int, size: int, end: int) -> int:
-    """The first of the ``size`` places from ``place`` on at which a line begins; ``place``, or just behind it, if there is none.
+    """The first of the ``size`` places from ``place`` on at which a line begins; ``place``, or just
+    behind it, if there is none.
 
     Where the file ends before, there is nothing to cut off: ``end``.
     """
@@ -119,7 +124,10 @@ def _cut(stream: BinaryIO, place: int, size: int, end: int) -> int:
     if limit == end:
         return end
     stream.seek(place)
-    # Not inside a character: the bytes of a UTF-8 character behind its first are 0b10xxxxxx, three at most.
+    # Not inside a character: the bytes of a UTF-8 character behind its first are 0b10xxxxxx, three
+    # at most.
     ahead = stream.read(4)
     otherwise = len(ahead) if len(ahead) < 4 else 0  # the end of the file, or no UTF-8
-    return place + next((index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), otherwise)
+    return place + next(
+        (index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), otherwise
+    )

@@ -1,4 +1,5 @@
-"""A tokenizer of Hugging Face's, in the place of our own: that of a model's folder, whose files are kept as they are."""
+"""A tokenizer of Hugging Face's, in the place of our own: that of a model's folder, whose files are
+kept as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_ptdp.base.requirements import RequirementError, import_optional
-from lightning_ptdp.base.untrusted import MOST_SETTINGS, check_values, parse_json, read_files, reason, small_files
+from lightning_ptdp.base.untrusted import (
+    MOST_SETTINGS,
+    check_values,
+    parse_json,
+    read_files,
+    reason,
+    small_files,
+)
 from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
 
@@ -17,15 +25,32 @@ __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tok
 
 TOKENIZER_FOLDER = "tokenizer"
 """Subfolder of a prepared folder that holds the tokenizer."""
-_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model")
-_READ = ("*.json", "*.txt", "*.jinja", "*.spm", "*.codes", "*.tiktoken", "additional_chat_templates/*")
+_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
+_READ = (
+    "*.json",
+    "*.txt",
+    "*.jinja",
+    "*.spm",
+    "*.codes",
+    "*.tiktoken",
+    "additional_chat_templates/*",
+)
 """Further files that transformers may read."""
 _MOST_VALUES = 1 << 22  # twice those of the largest vocabularies with their merges
 _SETTINGS = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """Text to ids and back, as ``transformers`` does it. transformers is imported when the first text is encoded.
+    """Text to ids and back, as ``transformers`` does it. transformers is imported when the first
+    text is encoded.
 
     Args:
         folder: With the files that ``save_pretrained`` of a tokenizer writes, such as a model's.
@@ -43,10 +68,13 @@ class HuggingFaceTokenizer:
             raise TokenizerError(f"tokenizer folder {folder} is not there")
         if not (self.folder / _SETTINGS).is_file():
             raise TokenizerError(
-                f"{folder} holds no tokenizer: neither {_SETTINGS} of Hugging Face's, as save_pretrained writes it, nor what ptdp "
+                f"{folder} holds no tokenizer: neither {_SETTINGS} of Hugging Face's, as "
+                "save_pretrained writes it, nor what ptdp "
                 "prepare makes"
             )
-        with reading(f"tokenizer folder {folder}", TokenizerError, "put a tokenizer's own files there"):
+        with reading(
+            f"tokenizer folder {folder}", TokenizerError, "put a tokenizer's own files there"
+        ):
             self._files = read_files(self.folder, (*_FILES, "config.json"))
             small_files(self.folder, _READ)
             parse_json(self._files[_SETTINGS], most_values=MOST_SETTINGS)
@@ -68,13 +96,16 @@ class HuggingFaceTokenizer:
         """
         try:
             transformers = import_optional("transformers")
-            return transformers.AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True, trust_remote_code=False)
+            return transformers.AutoTokenizer.from_pretrained(
+                str(self.folder), local_files_only=True, trust_remote_code=False
+            )
         except RequirementError:
             raise
         except Exception as error:  # of transformers, tokenizers and json
             if "trust_remote_code" in str(error):
                 raise TokenizerError(
-                    f"tokenizer folder {self.folder} needs code of its own (auto_map), which is not run: use a model whose tokenizer "
+                    f"tokenizer folder {self.folder} needs code of its own (auto_map), which is "
+                    "not run: use a model whose tokenizer "
                     "transformers has"
                 ) from error
             why = " ".join(reason(error).split())[:300]
@@ -106,7 +137,10 @@ class HuggingFaceTokenizer:
         """
         index = self.of_transformers.eos_token_id
         if index is None:
-            raise TokenizerError(f"the tokenizer of {self.folder} has no eos_token to end documents with: set it in {_SETTINGS}")
+            raise TokenizerError(
+                f"the tokenizer of {self.folder} has no eos_token to end documents with: set it "
+                f"in {_SETTINGS}"
+            )
         return int(index)
 
     def control_id(self, symbol: str) -> int:
@@ -116,7 +150,8 @@ class HuggingFaceTokenizer:
             TokenizerError: Always.
         """
         raise TokenizerError(
-            f"the tokenizer of {self.folder} is Hugging Face's, and has no control symbol {symbol!r}: let ptdp prepare learn one"
+            f"the tokenizer of {self.folder} is Hugging Face's, and has no control symbol "
+            f"{symbol!r}: let ptdp prepare learn one"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -125,7 +160,9 @@ class HuggingFaceTokenizer:
 
     def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
         """Ids of each text; the library chooses its threads itself."""
-        found: list[list[int]] = self.of_transformers(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        found: list[list[int]] = self.of_transformers(
+            list(texts), add_special_tokens=False, verbose=False
+        )["input_ids"]
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -147,4 +184,8 @@ def load_tokenizer(folder: str | Path) -> AnyTokenizer:
     """
     if Path(folder, TOKENIZER_FOLDER).is_dir():
         return HuggingFaceTokenizer(Path(folder, TOKENIZER_FOLDER))
-    return HuggingFaceTokenizer(folder) if Path(folder, _SETTINGS).is_file() else Tokenizer.load(folder)
+    return (
+        HuggingFaceTokenizer(folder)
+        if Path(folder, _SETTINGS).is_file()
+        else Tokenizer.load(folder)
+    )

@@ -1,13 +1,14 @@
-"""Megatron-LM's indexed dataset, read where it lies: ``PREFIX.bin`` (tokens) and ``PREFIX.idx`` (where documents begin).
+"""Megatron-LM's indexed dataset, read where it lies: ``PREFIX.bin`` (tokens) and ``PREFIX.idx``
+(where documents begin).
 
 The index, little-endian::
 
     b"MMIDIDX\\0\\0"  version 1 (u64)  type of a token (u8)  sequences (u64)  document boundaries (u64)
     tokens of every sequence (i32)  its first byte in PREFIX.bin (i64)  first sequence of every document, and the end (i64)
 
-(format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several; nothing marks its end in the
-tokens unless its writer appended a token (``--append-eod``). Both files are mapped into memory.
-"""
+(format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several;
+nothing marks its end in the tokens unless its writer appended a token (``--append-eod``). Both
+files are mapped into memory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _OTHER_TYPES = {6: "float64", 7: "float32"}
-_AT_ONCE = 1 << 22  # numbers looked at together in a check, so that its memory does not grow with the data
+_AT_ONCE = (
+    1 << 22
+)  # numbers looked at together in a check, so that its memory does not grow with the data
 _PAGES, _PAGE = 64, 4096
 
 
@@ -42,7 +45,8 @@ class IndexedFile:
         boundaries: int64; document ``i`` is ``tokens[boundaries[i] : boundaries[i + 1]]``.
 
     Raises:
-        StoreError: A file is missing, no such index, cut off, does not fit the other, or holds no token ids; the message names it.
+        StoreError: A file is missing, no such index, cut off, does not fit the other, or holds no
+            token ids; the message names it.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -50,11 +54,18 @@ class IndexedFile:
         index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path in (index, data):
             if not path.is_file():
-                raise StoreError(f"{path} is missing: give the prefix of a pair of files, PREFIX.bin and PREFIX.idx")
+                raise StoreError(
+                    f"{path} is missing: give the prefix of a pair of files, PREFIX.bin and "
+                    "PREFIX.idx"
+                )
         with reading(index, StoreError):
             self.boundaries = self._read_index(index, data)
             # An empty file cannot be mapped.
-            self.tokens = np.memmap(data, self._dtype, "r") if data.stat().st_size else np.empty(0, self._dtype)
+            self.tokens = (
+                np.memmap(data, self._dtype, "r")
+                if data.stat().st_size
+                else np.empty(0, self._dtype)
+            )
         self._index, self._data = index, data
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:
@@ -67,7 +78,8 @@ class IndexedFile:
         return len(self.boundaries) - 1
 
     def check_tokens(self, vocabulary_size: int) -> None:
-        """Read all tokens once, a few megabytes at a time, and check that they are ids of this vocabulary.
+        """Read all tokens once, a few megabytes at a time, and check that they are ids of this
+        vocabulary.
 
         Raises:
             StoreError: One is not; names it, its place and its document.
@@ -88,12 +100,14 @@ class IndexedFile:
         place = start + int(np.flatnonzero((tokens < 0) | (tokens >= vocabulary_size))[0])
         document = int(np.searchsorted(self.boundaries, place, side="right")) - 1
         raise StoreError(
-            f"{self._data}: token {place} (document {document}) is {int(tokens[place - start])}, outside vocabulary_size="
+            f"{self._data}: token {place} (document {document}) is {int(tokens[place - start])}, "
+            "outside vocabulary_size="
             f"{vocabulary_size}: set the size of the tokenizer that made the file"
         )
 
     def fingerprint(self) -> str:
-        """A hash of the index and of pages spread evenly over the tokens: other data are noticed without reading all of them."""
+        """A hash of the index and of pages spread evenly over the tokens: other data are noticed
+        without reading all of them."""
         digest = hashlib.sha256()
         with open(self._index, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -110,7 +124,8 @@ class IndexedFile:
             header = stream.read(_HEADER.size)
         if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
             raise StoreError(
-                f"{index} is no index of Megatron-LM's mapped format: it does not begin with {_MAGIC!r} and a header"
+                f"{index} is no index of Megatron-LM's mapped format: it does not begin with "
+                f"{_MAGIC!r} and a header"
             )
         _, version, code, sequences, boundaries = _HEADER.unpack(header)
         if version != 1:
@@ -121,29 +136,38 @@ class IndexedFile:
         self._dtype = np.dtype(_TOKEN_TYPES[code])
         size, wanted = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
         if size != wanted:
-            more = "; it may be a multimodal one, which has a mode for every sequence" if size == wanted + sequences else ""
+            more = (
+                "; it may be a multimodal one, which has a mode for every sequence"
+                if size == wanted + sequences
+                else ""
+            )
             raise StoreError(
-                f"{index} has {size} bytes, but its {sequences} sequences and {boundaries} boundaries take {wanted}{more}"
+                f"{index} has {size} bytes, but its {sequences} sequences and {boundaries} "
+                f"boundaries take {wanted}{more}"
             )
         if not sequences or boundaries < 2:
             raise StoreError(f"{index} holds no document")
         raw = np.memmap(index, np.uint8, "r", offset=_HEADER.size)
         lengths, pointers, firsts = (
             part.view(kind)
-            for part, kind in zip(np.split(raw, [4 * sequences, 12 * sequences]), ("<i4", "<i8", "<i8"), strict=True)
+            for part, kind in zip(
+                np.split(raw, [4 * sequences, 12 * sequences]), ("<i4", "<i8", "<i8"), strict=True
+            )
         )
         total = _check_joined(index, lengths, pointers, self._dtype.itemsize)
         found = data.stat().st_size
         if found != total * self._dtype.itemsize:
             raise StoreError(
-                f"{data} has {found} bytes, but {index.name} counts {total} tokens of {self._dtype.itemsize} bytes: "
+                f"{data} has {found} bytes, but {index.name} counts {total} tokens of "
+                f"{self._dtype.itemsize} bytes: "
                 "the file is cut off, or the two do not belong together"
             )
         return _document_boundaries(index, firsts, pointers, total, self._dtype.itemsize)
 
 
 def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """The number of tokens, if every sequence begins where the one before it ends, as all writers leave them."""
+    """The number of tokens, if every sequence begins where the one before it ends, as all writers
+    leave them."""
     total = 0
     for part in _parts(len(lengths)):
         some = lengths[part].astype(np.int64)
@@ -151,13 +175,16 @@ def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
         wrong = np.flatnonzero((some < 0) | (pointers[part] != (ends - some) * itemsize))
         if len(wrong):
             raise StoreError(
-                f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin where the one before it ends"
+                f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin where "
+                "the one before it ends"
             )
         total = int(ends[-1])
     return total
 
 
-def _document_boundaries(index: Path, firsts: np.ndarray, pointers: np.ndarray, total: int, itemsize: int) -> np.ndarray:
+def _document_boundaries(
+    index: Path, firsts: np.ndarray, pointers: np.ndarray, total: int, itemsize: int
+) -> np.ndarray:
     """Places in tokens of places in sequences."""
     sequences = len(pointers)
     if (
@@ -165,9 +192,14 @@ def _document_boundaries(index: Path, firsts: np.ndarray, pointers: np.ndarray, 
         or firsts[-1] != sequences
         or any((np.diff(firsts[part]) < 0).any() for part in _parts(len(firsts), overlap=1))
     ):
-        raise StoreError(f"{index} is damaged: its documents do not begin at sequence 0, ascend, and end at {sequences}")
+        raise StoreError(
+            f"{index} is damaged: its documents do not begin at sequence 0, ascend, and end at "
+            f"{sequences}"
+        )
     places = np.full(len(firsts), total, np.int64)
-    inside = int(np.searchsorted(firsts, sequences))  # documents without a sequence may end the file
+    inside = int(
+        np.searchsorted(firsts, sequences)
+    )  # documents without a sequence may end the file
     places[:inside] = pointers[firsts[:inside]] // itemsize
     return places
 

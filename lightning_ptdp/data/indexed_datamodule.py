@@ -16,18 +16,21 @@ __all__ = ["IndexedDataModule"]
 
 
 class IndexedDataModule(StreamDataModule):
-    """Tokens that Megatron-LM's ``preprocess_data.py`` (or NeMo's) made, ``PREFIX.bin`` and ``PREFIX.idx``, read where they lie.
+    """Tokens that Megatron-LM's ``preprocess_data.py`` (or NeMo's) made, ``PREFIX.bin`` and
+    ``PREFIX.idx``, read where they lie.
 
-    Batches, order and resuming are those of ``TextDataModule``. Documents are joined as they are stored: whether a token ends each
-    of them was decided by ``--append-eod``.
+    Batches, order and resuming are those of ``TextDataModule``. Documents are joined as they are
+    stored: whether a token ends each of them was decided by ``--append-eod``.
 
     Args:
         data_prefix: Path of the files without ``.bin`` and ``.idx``.
         vocabulary_size: Number of ids of the tokenizer that made them.
-        validation_prefix: Files for validation. Default: some documents of ``data_prefix``, which then are not trained on.
+        validation_prefix: Files for validation. Default: some documents of ``data_prefix``, which
+            then are not trained on.
         validation_fraction: Part of the tokens that they hold, about.
         split_seed: Of the choice of documents.
-        verify_tokens: Read all tokens once before training and compare them with ``vocabulary_size``; those of a batch always are.
+        verify_tokens: Read all tokens once before training and compare them with
+            ``vocabulary_size``; those of a batch always are.
         kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
 
     Raises:
@@ -65,12 +68,16 @@ class IndexedDataModule(StreamDataModule):
                 IndexedFile(prefix).check_tokens(self.vocabulary_size)
 
     def _places(self) -> list[str]:
-        return [prefix for prefix in (self.data_prefix, self.validation_prefix) if prefix is not None]
+        return [
+            prefix for prefix in (self.data_prefix, self.validation_prefix) if prefix is not None
+        ]
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         apart = self.validation_prefix is not None
         return IndexedStream(
-            self.validation_prefix if self.validation_prefix is not None and split == "validation" else self.data_prefix,
+            self.validation_prefix
+            if self.validation_prefix is not None and split == "validation"
+            else self.data_prefix,
             split="all" if apart else split,
             sequence_length=self.sequence_length,
             vocabulary_size=self.vocabulary_size,

@@ -1,4 +1,5 @@
-"""The token blocks of Megatron's indexed files, by number: the documents of one split, joined, and cut into blocks.
+"""The token blocks of Megatron's indexed files, by number: the documents of one split, joined, and
+cut into blocks.
 
 ::
 
@@ -6,8 +7,8 @@
     train        d0 d0 d0   d2 d2 d2 d3 d3                  two runs
     blocks       [d0 d0 d0 d2] [d2 d2 d3 d3]                sequence_length = 3
 
-Blocks do not overlap, as in ``stream.py``; the last tokens, which fill no block, are left out. A run takes 16 bytes of memory.
-"""
+Blocks do not overlap, as in ``stream.py``; the last tokens, which fill no block, are left out. A
+run takes 16 bytes of memory."""
 
 from __future__ import annotations
 
@@ -35,13 +36,14 @@ class IndexedStream(BlockStream):
         split: ``"train"``, ``"validation"``, or ``"all"`` for every document.
         sequence_length: s, tokens of a sample.
         vocabulary_size: Every token that is read is checked against it.
-        validation_fraction: Part of the tokens that is kept for validation, whole documents in an order drawn by ``split_seed``.
+        validation_fraction: Part of the tokens that is kept for validation, whole documents in an
+            order drawn by ``split_seed``.
         split_seed: Of that order.
         max_samples: Use the first so many blocks only.
 
     Raises:
-        StoreError: The files are damaged or hold other things (``IndexedFile``), or the split holds no block of this length; and
-            from reading, a token outside the vocabulary.
+        StoreError: The files are damaged or hold other things (``IndexedFile``), or the split holds
+            no block of this length; and from reading, a token outside the vocabulary.
         ValueError: A number is out of range.
     """
 
@@ -70,7 +72,8 @@ class IndexedStream(BlockStream):
         blocks = tokens // (sequence_length + 1)
         if not blocks:
             raise StoreError(
-                f"{prefix}: no {split} sample of sequence_length={sequence_length} (+ 1 label) in {tokens} tokens: use "
+                f"{prefix}: no {split} sample of sequence_length={sequence_length} (+ 1 label) in "
+                f"{tokens} tokens: use "
                 f"sequence_length <= {max(tokens - 1, 0)}, more data"
                 + (", or a bigger validation_fraction" if split == "validation" else "")
             )
@@ -100,12 +103,14 @@ class IndexedStream(BlockStream):
 
 
 def _validation_documents(file: IndexedFile, fraction: float, seed: int) -> np.ndarray:
-    """Which documents are for validation: in a drawn order, as many as come nearest to the fraction of the tokens, at least one."""
+    """Which documents are for validation: in a drawn order, as many as come nearest to the fraction
+    of the tokens, at least one."""
     lengths = np.diff(file.boundaries)
     filled = np.flatnonzero(lengths)
     if len(filled) < 2:
         raise StoreError(
-            f"{file.prefix} holds {len(filled)} document with tokens, which cannot be divided: give a file of its own for validation "
+            f"{file.prefix} holds {len(filled)} document with tokens, which cannot be divided: "
+            "give a file of its own for validation "
             "(validation_prefix)"
         )
     order = filled[sample_order(np.arange(len(filled)), size=len(filled), seed=seed)]
@@ -117,7 +122,8 @@ def _validation_documents(file: IndexedFile, fraction: float, seed: int) -> np.n
 
 
 def _runs(boundaries: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, number of tokens) of the stretches of chosen documents that lie together, int64."""
+    """(first token, number of tokens) of the stretches of chosen documents that lie together,
+    int64."""
     edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
     starts, ends = boundaries[edges[::2]], boundaries[edges[1::2]]
     return starts, ends - starts

@@ -1,12 +1,13 @@
 """In which turn several corpora give samples, so that every prefix holds each in its share.
 
-The turns repeat with a period of D, in which corpus c has m_c turns. With ``weights = 0.5, 0.3, 0.2``::
+The turns repeat with a period of D, in which corpus c has m_c turns. With ``weights = 0.5, 0.3,
+0.2``::
 
     turns   0 1 0 2 0 1 0 2 1 0 | 0 1 0 2 ...           D = 10, m = 5, 3, 2
 
-After any number n of turns corpus c has had between n m_c / D - 1 and n m_c / D + 1 of them: the chairman assignment (Tijdeman,
-"The chairman assignment problem", Discrete Mathematics 32, 1980), which is the closest that there is for any weights.
-"""
+After any number n of turns corpus c has had between n m_c / D - 1 and n m_c / D + 1 of them: the
+chairman assignment (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980),
+which is the closest that there is for any weights."""
 
 from __future__ import annotations
 
@@ -40,19 +41,26 @@ class Turns:
     def of(cls, weights: Sequence[float]) -> Turns:
         """Turns in the ratio of the weights, which need not add up to 1.
 
-        Exact for weights whose ratios are fractions over at most 65,536, as decimals of four digits are; else to within 1 / 65,536.
+        Exact for weights whose ratios are fractions over at most 65,536, as decimals of four digits
+        are; else to within 1 / 65,536.
 
         Raises:
-            ValueError: A weight is not a positive number, or so small beside the others that its corpus would never be read.
+            ValueError: A weight is not a positive number, or so small beside the others that its
+                corpus would never be read.
         """
         for weight in weights:
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            if (
+                isinstance(weight, bool)
+                or not isinstance(weight, int | float)
+                or not 0 < weight < math.inf
+            ):
                 raise ValueError(f"weight={weight!r} must be a number greater than 0")
         counts = _counts([Fraction(str(weight)) for weight in weights])
         if min(counts) < 1:
             small = weights[counts.index(0)]
             raise ValueError(
-                f"weight={small!r} is less than one sample in {_LONGEST}: leave that corpus out or enlarge its weight"
+                f"weight={small!r} is less than one sample in {_LONGEST}: leave that corpus out "
+                "or enlarge its weight"
             )
         order = _assign(counts)
         ranks = np.empty_like(order)
@@ -61,7 +69,8 @@ class Turns:
         return cls(counts=counts, order=order, ranks=ranks)
 
     def at(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whose turn each number is, and how many turns that corpus had before; int64 arrays of the same shape."""
+        """Whose turn each number is, and how many turns that corpus had before; int64 arrays of the
+        same shape."""
         periods, places = np.divmod(numbers, len(self.order))
         corpora = self.order[places]
         return corpora, periods * np.array(self.counts)[corpora] + self.ranks[places]
@@ -77,20 +86,24 @@ class Turns:
 
 
 def _counts(weights: list[Fraction]) -> tuple[int, ...]:
-    """Turns in a period: the weights' ratios in lowest terms, or the nearest of the longest period."""
+    """Turns in a period: the weights' ratios in lowest terms, or the nearest of the longest
+    period."""
     shares = [weight / sum(weights) for weight in weights]
     period = math.lcm(*(share.denominator for share in shares))
     if period <= _LONGEST:
         return tuple(int(share * period) for share in shares)
     counts = [int(share * _LONGEST) for share in shares]
-    behind = sorted(range(len(shares)), key=lambda corpus: counts[corpus] - shares[corpus] * _LONGEST)
+    behind = sorted(
+        range(len(shares)), key=lambda corpus: counts[corpus] - shares[corpus] * _LONGEST
+    )
     for corpus in behind[: _LONGEST - sum(counts)]:
         counts[corpus] += 1
     return tuple(counts)
 
 
 def _assign(counts: tuple[int, ...]) -> np.ndarray:
-    """Tijdeman's rule, in integers: of the corpora that are behind by 1 / (2k - 2) or more, the one that can wait the least."""
+    """Tijdeman's rule, in integers: of the corpora that are behind by 1 / (2k - 2) or more, the one
+    that can wait the least."""
     period, corpora = sum(counts), len(counts)
     order = np.zeros(period, np.int64)
     if corpora == 1:

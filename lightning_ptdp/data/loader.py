@@ -1,16 +1,16 @@
 """Samples of a replica, in order, with a position that can be saved.
 
-The order is one endless sequence of sample numbers (``sample_permutation.py``). A step of d replicas with batches of B samples
-takes the next d·B numbers, replica r the r-th B of them::
+The order is one endless sequence of sample numbers (``sample_permutation.py``). A step of d
+replicas with batches of B samples takes the next d·B numbers, replica r the r-th B of them::
 
     numbers   0 1 2 3 4 5 6 7 8 ...          d = 2, B = 2
     step 0    r0  r1
     step 1            r0  r1
 
-so that the position is one number, the count of samples taken by all replicas together, and it means the same for any d and B.
-Where d·B grows during training (``RampUp``), the position also says how large the next step is.
-Ranks of one replica (tensor, context and pipeline peers) pass the same ``replica_rank`` and read the same samples.
-"""
+so that the position is one number, the count of samples taken by all replicas together, and it
+means the same for any d and B. Where d·B grows during training (``RampUp``), the position also says
+how large the next step is. Ranks of one replica (tensor, context and pipeline peers) pass the same
+``replica_rank`` and read the same samples."""
 
 from __future__ import annotations
 
@@ -59,39 +59,50 @@ class _Loader:
             batch_sampler=visits,
             collate_fn=_as_read,
             num_workers=self.num_workers,
-            # Else every iteration would draw from the global generator, and change what a model draws after it.
+            # Else every iteration would draw from the global generator, and change what a model
+            # draws after it.
             generator=torch.Generator(),
         )
         for rows in loader:
             batch = self.stream.as_batch(rows)
-            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch
+            yield (
+                {name: tensor.pin_memory() for name, tensor in batch.items()}
+                if self.pin_memory
+                else batch
+            )
 
 
 @dataclass(eq=False)
 class TokenLoader(_Loader):
-    """Endless training batches of one replica, an epoch's worth an iteration, resumable after any batch.
+    """Endless training batches of one replica, an epoch's worth an iteration, resumable after any
+    batch.
 
-    Iterating hands out ``len(loader)`` batches from the current position on and runs over the end of an epoch into the next:
-    after a resume in mid-epoch Lightning asks for the rest of its epoch only. Samples are counted when they are handed out, so that
-    workers that read ahead do not move the position.
+    Iterating hands out ``len(loader)`` batches from the current position on and runs over the end
+    of an epoch into the next: after a resume in mid-epoch Lightning asks for the rest of its epoch
+    only. Samples are counted when they are handed out, so that workers that read ahead do not move
+    the position.
 
     Args:
         stream: The samples.
-        batch_size: B, samples of a batch of this replica (micro-batch size times number of microbatches).
+        batch_size: B, samples of a batch of this replica (micro-batch size times number of
+            microbatches).
         seed: Of the order.
         shuffle: A new permutation every epoch; else as stored.
         num_replicas: d.
         replica_rank: This replica, 0 to d - 1; not the global rank.
         num_workers: Processes that read ahead; the batches do not depend on it.
         pin_memory: Put batches into page-locked memory, for CUDA.
-        in_flight: Returns how many batches were handed out but not yet trained on, a few at most; they are taken off the saved position.
+        in_flight: Returns how many batches were handed out but not yet trained on, a few at most;
+            they are taken off the saved position.
         ramp_up: How the samples of a step grow to d·B. Default: every step takes as many.
 
-    What is in a batch is the stream's business; for a ``TokenStream`` ``{"input_ids", "labels"}``, int64 of shape (B, s).
+    What is in a batch is the stream's business; for a ``TokenStream`` ``{"input_ids", "labels"}``,
+    int64 of shape (B, s).
 
     Raises:
         DataError: A step takes more samples than there are.
-        ValueError: A number is out of range, or ``ramp_up`` does not end at d·B samples, or d does not divide all its sizes.
+        ValueError: A number is out of range, or ``ramp_up`` does not end at d·B samples, or d does
+            not divide all its sizes.
     """
 
     seed: Count = 0
@@ -105,7 +116,8 @@ class TokenLoader(_Loader):
         self.sizes = self.ramp_up or RampUp(start=full, stop=full, increment=1, samples=1)
         if self.sizes.stop != full:
             raise ValueError(
-                f"ramp_up ends at {self.sizes.stop} samples a step, but batch_size {self.batch_size} x {self.num_replicas} replicas = "
+                f"ramp_up ends at {self.sizes.stop} samples a step, but batch_size "
+                f"{self.batch_size} x {self.num_replicas} replicas = "
                 f"{full}"
             )
         self.sizes.plans(data_parallel_size=self.num_replicas, micro_batch_size=1)
@@ -114,8 +126,10 @@ class TokenLoader(_Loader):
         self._begun: deque[int] = deque(maxlen=_REMEMBERED)
         if len(self.stream) < full:
             raise DataError(
-                f"one step takes batch_size {self.batch_size} x {self.num_replicas} replicas = {full} samples, but the data "
-                f"hold {len(self.stream)} of sequence_length {self.stream.sequence_length}: use a batch of at most "
+                f"one step takes batch_size {self.batch_size} x {self.num_replicas} replicas = "
+                f"{full} samples, but the data "
+                f"hold {len(self.stream)} of sequence_length {self.stream.sequence_length}: use a "
+                "batch of at most "
                 f"{len(self.stream) // self.num_replicas}, a shorter sequence_length, or more text"
             )
 
@@ -130,7 +144,8 @@ class TokenLoader(_Loader):
         return self.consumed_samples // len(self.stream)
 
     def __len__(self) -> int:
-        """Steps in the whole of the epoch in which the position is; fewer in later epochs of a ramp-up."""
+        """Steps in the whole of the epoch in which the position is; fewer in later epochs of a
+        ramp-up."""
         return self.sizes.epoch_steps(self.consumed_samples, samples=len(self.stream))
 
     def steps_of_epochs(self, epochs: int) -> int:
@@ -144,7 +159,8 @@ class TokenLoader(_Loader):
             yield batch
 
     def visits(self, start: int, steps: int) -> np.ndarray:
-        """This replica's visits of the stream for ``steps`` steps of one size from sample number ``start`` on; int64 (steps, B)."""
+        """This replica's visits of the stream for ``steps`` steps of one size from sample number
+        ``start`` on; int64 (steps, B)."""
         size, alike = self.sizes.stretch(start)
         assert alike is None or steps <= alike, "the steps have different sizes"
         batch = size // self.num_replicas
@@ -161,7 +177,8 @@ class TokenLoader(_Loader):
             start, left = start + steps * size, left - steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: equal on all ranks, and good for any number of replicas, batch size or workers."""
+        """The position: equal on all ranks, and good for any number of replicas, batch size or
+        workers."""
         unfinished = min(self.in_flight(), len(self._begun)) if self.in_flight is not None else 0
         return {
             "version": _STATE_VERSION,
@@ -187,7 +204,8 @@ class TokenLoader(_Loader):
         ]
         if differences:
             raise DataError(
-                f"cannot continue at the checkpoint's place in the data: {'; '.join(differences)}. Use the same, or start "
+                "cannot continue at the checkpoint's place in the data: "
+                f"{'; '.join(differences)}. Use the same, or start "
                 "anew from the weights alone"
             )
         check_integer("consumed_samples", state_dict.get("consumed_samples"), least=0)
@@ -199,14 +217,17 @@ class TokenLoader(_Loader):
 class EvaluationLoader(_Loader):
     """All samples once, in the same number of equally shaped batches on every replica.
 
-    The samples are dealt evenly over all microbatches of all replicas, and each microbatch is filled up with rows whose labels
-    are all ``IGNORE_INDEX``: every sample counts exactly once for any number of replicas, and no microbatch is all padding unless
-    there are fewer samples than microbatches. Weight losses by counted tokens.
+    The samples are dealt evenly over all microbatches of all replicas, and each microbatch is
+    filled up with rows whose labels
+    are all ``IGNORE_INDEX``: every sample counts exactly once for any number of replicas, and no
+    microbatch is all padding unless there are fewer samples than microbatches. Weight losses by
+    counted tokens.
 
     Args:
         stream: The samples.
         batch_size: Samples of a batch of this replica.
-        micro_batch_size: Rows of a microbatch, a divisor of ``batch_size``; by default the batch is one.
+        micro_batch_size: Rows of a microbatch, a divisor of ``batch_size``; by default the batch is
+            one.
         num_replicas: d.
         replica_rank: This replica, 0 to d - 1.
         num_workers: Processes that read ahead.
@@ -218,7 +239,10 @@ class EvaluationLoader(_Loader):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size % (self.micro_batch_size or self.batch_size):
-            raise ValueError(f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}")
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}"
+            )
 
     def __len__(self) -> int:
         """Batches of every replica."""
@@ -228,14 +252,17 @@ class EvaluationLoader(_Loader):
         yield from self._read(map(self._visits, range(len(self))))
 
     def indices(self, step: int) -> list[int]:
-        """Sample numbers of this replica's batch number ``step``, ``PADDING`` where a row fills up."""
+        """Sample numbers of this replica's batch number ``step``, ``PADDING`` where a row fills
+        up."""
         micro_batch_size = self.micro_batch_size or self.batch_size
         microbatches = self.batch_size // micro_batch_size
         slots = len(self) * self.num_replicas * microbatches
         first = (step * self.num_replicas + self.replica_rank) * microbatches
         rows: list[int] = []
         for slot in range(first, first + microbatches):
-            samples = range(slot * len(self.stream) // slots, (slot + 1) * len(self.stream) // slots)
+            samples = range(
+                slot * len(self.stream) // slots, (slot + 1) * len(self.stream) // slots
+            )
             rows += [*samples, *[PADDING] * (micro_batch_size - len(samples))]
         return rows
 

@@ -1,8 +1,8 @@
-"""The record beside a token store: what is in it, from what it was made, and the hash of every file.
+"""The record beside a token store: what is in it, from what it was made, and the hash of every
+file.
 
-It may have been written by anybody: names lead to files inside of the folder only, numbers are compared with what is stored, and the
-record has a digest of its own.
-"""
+It may have been written by anybody: names lead to files inside of the folder only, numbers are
+compared with what is stored, and the record has a digest of its own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """One split: its documents, its tokens (every document ends with one end token) and how a token is stored."""
+    """One split: its documents, its tokens (every document ends with one end token) and how a token
+    is stored."""
 
     documents: Count
     tokens: Count
@@ -66,7 +67,8 @@ class SplitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusRecord:
-    """The text that was read: the source as it was given, hashes of its file list and of its contents."""
+    """The text that was read: the source as it was given, hashes of its file list and of its
+    contents."""
 
     source: list[str]
     files: Count
@@ -82,7 +84,8 @@ class Manifest:
     """Contents of ``manifest.json``.
 
     Attributes:
-        settings: The settings that decide the contents; a store is used again only for the same ones.
+        settings: The settings that decide the contents; a store is used again only for the same
+            ones.
         python: Version of the Python that made the store.
         corpus: The text.
         tokenizer_fingerprint: Hash of the tokenizer's pieces.
@@ -101,7 +104,11 @@ class Manifest:
 
     def fingerprint(self, split: SplitName) -> str:
         """A hash that is the same exactly if the split's files are."""
-        parts = [f"{name} {record.sha256}" for name, record in sorted(self.files.items()) if name.startswith(f"{split}/")]
+        parts = [
+            f"{name} {record.sha256}"
+            for name, record in sorted(self.files.items())
+            if name.startswith(f"{split}/")
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def chunks(self, folder: str | Path, split: SplitName) -> tuple[Chunk, ...]:
@@ -132,7 +139,9 @@ class Manifest:
         """
         path = Path(folder, MANIFEST_FILE)
         if not os.path.lexists(path):
-            raise StoreError(f"{path} is missing: {folder} is not a prepared data folder; run `ptdp prepare`")
+            raise StoreError(
+                f"{path} is missing: {folder} is not a prepared data folder; run `ptdp prepare`"
+            )
         with reading(path, StoreError, _MEND):
             values = read_json(inside(folder, MANIFEST_FILE))
             if not isinstance(values, dict):
@@ -141,9 +150,16 @@ class Manifest:
         if written not in (_WITHOUT_DIGEST, FORMAT) or isinstance(written, bool):
             raise StoreError(f"{path} is not of format {FORMAT}: {_MEND}")
         if written == _WITHOUT_DIGEST:
-            _log.info("%s is of an older release and has no digest of itself: damage of its numbers may go unnoticed", path)
+            _log.info(
+                "%s is of an older release and has no digest of itself: damage of its numbers may "
+                "go unnoticed",
+                path,
+            )
         elif values.pop("sha256", None) != _digest(values):
-            raise StoreError(f"{path} is damaged, or was edited: its content does not have the sha256 that it names; {_MEND}")
+            raise StoreError(
+                f"{path} is damaged, or was edited: its content does not have the sha256 that it "
+                f"names; {_MEND}"
+            )
         with reading(path, StoreError, _MEND):
             return cls._of({name: value for name, value in values.items() if name != "format"})
 
@@ -158,9 +174,18 @@ class Manifest:
                 "files": {name: FileRecord(**value) for name, value in values["files"].items()},
             }
         )
-        for record in (manifest, manifest.corpus, *manifest.splits.values(), *manifest.files.values()):
+        for record in (
+            manifest,
+            manifest.corpus,
+            *manifest.splits.values(),
+            *manifest.files.values(),
+        ):
             check_types(record)
-        wrong = {name for name, record in manifest.files.items() if not _SHA256.fullmatch(record.sha256) or name == MANIFEST_FILE}
+        wrong = {
+            name
+            for name, record in manifest.files.items()
+            if not _SHA256.fullmatch(record.sha256) or name == MANIFEST_FILE
+        }
         if wrong:
             raise ValueError(f"it has no sha256 of {min(wrong)!r}")
         if set(manifest.splits) != set(SPLITS):
@@ -171,15 +196,24 @@ class Manifest:
 def record_files(folder: str | Path) -> dict[str, FileRecord]:
     """Size and hash of every file below ``folder`` except a manifest."""
     root = Path(folder)
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
-    return {path.relative_to(root).as_posix(): FileRecord(size=path.stat().st_size, sha256=_sha256(path)) for path in paths}
+    paths = sorted(
+        path for path in root.rglob("*") if path.is_file() and path.name != MANIFEST_FILE
+    )
+    return {
+        path.relative_to(root).as_posix(): FileRecord(
+            size=path.stat().st_size, sha256=_sha256(path)
+        )
+        for path in paths
+    }
 
 
 def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Check a prepared folder against its manifest: every file is there, of its size and (unless ``hashes`` is off) its hash, with
-    tokens of the vocabulary alone, and the tokenizer is the one whose ids are stored.
+    """Check a prepared folder against its manifest: every file is there, of its size and (unless
+    ``hashes`` is off) its hash, with tokens of the vocabulary alone, and the tokenizer is the one
+    whose ids are stored.
 
-    litdata itself waits two minutes for a missing chunk and does not see a flipped byte, so this comes before it is opened.
+    litdata itself waits two minutes for a missing chunk and does not see a flipped byte, so this
+    comes before it is opened.
 
     Raises:
         StoreError: The message names the first file that is wrong.
@@ -190,20 +224,29 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
     for split in SPLITS:
         chunks = manifest.chunks(folder, split)
         if hashes:
-            ChunkMap(chunks, manifest.splits[split].dtype, vocabulary_size=manifest.vocabulary_size).check()
+            ChunkMap(
+                chunks, manifest.splits[split].dtype, vocabulary_size=manifest.vocabulary_size
+            ).check()
         named = {f"{split}/{chunk.path.name}" for chunk in chunks}
         unknown = ({f"{split}/{INDEX_FILE}", *named} if named else named) - set(manifest.files)
         if unknown:
-            raise StoreError(f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}")
+            raise StoreError(
+                f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}"
+            )
     missing = {MODEL_FILE, RECORD_FILE} - set(manifest.files)
     if missing and not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in manifest.files):
         raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}: {_MEND}")
     tokenizer = load_tokenizer(folder)
-    # How many ids one of Hugging Face's has is not asked in every process: it follows from its files, and takes seconds.
-    sized = not isinstance(tokenizer, Tokenizer) or tokenizer.vocabulary_size == manifest.vocabulary_size
+    # How many ids one of Hugging Face's has is not asked in every process: it follows from its
+    # files, and takes seconds.
+    sized = (
+        not isinstance(tokenizer, Tokenizer)
+        or tokenizer.vocabulary_size == manifest.vocabulary_size
+    )
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or not sized:
         raise StoreError(
-            f"{folder} holds tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its tokenizer is "
+            f"{folder} holds tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its "
+            "tokenizer is "
             f"{tokenizer.fingerprint[:12]}: another tokenizer was put in its place"
         )
     return manifest
@@ -219,7 +262,9 @@ def check_files(folder: str | Path, manifest: Manifest, *, hashes: bool = True) 
         check_file(_member(folder, name), record, hashes=hashes)
 
 
-def check_file(path: Path, record: FileRecord, *, hashes: bool = True, said: str | None = None) -> None:
+def check_file(
+    path: Path, record: FileRecord, *, hashes: bool = True, said: str | None = None
+) -> None:
     """Compare a file with its record.
 
     Args:
@@ -239,7 +284,9 @@ def check_file(path: Path, record: FileRecord, *, hashes: bool = True, said: str
         if not stat.S_ISREG(found.st_mode):
             raise StoreError(f"{said} is not a file: {_MEND}")
         if found.st_size != record.size:
-            raise StoreError(f"{said} has {found.st_size} bytes, {record.size} were written: {_MEND}")
+            raise StoreError(
+                f"{said} has {found.st_size} bytes, {record.size} were written: {_MEND}"
+            )
         if hashes and _sha256(path) != record.sha256:
             raise StoreError(f"{said} is damaged: its sha256 is not that of the manifest; {_MEND}")
 
@@ -248,7 +295,9 @@ def _member(folder: str | Path, name: str) -> Path:
     try:
         return inside(folder, name)
     except (ValueError, OSError) as error:
-        raise StoreError(f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it") from error
+        raise StoreError(
+            f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it"
+        ) from error
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@ from lightning_ptdp.data.word_boundaries import Vocabulary
 __all__ = ["choose_words", "number_to_predict", "replace_tokens"]
 
 _MASKED, _RANDOM = 0.8, 0.1
-"""Shares of the chosen tokens that become [MASK] and a random token; the others stay (arXiv 1810.04805, section 3.1)."""
+"""Shares of the chosen tokens that become [MASK] and a random token; the others stay (arXiv
+1810.04805, section 3.1)."""
 
 
 def number_to_predict(tokens: int, probability: float) -> int:
@@ -21,8 +22,8 @@ def number_to_predict(tokens: int, probability: float) -> int:
 def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: Draws) -> np.ndarray:
     """Places of the tokens of randomly chosen whole words, int64, ascending; at most ``budget``.
 
-    Words are taken in random order, and one that is longer than what is left is passed over. Nothing is chosen where every word is
-    longer than the budget.
+    Words are taken in random order, and one that is longer than what is left is passed over.
+    Nothing is chosen where every word is longer than the budget.
 
     Args:
         starts: Place of the first token of each word.
@@ -41,7 +42,10 @@ def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: D
 
 
 def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: Vocabulary) -> np.ndarray:
-    """Return the replacement of each chosen token in ``tokens``: [MASK], a random ordinary token, or the token itself."""
+    """Return the replacement of each chosen token in ``tokens``: [MASK], a random ordinary token,
+    or the token itself."""
     kind = draws.uniform(len(tokens))
     random = vocabulary.ordinary[draws.below(len(vocabulary.ordinary), len(tokens))]
-    return np.where(kind < _MASKED, vocabulary.mask, np.where(kind < _MASKED + _RANDOM, random, tokens))
+    return np.where(
+        kind < _MASKED, vocabulary.mask, np.where(kind < _MASKED + _RANDOM, random, tokens)
+    )

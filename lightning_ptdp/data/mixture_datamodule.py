@@ -27,16 +27,20 @@ class CorpusOptions(TypedDict):
 
 
 class MixtureDataModule(StreamDataModule):
-    """Batches that hold several corpora in the ratio of their weights, each corpus in its own order and through its own epochs.
+    """Batches that hold several corpora in the ratio of their weights, each corpus in its own order
+    and through its own epochs.
 
-    In the first n samples each corpus has its share of n to within one sample, for every n, whatever the layout. An epoch is as many
-    samples as all corpora hold together. Validation takes each corpus's validation samples in the same ratio, once, until one has no
-    more; the loss is that of the mixture.
+    In the first n samples each corpus has its share of n to within one sample, for every n,
+    whatever the layout. An epoch is as many samples as all corpora hold together. Validation takes
+    each corpus's validation samples in the same ratio, once, until one has no more; the loss is
+    that of the mixture.
 
-    All folders need the same tokenizer: prepare the first, and the others with ``tokenizer_dir`` set to it.
+    All folders need the same tokenizer: prepare the first, and the others with ``tokenizer_dir``
+    set to it.
 
     Args:
-        corpora: The folders and their weights, such as ``[{"data_dir": "web", "weight": 0.7}, {"data_dir": "code", "weight": 0.3}]``.
+        corpora: The folders and their weights, such as ``[{"data_dir": "web", "weight": 0.7},
+            {"data_dir": "code", "weight": 0.3}]``.
         vocabulary_size: Number of ids of their tokenizer.
         verify_hashes: Compare every file's hash before training, not only its size.
         kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
@@ -46,15 +50,26 @@ class MixtureDataModule(StreamDataModule):
     """
 
     def __init__(
-        self, *, corpora: list[CorpusOptions], vocabulary_size: Size = 8192, verify_hashes: bool = True, **kwargs: Any
+        self,
+        *,
+        corpora: list[CorpusOptions],
+        vocabulary_size: Size = 8192,
+        verify_hashes: bool = True,
+        **kwargs: Any,
     ) -> None:
         check_arguments(MixtureDataModule.__init__, locals())
         super().__init__(**kwargs)
         self.save_hyperparameters()
         if not corpora:
-            raise ValueError(f"corpora={corpora!r} is empty: give a list of {{{', '.join(CorpusOptions.__annotations__)}}}")
+            raise ValueError(
+                f"corpora={corpora!r} is empty: give a list of "
+                f"{{{', '.join(CorpusOptions.__annotations__)}}}"
+            )
         Turns.of([corpus["weight"] for corpus in corpora])
-        self.corpora = [CorpusOptions(data_dir=str(corpus["data_dir"]), weight=corpus["weight"]) for corpus in corpora]
+        self.corpora = [
+            CorpusOptions(data_dir=str(corpus["data_dir"]), weight=corpus["weight"])
+            for corpus in corpora
+        ]
         self.vocabulary_size = vocabulary_size
         self.verify_hashes = verify_hashes
 
@@ -85,19 +100,24 @@ class MixtureDataModule(StreamDataModule):
         self._verify(hashes=False)
 
     def _verify(self, *, hashes: bool) -> None:
-        manifests = {corpus["data_dir"]: verify_store(corpus["data_dir"], hashes=hashes) for corpus in self.corpora}
+        manifests = {
+            corpus["data_dir"]: verify_store(corpus["data_dir"], hashes=hashes)
+            for corpus in self.corpora
+        }
         first, *others = manifests
         wanted = manifests[first].tokenizer_fingerprint
         for folder in others:
             found = manifests[folder].tokenizer_fingerprint
             if found != wanted:
                 raise StoreError(
-                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}: a mixture needs one; "
+                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}: a "
+                    "mixture needs one; "
                     f"prepare {folder} again with tokenizer_dir={first}"
                 )
         if manifests[first].vocabulary_size != self.vocabulary_size:
             raise StoreError(
-                f"data_dir={first} has a vocabulary of {manifests[first].vocabulary_size}, not vocabulary_size="
+                f"data_dir={first} has a vocabulary of {manifests[first].vocabulary_size}, not "
+                "vocabulary_size="
                 f"{self.vocabulary_size}: use that number"
             )
 
@@ -105,6 +125,9 @@ class MixtureDataModule(StreamDataModule):
         return [corpus["data_dir"] for corpus in self.corpora]
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
-        streams = [TokenStream(corpus["data_dir"], split=split, sequence_length=self.sequence_length) for corpus in self.corpora]
+        streams = [
+            TokenStream(corpus["data_dir"], split=split, sequence_length=self.sequence_length)
+            for corpus in self.corpora
+        ]
         weights = [corpus["weight"] for corpus in self.corpora]
         return MixtureStream(streams, weights, repeat=split == "train", max_samples=max_samples)

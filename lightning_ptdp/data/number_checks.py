@@ -6,9 +6,15 @@ __all__ = ["check_fraction", "check_integer"]
 
 
 def check_integer(name: str, value: object, *, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError naming the field unless ``value`` is an integer of at least ``least`` (and at most ``most``)."""
+    """Raise ValueError naming the field unless ``value`` is an integer of at least ``least`` (and
+    at most ``most``)."""
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= least and (most is None or value <= most)
+    good = (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value >= least
+        and (most is None or value <= most)
+    )
     if not good:
         raise ValueError(f"{name}={value!r} must be an integer {limits}")
 

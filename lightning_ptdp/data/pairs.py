@@ -1,13 +1,14 @@
 """Windows of a token store and pairs of segments from them; a window never spans two documents.
 
-A document is cut into windows of whole lines, as many as there is room for, and a window into two segments between lines, so that
-neither the order of two segments nor where they come from can be told from how they begin and end::
+A document is cut into windows of whole lines, as many as there is room for, and a window into two
+segments between lines, so that neither the order of two segments nor where they come from can be
+told from how they begin and end::
 
     store     l0 l0 NL l1 NL l2 l2 NL END l3 l3 NL ...       room for 5 tokens
     windows   [l0 l0 NL l1 NL] [l2 l2 NL] [l3 l3 NL ...]
 
-The places of all windows are found once (about a second for 10 million tokens); a window takes 20 bytes of memory.
-"""
+The places of all windows are found once (about a second for 10 million tokens); a window takes 20
+bytes of memory."""
 
 from __future__ import annotations
 
@@ -89,12 +90,14 @@ def _cut(begin: int, stop: int, lines: Sequence[int], longest: int) -> Iterator[
 def draw_pair(
     tokens: np.ndarray, other: np.ndarray | None, *, room: int, draws: Draws, vocabulary: Vocabulary
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Two segments of a window, and 0 if the second follows the first, 1 (in half of all cases) if it does not.
+    """Two segments of a window, and 0 if the second follows the first, 1 (in half of all cases) if
+    it does not.
 
     Args:
         tokens: The window.
-        other: A window of another document: a part of it is the second segment where that does not follow (next-sentence prediction,
-            arXiv 1810.04805, section 3.1). None: the two segments change places instead (sentence order, arXiv 1909.11942, section 3.1).
+        other: A window of another document: a part of it is the second segment where that does not
+            follow (next-sentence prediction, arXiv 1810.04805, section 3.1). None: the two segments
+            change places instead (sentence order, arXiv 1909.11942, section 3.1).
         room: Tokens of both segments together.
         draws: Random numbers of the sample.
         vocabulary: Tells where lines and words begin.
@@ -110,7 +113,8 @@ def draw_pair(
 
 
 def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: Vocabulary) -> int:
-    """Draw the position at which a window is divided: before a line if there is more than one, else before a word, else anywhere."""
+    """Draw the position at which a window is divided: before a line if there is more than one, else
+    before a word, else anywhere."""
     lines = np.flatnonzero(tokens[:-1] == vocabulary.newline) + 1
     words = vocabulary.word_starts(tokens)[1:]
     places = next((found for found in (lines, words) if len(found)), np.arange(1, len(tokens)))

@@ -8,9 +8,8 @@
       train/                 litdata chunks: documents joined, each followed by the end token
       validation/
 
-The folder appears complete or not at all. Until then all is in a hidden folder beside it (``work_folder.py``), where a call after one
-that was killed finds what was finished.
-"""
+The folder appears complete or not at all. Until then all is in a hidden folder beside it
+(``work_folder.py``), where a call after one that was killed finds what was finished."""
 
 from __future__ import annotations
 
@@ -31,7 +30,14 @@ from lightning_ptdp.data.corpus_build import Builder
 from lightning_ptdp.data.data_config import PrepareConfig
 from lightning_ptdp.data.data_error import DataError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
-from lightning_ptdp.data.manifest import FORMAT, MANIFEST_FILE, CorpusRecord, Manifest, record_files, verify_store
+from lightning_ptdp.data.manifest import (
+    FORMAT,
+    MANIFEST_FILE,
+    CorpusRecord,
+    Manifest,
+    record_files,
+    verify_store,
+)
 from lightning_ptdp.data.preparation_progress import Reporter
 from lightning_ptdp.data.work_folder import work_folder
 
@@ -60,43 +66,55 @@ class PreparedData:
 
     def summary(self) -> str:
         """One line for people."""
-        splits = ", ".join(f"{record.tokens:,} {name} tokens" for name, record in self.manifest.splits.items())
+        splits = ", ".join(
+            f"{record.tokens:,} {name} tokens" for name, record in self.manifest.splits.items()
+        )
         did = "found" if self.reused else f"prepared in {self.seconds:.1f} s:"
         corpus = self.manifest.corpus
         return (
-            f"{self.folder}: {did} {splits} of {corpus.documents:,} documents ({corpus.characters / 1e6:.1f} M characters), "
+            f"{self.folder}: {did} {splits} of {corpus.documents:,} documents "
+            f"({corpus.characters / 1e6:.1f} M characters), "
             f"vocabulary {self.manifest.vocabulary_size}"
         )
 
 
 def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | None:
-    """Everything that can be wrong with a preparation and is known before it starts; writes nothing.
+    """Everything that can be wrong with a preparation and is known before it starts; writes
+    nothing.
 
-    Returns the manifest if the folder is there already, made with the same settings and intact; else None. Without ``hashes``
-    intact means of the right sizes.
+    Returns the manifest if the folder is there already, made with the same settings and intact;
+    else None. Without ``hashes`` intact means of the right sizes.
 
     Raises:
         CorpusError: The source is missing, unreadable or empty.
-        StoreError: The output is something else, was made with other settings or is damaged, or cannot be written.
+        StoreError: The output is something else, was made with other settings or is damaged, or
+            cannot be written.
     """
     output = Path(config.output)
-    manifest = check_place(output, overwrite=config.overwrite, check=lambda: _existing(config, output, hashes))
+    manifest = check_place(
+        output, overwrite=config.overwrite, check=lambda: _existing(config, output, hashes)
+    )
     if manifest is None:
         config.files()
         _given_tokenizer(config)
     return manifest
 
 
-def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: bool = True) -> PreparedData:
-    """Make the folder, or find it made already with the same settings, or go on where a call before was interrupted.
+def prepare(
+    config: PrepareConfig, *, progress: Progress | None = None, hashes: bool = True
+) -> PreparedData:
+    """Make the folder, or find it made already with the same settings, or go on where a call before
+    was interrupted.
 
     Args:
         config: What and where.
-        progress: Called with lines of text, a few a stage; by default they go to this module's logger, and a terminal shows bars.
+        progress: Called with lines of text, a few a stage; by default they go to this module's
+            logger, and a terminal shows bars.
         hashes: Compare the hashes of a folder that is there already, not only the sizes.
 
     Raises:
-        CorpusError, TokenizerError, StoreError: See ``check_prepare``; also a vocabulary that the text does not support.
+        CorpusError, TokenizerError, StoreError: See ``check_prepare``; also a vocabulary that the
+            text does not support.
     """
     began = time.monotonic()
     say = progress or _log.info
@@ -110,12 +128,21 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: 
             # Hidden, so that a source folder that contains the output does not read it.
             with work_folder(output, _key(config)) as work:
                 folder, manifest = _build(config, work, report)
-                manifest = publish(folder, output, manifest, overwrite=config.overwrite, check=lambda: check_prepare(config))
+                manifest = publish(
+                    folder,
+                    output,
+                    manifest,
+                    overwrite=config.overwrite,
+                    check=lambda: check_prepare(config),
+                )
         except OSError as error:
             raise StoreError(
-                f"output={output} cannot be written: {error}. What was finished is kept for the next call"
+                f"output={output} cannot be written: {error}. What was finished is kept for the "
+                "next call"
             ) from error
-    done = PreparedData(folder=output, manifest=manifest, reused=reused, seconds=time.monotonic() - began)
+    done = PreparedData(
+        folder=output, manifest=manifest, reused=reused, seconds=time.monotonic() - began
+    )
     say(done.summary())
     return done
 
@@ -123,18 +150,25 @@ def prepare(config: PrepareConfig, *, progress: Progress | None = None, hashes: 
 def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
     manifest = Manifest.read(output)
     check_settings(manifest, config.settings, output)
-    # The folder stands for itself: a source that is gone, or another Python's library, does not matter any more.
+    # The folder stands for itself: a source that is gone, or another Python's library, does not
+    # matter any more.
     if config.source is not None and all(Path(root).exists() for root in config.roots):
         files = config.files()
         if listing_digest(files) != manifest.corpus.listing:
             raise StoreError(
-                f"output={output} was prepared from {manifest.corpus.files} files that have changed since (now {len(files)}): "
+                f"output={output} was prepared from {manifest.corpus.files} files that have "
+                f"changed since (now {len(files)}): "
                 "use another folder, or overwrite (--overwrite)"
             )
-    tokenizer = _given_tokenizer(config) if config.tokenizer_dir is not None and Path(config.tokenizer_dir).exists() else None
+    tokenizer = (
+        _given_tokenizer(config)
+        if config.tokenizer_dir is not None and Path(config.tokenizer_dir).exists()
+        else None
+    )
     if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise StoreError(
-            f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, but tokenizer_dir={config.tokenizer_dir} "
+            f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, "
+            f"but tokenizer_dir={config.tokenizer_dir} "
             f"now has {tokenizer.fingerprint[:12]}: use another folder, or overwrite (--overwrite)"
         )
     return verify_store(output, hashes=hashes)
@@ -160,10 +194,12 @@ def check_settings(manifest: Manifest, here: Mapping[str, Any], output: Path) ->
 
 
 def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest]) -> Manifest | None:
-    """Return the manifest that ``check`` finds in the output folder; None if the folder can be made, or made again.
+    """Return the manifest that ``check`` finds in the output folder; None if the folder can be
+    made, or made again.
 
     Raises:
-        StoreError: It is something else, or cannot be written, or that of ``check`` without ``overwrite``.
+        StoreError: It is something else, or cannot be written, or that of ``check`` without
+            ``overwrite``.
     """
     if output.exists() and not output.is_dir():
         raise StoreError(f"output={output} is a file: name a folder")
@@ -174,7 +210,9 @@ def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest])
             if not overwrite:
                 raise
     elif output.exists() and any(output.iterdir()):
-        raise StoreError(f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder")
+        raise StoreError(
+            f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder"
+        )
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StoreError(f"output={output} cannot be written: no permission in {parent}")
@@ -188,7 +226,8 @@ def _given_tokenizer(config: PrepareConfig) -> AnyTokenizer | None:
     tokenizer = load_tokenizer(config.tokenizer_dir)
     if config.vocabulary_size not in (None, tokenizer.vocabulary_size):
         raise TokenizerError(
-            f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of {tokenizer.vocabulary_size}, not vocabulary_size="
+            f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of "
+            f"{tokenizer.vocabulary_size}, not vocabulary_size="
             f"{config.vocabulary_size}: use that number"
         )
     _ = tokenizer.eos_id  # one of Hugging Face's may have none
@@ -243,8 +282,16 @@ def _key(config: PrepareConfig) -> dict[str, Any]:
     }
 
 
-def publish(folder: Path, output: Path, manifest: Manifest, *, overwrite: bool, check: Callable[[], Manifest | None]) -> Manifest:
-    """Put the finished folder in its place; where another process was faster, use what it made, if ``check`` finds it good."""
+def publish(
+    folder: Path,
+    output: Path,
+    manifest: Manifest,
+    *,
+    overwrite: bool,
+    check: Callable[[], Manifest | None],
+) -> Manifest:
+    """Put the finished folder in its place; where another process was faster, use what it made, if
+    ``check`` finds it good."""
     replaced = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
     if overwrite and output.exists():
         output.rename(replaced)

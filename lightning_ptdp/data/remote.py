@@ -1,8 +1,8 @@
-"""A prepared folder in a remote store, copied to a local one by litdata's downloaders (``s3://``, ``gs://``, ``azure://``, ``hf://``, …).
+"""A prepared folder in a remote store, copied to a local one by litdata's downloaders (``s3://``,
+``gs://``, ``azure://``, ``hf://``, …).
 
-The whole folder is copied before training, file by file, and checked against its manifest: nothing is read during training that was not
-checked, and a rank never waits for a network.
-"""
+The whole folder is copied before training, file by file, and checked against its manifest: nothing
+is read during training that was not checked, and a rank never waits for a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.untrusted import MOST_BYTES, inside, reason, regular_size
 from lightning_ptdp.data.data_error import StoreError
-from lightning_ptdp.data.manifest import MANIFEST_FILE, FileRecord, Manifest, check_file, verify_store
+from lightning_ptdp.data.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    check_file,
+    verify_store,
+)
 from lightning_ptdp.data.work_folder import work_folder
 
 if TYPE_CHECKING:  # imported when it is used
@@ -25,12 +31,14 @@ _LOCAL = "local:"
 
 
 def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Copy a prepared folder, or find that the copy is there; after an interrupted call, go on with the files that are missing.
+    """Copy a prepared folder, or find that the copy is there; after an interrupted call, go on with
+    the files that are missing.
 
     Args:
         remote: Address of the folder, as litdata takes it; ``local:/path`` for a mounted one.
         folder: Where the copy is, or will be: complete or not at all.
-        hashes: Compare the hashes of a copy that is there already, not only the sizes. Those of what was copied are always compared.
+        hashes: Compare the hashes of a copy that is there already, not only the sizes. Those of
+            what was copied are always compared.
 
     Raises:
         StoreError: A file cannot be fetched, or is not what the manifest says; names it.
@@ -44,10 +52,17 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
             copy, incoming = work / "store", work / "incoming"
             shutil.rmtree(incoming, ignore_errors=True)
             incoming.mkdir()
-            store = _Store(remote=remote.rstrip("/"), downloader=_downloader(remote, incoming), incoming=incoming)
+            store = _Store(
+                remote=remote.rstrip("/"),
+                downloader=_downloader(remote, incoming),
+                incoming=incoming,
+            )
             # Anew in every call: the store may have been mended since.
             manifest_file = store.fetch(MANIFEST_FILE)
-            files = [(_target(copy, name, remote), name, record) for name, record in Manifest.read(incoming).files.items()]
+            files = [
+                (_target(copy, name, remote), name, record)
+                for name, record in Manifest.read(incoming).files.items()
+            ]
             for target, name, record in files:
                 store.copy(name, record, target)
             manifest_file.replace(copy / MANIFEST_FILE)
@@ -56,20 +71,24 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
     except OSError as error:
         if output.exists():  # another process was faster
             return verify_store(output)
-        raise StoreError(f"{output} cannot be written: {error}. What was copied is kept for the next call") from error
+        raise StoreError(
+            f"{output} cannot be written: {error}. What was copied is kept for the next call"
+        ) from error
     return manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Store:
-    """Files come one by one into a folder of their own under a name of ours, whatever the store calls them."""
+    """Files come one by one into a folder of their own under a name of ours, whatever the store
+    calls them."""
 
     remote: str
     downloader: Downloader
     incoming: Path
 
     def fetch(self, name: str, size: int | None = None) -> Path:
-        """A file as it is in the store, if it has so many bytes, or few (where a store is mounted: others do not tell before)."""
+        """A file as it is in the store, if it has so many bytes, or few (where a store is mounted:
+        others do not tell before)."""
         target = self.incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
         try:
             if self.remote.startswith(_LOCAL):
@@ -79,7 +98,10 @@ class _Store:
         except Exception as error:
             raise StoreError(f"{self.remote}/{name} cannot be fetched: {reason(error)}") from error
         if not target.is_file():
-            raise StoreError(f"{self.remote}/{name} was not fetched: another process may be fetching it, try again")
+            raise StoreError(
+                f"{self.remote}/{name} was not fetched: another process may be fetching it, try "
+                "again"
+            )
         return target
 
     def copy(self, name: str, record: FileRecord, target: Path) -> None:
@@ -98,7 +120,10 @@ def _check_source(file: Path, size: int | None) -> None:
         return  # the client says it
     found = regular_size(file)
     if found != size and (size is not None or found > MOST_BYTES):
-        raise ValueError(f"it has {found} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said to be there")
+        raise ValueError(
+            f"it has {found} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said "
+            "to be there"
+        )
 
 
 def _target(folder: Path, name: str, remote: str) -> Path:

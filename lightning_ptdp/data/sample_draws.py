@@ -1,8 +1,8 @@
 """Random numbers that belong to a key, for choices about one sample.
 
-SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) from a hash of the key: the same in
-every process and in every version of every library, which numpy does not promise of its distributions.
-"""
+SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014)
+from a hash of the key: the same in every process and in every version of every library, which numpy
+does not promise of its distributions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The order of samples: sample number -> which sample it is, computed and never stored.
 
-Samples are numbered without end: number ``i`` is place ``i % size`` of epoch ``i // size``. Each epoch is its own permutation of
-all samples, a keyed Feistel network over the smallest power of two that holds them, walked until it lands inside (cycle walking;
-Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Any number is answered at once, so that a position is
-all there is to save; and unlike a library's generator, it is the same in every version of every library.
-"""
+Samples are numbered without end: number ``i`` is place ``i % size`` of epoch ``i // size``. Each
+epoch is its own permutation of all samples, a keyed Feistel network over the smallest power of two
+that holds them, walked until it lands inside (cycle walking; Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002). Any number is answered at once, so that a position is all
+there is to save; and unlike a library's generator, it is the same in every version of every
+library."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def _permute(places: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray
 
 
 def _feistel(values: np.ndarray, bits: int, keys: list[np.uint64]) -> np.ndarray:
-    """A permutation of the numbers of ``bits`` bits: each round changes one half by a mix of the other."""
+    """A permutation of the numbers of ``bits`` bits: each round changes one half by a mix of the
+    other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)
@@ -78,4 +80,6 @@ def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
 
 def _keys(seed: int, epoch: int) -> list[np.uint64]:
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
-    return [np.uint64(int.from_bytes(digest[8 * step : 8 * step + 8], "big")) for step in range(_ROUNDS)]
+    return [
+        np.uint64(int.from_bytes(digest[8 * step : 8 * step + 8], "big")) for step in range(_ROUNDS)
+    ]

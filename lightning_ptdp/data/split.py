@@ -1,4 +1,5 @@
-"""Which text is for training and which for validation: decided by content, the same in every run and on every machine."""
+"""Which text is for training and which for validation: decided by content, the same in every run
+and on every machine."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Split:
     tail: float = 0.0
 
     def parts(self, document: Document) -> tuple[str, str]:
-        """The document's text for (training, validation); one of them is empty unless the document is the one cut."""
+        """The document's text for (training, validation); one of them is empty unless the document
+        is the one cut."""
         score = _score(document.text, self.seed)
         if score in self.whole:
             return "", document.text
@@ -66,8 +68,18 @@ class Survey:
 
     def to_json(self) -> dict[str, Any]:
         """In JSON's types."""
-        split = {"seed": self.split.seed, "whole": sorted(self.split.whole), "cut": self.split.cut, "tail": self.split.tail}
-        return {"documents": self.documents, "characters": self.characters, "digest": self.digest, "split": split}
+        split = {
+            "seed": self.split.seed,
+            "whole": sorted(self.split.whole),
+            "cut": self.split.cut,
+            "tail": self.split.tail,
+        }
+        return {
+            "documents": self.documents,
+            "characters": self.characters,
+            "digest": self.digest,
+            "split": split,
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Survey:
@@ -99,15 +111,18 @@ def scan(documents: Iterable[Document], *, seed: int) -> Scan:
         scores.append(_score(document.text, seed))
         sizes.append(len(document.text))
         listing.append(f"{document.name}\0{scores[-1]:016x}\n")
-    return Scan(scores=scores, sizes=sizes, listing="".join(listing).encode("utf-8", "surrogateescape"))
+    return Scan(
+        scores=scores, sizes=sizes, listing="".join(listing).encode("utf-8", "surrogateescape")
+    )
 
 
 def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> Survey:
     """Divide the documents of the scans, together all of the corpus in its order.
 
-    Whole documents go to validation in the order of a seeded hash of their content, as long as they fit into the fraction
-    (counted in characters; equal documents stay together). Where that yields less than half of what was asked for, as with a few
-    big documents or only one, the biggest document gives its tail.
+    Whole documents go to validation in the order of a seeded hash of their content, as long as they
+    fit into the fraction (counted in characters; equal documents stay together). Where that yields
+    less than half of what was asked for, as with a few big documents or only one, the biggest
+    document gives its tail.
 
     Raises:
         CorpusError: There is no text, or not enough to divide.
@@ -122,7 +137,9 @@ def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> S
         raise CorpusError("the source holds no text at all")
     distinct, weights = _by_score(np.frombuffer(scores, np.uint64), np.frombuffer(sizes, np.uint64))
     split = _divide(distinct, weights, validation_fraction, seed)
-    return Survey(documents=len(scores), characters=int(weights.sum()), digest=digest.hexdigest(), split=split)
+    return Survey(
+        documents=len(scores), characters=int(weights.sum()), digest=digest.hexdigest(), split=split
+    )
 
 
 def _by_score(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -145,12 +162,19 @@ def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -
     if taken >= target / 2:
         return Split(seed=seed, whole=frozenset(whole))
     biggest = int(sizes.argmax())
-    assert int(scores[biggest]) not in whole, "documents below half the target always fill half the target"
+    assert int(scores[biggest]) not in whole, (
+        "documents below half the target always fill half the target"
+    )
     if sizes[biggest] < 2:
-        raise CorpusError(f"the source holds {int(sizes.sum())} characters, too little to divide into training and validation")
+        raise CorpusError(
+            f"the source holds {int(sizes.sum())} characters, too little to divide into training "
+            "and validation"
+        )
     tail = (target - taken) / float(sizes[biggest])
     return Split(seed=seed, whole=frozenset(whole), cut=int(scores[biggest]), tail=tail)
 
 
 def _score(text: str, seed: int) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big"
+    )

@@ -1,9 +1,9 @@
 """The token blocks of a prepared split, by number, as batches of inputs and labels.
 
-A block is ``sequence_length + 1`` consecutive tokens, and blocks do not overlap: inputs are all but the last token, labels all
-but the first, so that every input has its label and one token in ``sequence_length + 1`` is a label only. Documents are joined, each
-followed by its end token; a block may hold parts of several. The last tokens of a chunk that fill no block are left out.
-"""
+A block is ``sequence_length + 1`` consecutive tokens, and blocks do not overlap: inputs are all but
+the last token, labels all but the first, so that every input has its label and one token in
+``sequence_length + 1`` is a label only. Documents are joined, each followed by its end token; a
+block may hold parts of several. The last tokens of a chunk that fill no block are left out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ PADDING = -1
 
 
 class SampleStream(Dataset[dict[str, torch.Tensor]]):
-    """Samples by number, as the loaders read them; subclasses define their rows (``__getitems__``, ``as_batch``).
+    """Samples by number, as the loaders read them; subclasses define their rows (``__getitems__``,
+    ``as_batch``).
 
-    A visit names a sample and the time that it is read, when it may look different: mostly ``epoch * len(stream) + sample``.
+    A visit names a sample and the time that it is read, when it may look different: mostly ``epoch
+    * len(stream) + sample``.
 
     Args:
         samples: How many there are.
@@ -42,7 +44,9 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         fingerprint: Equal for equal samples.
     """
 
-    def __init__(self, *, samples: int, sequence_length: int, max_samples: int | None, fingerprint: str) -> None:
+    def __init__(
+        self, *, samples: int, sequence_length: int, max_samples: int | None, fingerprint: str
+    ) -> None:
         self.sequence_length = sequence_length
         self.fingerprint = fingerprint
         self._size = samples if max_samples is None else min(samples, max_samples)
@@ -59,12 +63,14 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         return {name: tensor[0] for name, tensor in self.as_batch(rows).items()}
 
     def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Which visits the sample numbers of training stand for, counted over all epochs; int64 of the same shape."""
+        """Which visits the sample numbers of training stand for, counted over all epochs; int64 of
+        the same shape."""
         return sample_visits(numbers, size=self._size, seed=seed, shuffle=shuffle)
 
     @abstractmethod
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Rows of samples (b, ...) by visit or ``PADDING``, in the form in which worker processes send them."""
+        """Rows of samples (b, ...) by visit or ``PADDING``, in the form in which worker processes
+        send them."""
 
     @abstractmethod
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -72,14 +78,16 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
 
 
 class BlockStream(SampleStream):
-    """Blocks of s + 1 tokens, the same in every epoch; subclasses say where they are (``_read``)."""
+    """Blocks of s + 1 tokens, the same in every epoch; subclasses say where they are
+    (``_read``)."""
 
     @abstractmethod
     def _read(self, index: int) -> np.ndarray:
         """Block ``index``: s + 1 tokens, of any integer type."""
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Blocks, int32 of shape (b, s + 1): a quarter of a batch, and no shared memory to set up."""
+        """Blocks, int32 of shape (b, s + 1): a quarter of a batch, and no shared memory to set
+        up."""
         blocks_bs = np.full((len(visits), self.sequence_length + 1), PADDING, np.int32)
         for row, visit in enumerate(visits):
             if visit != PADDING:
@@ -110,18 +118,29 @@ class TokenStream(BlockStream):
     """
 
     def __init__(
-        self, folder: str | Path, *, split: SplitName = "train", sequence_length: Size, max_samples: Size | None = None
+        self,
+        folder: str | Path,
+        *,
+        split: SplitName = "train",
+        sequence_length: Size,
+        max_samples: Size | None = None,
     ) -> None:
         check_arguments(TokenStream.__init__, locals())
         manifest = Manifest.read(folder)
         held, chunks = manifest.splits[split], manifest.chunks(folder, split)
-        self._chunks = ChunkMap(chunks, held.dtype, vocabulary_size=manifest.vocabulary_size, block_size=sequence_length + 1)
+        self._chunks = ChunkMap(
+            chunks,
+            held.dtype,
+            vocabulary_size=manifest.vocabulary_size,
+            block_size=sequence_length + 1,
+        )
         if not len(self._chunks):
             longest = max((chunk.tokens for chunk in chunks), default=0)
             raise StoreError(
-                f"{folder}: no {split} sample of sequence_length={sequence_length} (+ 1 label): the split has {held.tokens} tokens in "
-                f"chunks of at most {longest}; use sequence_length <= {max(longest - 1, 0)}, more text"
-                + (", or a bigger validation_fraction" if split == "validation" else "")
+                f"{folder}: no {split} sample of sequence_length={sequence_length} (+ 1 label): "
+                f"the split has {held.tokens} tokens in "
+                f"chunks of at most {longest}; use sequence_length <= {max(longest - 1, 0)}, more "
+                "text" + (", or a bigger validation_fraction" if split == "validation" else "")
             )
         super().__init__(
             samples=len(self._chunks),

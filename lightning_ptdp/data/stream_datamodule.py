@@ -1,4 +1,5 @@
-"""Common base of the data modules: each replica gets its samples, and training resumes exactly in the middle of an epoch."""
+"""Common base of the data modules: each replica gets its samples, and training resumes exactly in
+the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ Loader = TypeVar("Loader")
 class StreamDataModule(LightningDataModule):
     """Batches of the samples of a stream; subclasses say which stream (``_stream``).
 
-    A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids", "labels"}``, int64 of shape
-    (batch, sequence_length), labels shifted by one and -100 where nothing is to be learned. Of ``global_batch_size = micro_batch_size *
-    num_microbatches * replicas`` give any two, the third follows.
+    A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids",
+    "labels"}``, int64 of shape (batch, sequence_length), labels shifted by one and -100 where
+    nothing is to be learned. Of ``global_batch_size = micro_batch_size * num_microbatches *
+    replicas`` give any two, the third follows.
 
     Args:
         sequence_length: Tokens of a sample.
@@ -76,7 +78,8 @@ class StreamDataModule(LightningDataModule):
         return self.batch_options.ramp(replica_of(self.trainer)[0])
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
-        """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or those of the ramp-up in their order.
+        """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or
+        those of the ramp-up in their order.
 
         Raises:
             ValueError: The sizes do not divide; says what would.
@@ -84,8 +87,8 @@ class StreamDataModule(LightningDataModule):
         return self.batch_options.plans(num_replicas)
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """Find what is wrong before a process is started: whether the data are there and hold a step's samples for ``num_replicas``
-        replicas. Writes nothing.
+        """Find what is wrong before a process is started: whether the data are there and hold a
+        step's samples for ``num_replicas`` replicas. Writes nothing.
 
         Raises:
             DataError: They are damaged, too few, or do not fit the settings.
@@ -96,9 +99,12 @@ class StreamDataModule(LightningDataModule):
         self._stream("validation")
 
     def num_training_batches(self, *, num_replicas: int = 1) -> int:
-        """Return the number of batches of an epoch of one replica, after the ramp-up; the data must be prepared."""
+        """Return the number of batches of an epoch of one replica, after the ramp-up; the data must
+        be prepared."""
         batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
-        return len(TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas))
+        return len(
+            TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
+        )
 
     def datasets(self) -> list[DatasetRecord]:
         """Return records of the data for training and validation."""
@@ -129,7 +135,9 @@ class StreamDataModule(LightningDataModule):
         overfit = self.trainer.overfit_batches if self.trainer is not None else 0
         if overfit:
             steps = overfit if isinstance(overfit, int) else max(int(overfit * len(loader)), 1)
-            loader = self._train_loader(self._stream("train", max_samples=steps * loader.step_samples))
+            loader = self._train_loader(
+                self._stream("train", max_samples=steps * loader.step_samples)
+            )
         if self._saved:
             loader.load_state_dict(self._saved)
         elif self._train is not None and self.trainer is not None and self.trainer.global_step:
@@ -156,13 +164,14 @@ class StreamDataModule(LightningDataModule):
         return self._train.state_dict() if self._train is not None else dict(self._saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's place, with this fit's training loader if there is one already, else with the next one.
+        """Continue from a checkpoint's place, with this fit's training loader if there is one
+        already, else with the next one.
 
         Raises:
             DataError: Now or from ``train_dataloader``, if the place belongs to other data.
         """
-        # A strategy may restore after its set-up, in which configure_optimizers may have asked for the number of steps, and so for
-        # the loader.
+        # A strategy may restore after its set-up, in which configure_optimizers may have asked for
+        # the number of steps, and so for the loader.
         if self._train is not None and self._train_for is self.trainer:
             self._train.load_state_dict(state_dict)
         else:
@@ -181,9 +190,13 @@ class StreamDataModule(LightningDataModule):
         """The samples of a split, or the first so many of them."""
 
     def _train_loader(self, stream: SampleStream) -> TokenLoader:
-        return self._loader(TokenLoader, stream, ramp_up=self.step_sizes, seed=self.seed, in_flight=self._in_flight)
+        return self._loader(
+            TokenLoader, stream, ramp_up=self.step_sizes, seed=self.seed, in_flight=self._in_flight
+        )
 
-    def _loader(self, made: Callable[..., Loader], stream: SampleStream, **options: object) -> Loader:
+    def _loader(
+        self, made: Callable[..., Loader], stream: SampleStream, **options: object
+    ) -> Loader:
         num_replicas, replica_rank = replica_of(self.trainer)
         return made(
             stream,
@@ -191,7 +204,8 @@ class StreamDataModule(LightningDataModule):
             num_replicas=num_replicas,
             replica_rank=replica_rank,
             num_workers=self.num_workers,
-            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            pin_memory=self.trainer is not None
+            and self.trainer.strategy.root_device.type == "cuda",
             **options,
         )
 
@@ -201,14 +215,18 @@ class StreamDataModule(LightningDataModule):
         accumulated = self.trainer.accumulate_grad_batches
         if accumulated != 1:
             raise ValueError(
-                f"ramp_up with accumulate_grad_batches={accumulated}: Lightning weights batches of different sizes alike. Use "
-                "accumulate_grad_batches=1 and more microbatches, which accumulate too (global_batch_size)"
+                f"ramp_up with accumulate_grad_batches={accumulated}: Lightning weights batches "
+                "of different sizes alike. Use "
+                "accumulate_grad_batches=1 and more microbatches, which accumulate too "
+                "(global_batch_size)"
             )
-        # An epoch has fewer steps than the one before it; Lightning asks for their number, and when to validate, with the loader.
+        # An epoch has fewer steps than the one before it; Lightning asks for their number, and when
+        # to validate, with the loader.
         self.trainer.reload_dataloaders_every_n_epochs = 1
 
     def _in_flight(self) -> int:
-        """Batches that were handed out and not trained on: one, where an exception in a step makes a checkpoint."""
+        """Batches that were handed out and not trained on: one, where an exception in a step makes
+        a checkpoint."""
         if self.trainer is None:
             return 0
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
@@ -216,7 +234,8 @@ class StreamDataModule(LightningDataModule):
 
 
 def replica_of(trainer: Trainer | None) -> tuple[int, int]:
-    """(number of replicas, this replica) as the strategy has them: peers inside a replica are one reader."""
+    """(number of replicas, this replica) as the strategy has them: peers inside a replica are one
+    reader."""
     strategy = trainer.strategy if trainer is not None else None
     kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
     return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))

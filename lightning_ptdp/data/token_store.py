@@ -1,8 +1,9 @@
 """Tokens on disk: litdata chunks, written in this process and read by block number.
 
-litdata is used as a container only. It would name what it writes by rank, which is switched off by telling it, while its writer is made,
-that this process is alone. Its reader is not used: it shards by *global* rank, which differs between tensor- and pipeline-parallel peers
-of one replica, and believes the index whatever it says.
+litdata is used as a container only. It would name what it writes by rank, which is switched off by
+telling it, while its writer is made,
+that this process is alone. Its reader is not used: it shards by *global* rank, which differs
+between tensor- and pipeline-parallel peers of one replica, and believes the index whatever it says.
 """
 
 from __future__ import annotations
@@ -22,15 +23,28 @@ import numpy as np
 from lightning_ptdp.base.untrusted import inside, read_json
 from lightning_ptdp.data.data_error import StoreError, reading
 
-__all__ = ["Chunk", "ChunkMap", "TokenType", "check_ids", "read_chunks", "token_dtype", "write_chunks"]
+__all__ = [
+    "Chunk",
+    "ChunkMap",
+    "TokenType",
+    "check_ids",
+    "read_chunks",
+    "token_dtype",
+    "write_chunks",
+]
 
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
-_HEADER_BYTES = 12  # number of items (one), its first byte and the byte behind it, four bytes each; then the tokens
+# number of items (one), its first byte and the byte behind it, four bytes each; then the tokens
+_HEADER_BYTES = 12
 _MOST_TOKENS = 1 << 30  # of a chunk, whose bytes are counted in four
 _CHECKED = 1 << 22  # tokens at a time
 _MAPPED = 64  # chunks at a time: each takes an open file
-_ALONE = {"DATA_OPTIMIZER_GLOBAL_RANK": "0", "DATA_OPTIMIZER_NUM_WORKERS": "1", "DATA_OPTIMIZER_NUM_NODES": "1"}
+_ALONE = {
+    "DATA_OPTIMIZER_GLOBAL_RANK": "0",
+    "DATA_OPTIMIZER_NUM_WORKERS": "1",
+    "DATA_OPTIMIZER_NUM_NODES": "1",
+}
 
 
 def token_dtype(vocabulary_size: int) -> TokenType:
@@ -38,8 +52,15 @@ def token_dtype(vocabulary_size: int) -> TokenType:
     return "uint16" if vocabulary_size <= 65535 else "int32"
 
 
-def write_chunks(folder: str | Path, runs: Iterable[Sequence[int] | np.ndarray], *, chunk_tokens: int, dtype: TokenType) -> int:
-    """Write runs of tokens, joined, as chunks of ``chunk_tokens`` tokens (the last one shorter); the same bytes every time.
+def write_chunks(
+    folder: str | Path,
+    runs: Iterable[Sequence[int] | np.ndarray],
+    *,
+    chunk_tokens: int,
+    dtype: TokenType,
+) -> int:
+    """Write runs of tokens, joined, as chunks of ``chunk_tokens`` tokens (the last one shorter);
+    the same bytes every time.
 
     The folder appears with the first chunk. Returns the number of tokens.
     """
@@ -50,7 +71,9 @@ def write_chunks(folder: str | Path, runs: Iterable[Sequence[int] | np.ndarray],
     for number, chunk in enumerate(_joined(runs, chunk_tokens, dtype)):
         if writer is None:
             with _alone():
-                writer = BinaryWriter(str(folder), chunk_size=chunk_tokens, item_loader=TokensLoader())
+                writer = BinaryWriter(
+                    str(folder), chunk_size=chunk_tokens, item_loader=TokensLoader()
+                )
                 assert writer.rank == 0, "litdata believes in other writers"
         # One item a chunk: litdata closes a chunk when the next item does not fit.
         writer[number] = chunk
@@ -62,7 +85,9 @@ def write_chunks(folder: str | Path, runs: Iterable[Sequence[int] | np.ndarray],
     return total
 
 
-def _joined(runs: Iterable[Sequence[int] | np.ndarray], size: int, dtype: TokenType) -> Iterator[np.ndarray]:
+def _joined(
+    runs: Iterable[Sequence[int] | np.ndarray], size: int, dtype: TokenType
+) -> Iterator[np.ndarray]:
     waiting: list[np.ndarray] = []
     tokens = 0
     for run in runs:
@@ -85,20 +110,26 @@ class Chunk:
 
 
 def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
-    """The chunks that the index of a split names, in the order of writing; each is there, in the folder, and of its size.
+    """The chunks that the index of a split names, in the order of writing; each is there, in the
+    folder, and of its size.
 
     Raises:
         StoreError: The index or a chunk is missing or damaged.
     """
     path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
     with reading(path, StoreError, "prepare the data again with overwrite"):
-        named = [(inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]]
+        named = [
+            (inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]
+        ]
         if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in named):
             raise ValueError("a chunk's number of tokens is none")
         for file, tokens in named:
             found = file.stat()
             if not stat.S_ISREG(found.st_mode) or found.st_size != _HEADER_BYTES + tokens * width:
-                raise ValueError(f"{file} has {found.st_size} bytes, {_HEADER_BYTES + tokens * width} are said to be there")
+                raise ValueError(
+                    f"{file} has {found.st_size} bytes, {_HEADER_BYTES + tokens * width} are said "
+                    "to be there"
+                )
     return tuple(Chunk(file, tokens) for file, tokens in named)
 
 
@@ -113,13 +144,15 @@ def check_ids(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
         for wrong in (int(some.min()), int(some.max())):
             if not 0 <= wrong < vocabulary_size:
                 raise StoreError(
-                    f"{path} holds token {wrong}, outside the vocabulary of {vocabulary_size}: the tokens are not of the tokenizer "
+                    f"{path} holds token {wrong}, outside the vocabulary of {vocabulary_size}: "
+                    "the tokens are not of the tokenizer "
                     "beside them; prepare the data again with overwrite"
                 )
 
 
 class ChunkMap:
-    """Random access to the tokens of a split, in blocks of ``block_size``; a block never spans two chunks.
+    """Random access to the tokens of a split, in blocks of ``block_size``; a block never spans two
+    chunks.
 
     A few chunks are mapped into memory at a time.
 
@@ -133,8 +166,20 @@ class ChunkMap:
         StoreError: From reading: a chunk cannot be read, or a token is outside the vocabulary.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], dtype: TokenType, *, vocabulary_size: int, block_size: int = 1) -> None:
-        self._chunks, self._dtype, self._vocabulary_size, self._block_size = chunks, dtype, vocabulary_size, block_size
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        dtype: TokenType,
+        *,
+        vocabulary_size: int,
+        block_size: int = 1,
+    ) -> None:
+        self._chunks, self._dtype, self._vocabulary_size, self._block_size = (
+            chunks,
+            dtype,
+            vocabulary_size,
+            block_size,
+        )
         self._ends = np.cumsum([chunk.tokens // block_size for chunk in chunks], dtype=np.int64)
         self._map = lru_cache(_MAPPED)(self._open)
 
@@ -152,7 +197,8 @@ class ChunkMap:
         return map(self._open, range(len(self._chunks)))
 
     def read(self, start: int, count: int = 1) -> np.ndarray:
-        """``count`` blocks of one chunk from block ``start`` on, counted over all chunks; 1-D, int32."""
+        """``count`` blocks of one chunk from block ``start`` on, counted over all chunks; 1-D,
+        int32."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         begin = (start - (int(self._ends[number - 1]) if number else 0)) * self._block_size
         stop = begin + count * self._block_size
@@ -173,7 +219,9 @@ class ChunkMap:
     def _open(self, number: int) -> np.ndarray:
         chunk = self._chunks[number]
         try:
-            return np.memmap(chunk.path, self._dtype, "r", offset=_HEADER_BYTES, shape=(chunk.tokens,))
+            return np.memmap(
+                chunk.path, self._dtype, "r", offset=_HEADER_BYTES, shape=(chunk.tokens,)
+            )
         except (OSError, ValueError) as error:
             raise StoreError(f"{chunk.path} cannot be read: {error}") from error
 

@@ -1,6 +1,7 @@
 """A byte-pair tokenizer that gives every text back exactly: sentencepiece in its lossless setting.
 
-Nothing is normalized, no space is added or removed, a newline is a token of its own, and characters outside the vocabulary
+Nothing is normalized, no space is added or removed, a newline is a token of its own, and characters
+outside the vocabulary
 become bytes. Ids: 0 padding, 1 unknown (never produced), 2 begin, 3 end of document, 4 newline.
 """
 
@@ -26,10 +27,12 @@ _MODEL_BYTES = 1 << 23  # about 450,000 pieces
 _MEND = "copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
 _SPACE_MARK = "\u2581"
-# Every ASCII character, spaces where a normalizer would take them away, and characters of two, three and four bytes.
+# Every ASCII character, spaces where a normalizer would take them away, and characters of two,
+# three and four bytes.
 _PROBE = " " + "".join(map(chr, range(1, 128))) + "  a  B\u00e9\u2581\u4e00\U0001f600 \n "
 _MARK_BYTES = ("<0xE2>", "<0x96>", "<0x81>")
-# The model file embeds the number of threads, so it must not depend on the machine; the pieces do not depend on it.
+# The model file embeds the number of threads, so it must not depend on the machine; the pieces do
+# not depend on it.
 _TRAIN_THREADS = 4
 _MAX_SENTENCE = 1 << 16
 _SEGMENT = 1 << 15
@@ -43,7 +46,8 @@ class Tokenizer:
         model: A serialized sentencepiece model, as ``train`` makes it.
 
     Raises:
-        TokenizerError: The bytes are not a complete model, or one without the pieces that make it lossless.
+        TokenizerError: The bytes are not a complete model, or one without the pieces that make it
+            lossless.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -60,24 +64,39 @@ class Tokenizer:
         try:
             pieces = self.pieces
         except UnicodeDecodeError as error:
-            raise TokenizerError(f"a piece of the sentencepiece model is no text: {error}") from error
-        self.fingerprint = hashlib.sha256("\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")).hexdigest()
+            raise TokenizerError(
+                f"a piece of the sentencepiece model is no text: {error}"
+            ) from error
+        self.fingerprint = hashlib.sha256(
+            "\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")
+        ).hexdigest()
         self._mark_ids = [self._processor.piece_to_id(piece) for piece in _MARK_BYTES]
         newline = self._processor.piece_to_id("\n")
-        if not all(map(self._processor.is_byte, self._mark_ids)) or newline == _UNKNOWN or self._processor.eos_id() != _EOS:
-            raise TokenizerError("the sentencepiece model lacks byte pieces, the newline piece or end of document = 3")
+        if (
+            not all(map(self._processor.is_byte, self._mark_ids))
+            or newline == _UNKNOWN
+            or self._processor.eos_id() != _EOS
+        ):
+            raise TokenizerError(
+                "the sentencepiece model lacks byte pieces, the newline piece or end of document "
+                "= 3"
+            )
         if not self._is_lossless():
             raise TokenizerError("the sentencepiece model does not give every text back")
 
     @classmethod
-    def train(cls, texts: Iterable[str], *, vocabulary_size: int, control_symbols: Sequence[str] = ()) -> Tokenizer:
-        """Learn a vocabulary from the texts (all are held in memory by sentencepiece: pass a sample of a big corpus).
+    def train(
+        cls, texts: Iterable[str], *, vocabulary_size: int, control_symbols: Sequence[str] = ()
+    ) -> Tokenizer:
+        """Learn a vocabulary from the texts (all are held in memory by sentencepiece: pass a sample
+        of a big corpus).
 
         ``control_symbols`` such as ``[MASK]`` get ids of their own that no text produces.
 
         Raises:
-            TokenizerError: The texts cannot fill the vocabulary (the message has the largest size that works), the vocabulary
-                cannot hold the alphabet (the smallest), or there is no text.
+            TokenizerError: The texts cannot fill the vocabulary (the message has the largest size
+                that works), the vocabulary cannot hold the alphabet (the smallest), or there is no
+                text.
         """
         import sentencepiece
 
@@ -131,19 +150,26 @@ class Tokenizer:
             digest = record["sha256"]
         if hashlib.sha256(model).hexdigest() != digest:
             raise TokenizerError(
-                f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not that of {RECORD_FILE}; {_MEND}"
+                f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not "
+                f"that of {RECORD_FILE}; {_MEND}"
             )
         try:
             tokenizer = cls(model)
         except TokenizerError as error:
-            raise TokenizerError(f"tokenizer file {model_file} is damaged: {error}; {_MEND}") from error
+            raise TokenizerError(
+                f"tokenizer file {model_file} is damaged: {error}; {_MEND}"
+            ) from error
         said = (record.get("vocabulary_size"), record.get("fingerprint"))
         if said != (tokenizer.vocabulary_size, tokenizer.fingerprint):
-            raise TokenizerError(f"tokenizer file {record_file} is damaged: it is the record of another tokenizer; {_MEND}")
+            raise TokenizerError(
+                f"tokenizer file {record_file} is damaged: it is the record of another tokenizer; "
+                f"{_MEND}"
+            )
         return tokenizer
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.model``, and beside it ``tokenizer.json`` with its hash, fingerprint and size."""
+        """Write ``tokenizer.model``, and beside it ``tokenizer.json`` with its hash, fingerprint
+        and size."""
         record = {
             "sha256": hashlib.sha256(self._model).hexdigest(),
             "fingerprint": self.fingerprint,
@@ -180,11 +206,13 @@ class Tokenizer:
 
     @property
     def pieces(self) -> list[str]:
-        """The text of every id, as sentencepiece spells it: U+2581 for a space, <0xNN> for a byte."""
+        """The text of every id, as sentencepiece spells it: U+2581 for a space, <0xNN> for a
+        byte."""
         return [str(self._processor.id_to_piece(index)) for index in range(self.vocabulary_size)]
 
     def is_text(self, index: int) -> bool:
-        """Return True if the id stands for text: not for padding, begin, end, the unknown or a control symbol."""
+        """Return True if the id stands for text: not for padding, begin, end, the unknown or a
+        control symbol."""
         return not (self._processor.is_control(index) or self._processor.is_unknown(index))
 
     def control_id(self, symbol: str) -> int:
@@ -211,7 +239,9 @@ class Tokenizer:
             for segment in _segments(text)
             for number, part in enumerate(segment.split(_SPACE_MARK))
         ]
-        encoded = self._processor.encode([part for _, _, part in parts], out_type=int, num_threads=num_threads)
+        encoded = self._processor.encode(
+            [part for _, _, part in parts], out_type=int, num_threads=num_threads
+        )
         results: list[list[int]] = [[] for _ in texts]
         for (owner, number, _), ids in zip(parts, encoded, strict=True):
             results[owner] += [*(self._mark_ids if number else ()), *ids]
@@ -226,7 +256,9 @@ class Tokenizer:
         ids = [int(index) for index in ids]
         wrong = [index for index in ids if not 0 <= index < self.vocabulary_size]
         if wrong:
-            raise TokenizerError(f"id {wrong[0]} is outside the vocabulary of {self.vocabulary_size}")
+            raise TokenizerError(
+                f"id {wrong[0]} is outside the vocabulary of {self.vocabulary_size}"
+            )
         return str(self._processor.decode(ids))
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes]]:
@@ -242,8 +274,8 @@ class Tokenizer:
 def _segments(text: str) -> Iterator[str]:
     """Pieces of about 32,000 characters whose ids, joined, are the ids of the whole text.
 
-    A newline is always a token of its own, so that no merge crosses it; encoding takes more than linear memory in the length.
-    """
+    A newline is always a token of its own, so that no merge crosses it; encoding takes more than
+    linear memory in the length."""
     start = 0
     while len(text) - start > _SEGMENT:
         end = text.find("\n", start + _SEGMENT) + 1
@@ -255,7 +287,8 @@ def _segments(text: str) -> Iterator[str]:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines without their newline (sentencepiece drops longer ones than its limit, so they are cut)."""
+    """Lines without their newline (sentencepiece drops longer ones than its limit, so they are
+    cut)."""
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), _MAX_SENTENCE):
@@ -263,7 +296,8 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _noting(lines: Iterator[str], failed: list[BaseException]) -> Iterator[str]:
-    """The lines; an exception among them, which sentencepiece would make one of its own of, is noted."""
+    """The lines; an exception among them, which sentencepiece would make one of its own of, is
+    noted."""
     try:
         yield from lines
     except BaseException as error:
@@ -275,7 +309,8 @@ def _training_message(error: RuntimeError, wanted: int) -> str:
     largest = re.search(r"value <= (\d+)", str(error))
     if largest:
         return (
-            f"vocabulary_size={wanted} is more than the text supports: the largest that works is {largest[1]}; "
+            f"vocabulary_size={wanted} is more than the text supports: the largest that works is "
+            f"{largest[1]}; "
             "use that or more text"
         )
     smallest = re.search(r"required_chars\. \d+ vs (\d+)", str(error))

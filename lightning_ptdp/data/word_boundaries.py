@@ -1,4 +1,5 @@
-"""Which tokens make a word: looked up by id, so that a whole batch is decided without reading its text."""
+"""Which tokens make a word: looked up by id, so that a whole batch is decided without reading its
+text."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ _SPACE_MARK = "\u2581"
 class Vocabulary:
     """Properties of a tokenizer that masking needs.
 
-    A word is a run of letters, digits and underscores with the space in front of it; any other character is a word of its own, as is
-    every newline and every run of spaces. A piece belongs to the word that its first character belongs to.
+    A word is a run of letters, digits and underscores with the space in front of it; any other
+    character is a word of its own, as is every newline and every run of spaces. A piece belongs to
+    the word that its first character belongs to.
 
     Attributes:
         pad, cls, sep, mask: Special ids.
@@ -57,7 +59,9 @@ class Vocabulary:
             mask=tokenizer.control_id(MASK),
             end=tokenizer.eos_id,
             newline=pieces.index("\n"),
-            ordinary=np.array([index for index in range(len(pieces)) if tokenizer.is_text(index)], np.int32),
+            ordinary=np.array(
+                [index for index in range(len(pieces)) if tokenizer.is_text(index)], np.int32
+            ),
             begins=np.array([not _continues(first) for first, _ in ends]),
             closes=np.array([not _continues(last) for _, last in ends]),
         )

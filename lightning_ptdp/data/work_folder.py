@@ -1,4 +1,5 @@
-"""The hidden folder beside the output in which a preparation is made, and in which the next call finds what was finished.
+"""The hidden folder beside the output in which a preparation is made, and in which the next call
+finds what was finished.
 
 ::
 
@@ -30,10 +31,11 @@ __all__ = ["read_record", "work_folder", "write_record"]
 
 @contextlib.contextmanager
 def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder to work in, which is removed after success, and after an error with which it would be of no use.
+    """A folder to work in, which is removed after success, and after an error with which it would
+    be of no use.
 
-    After any other end, a kill included, the next call with the same key is given it as it was left. Where another process works in
-    it, this one gets a folder of its own, which does not stay.
+    After any other end, a kill included, the next call with the same key is given it as it was
+    left. Where another process works in it, this one gets a folder of its own, which does not stay.
 
     Args:
         output: The folder to prepare.
@@ -41,7 +43,9 @@ def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """
     shared = output.with_name(f".{output.name}.preparing")
     lock = _lock(shared)
-    folder = shared if lock is not None else output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
+    folder = (
+        shared if lock is not None else output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
+    )
     keep = False
     try:
         folder.mkdir(exist_ok=True)
@@ -78,7 +82,8 @@ def read_record(path: Path) -> Any:
 
 
 def _lock(folder: Path) -> BinaryIO | None:
-    """The open lock of the folder, if no other process holds it; given up when it is closed or the process ends."""
+    """The open lock of the folder, if no other process holds it; given up when it is closed or the
+    process ends."""
     while True:
         folder.mkdir(exist_ok=True)
         try:
@@ -86,7 +91,8 @@ def _lock(folder: Path) -> BinaryIO | None:
         except FileNotFoundError:
             continue  # whoever held it is done, and has removed the folder
         try:
-            # Of the process, not of the open file, so that workers that outlive it for a moment do not hold it.
+            # Of the process, not of the open file, so that workers that outlive it for a moment do
+            # not hold it.
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             stream.close()
@@ -104,7 +110,8 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Under another name: a process that begins meanwhile would take up a folder of which the rest is being removed."""
+    """Under another name: a process that begins meanwhile would take up a folder of which the rest
+    is being removed."""
     gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.removed")
     with contextlib.suppress(OSError):
         folder.rename(gone)

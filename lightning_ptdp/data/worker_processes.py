@@ -1,4 +1,5 @@
-"""Functions in other processes: over many items, with the results in their order, or once, for the memory that it takes."""
+"""Functions in other processes: over many items, with the results in their order, or once, for the
+memory that it takes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int) -> Generator[Result, None, None]:
-    """``map``, in ``num_workers`` processes (in this one if it is 1); only a few results wait at a time.
+def ordered_map(
+    function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int
+) -> Generator[Result, None, None]:
+    """``map``, in ``num_workers`` processes (in this one if it is 1); only a few results wait at a
+    time.
 
     Raises:
         DataError: A process ended without a result.
@@ -34,7 +38,8 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], *, nu
 
 
 def apart(function: Callable[[Item], Result], item: Item) -> Result:
-    """``function(item)`` in a process of its own: what it takes goes back to the system, which an allocator seldom gives anything.
+    """``function(item)`` in a process of its own: what it takes goes back to the system, which an
+    allocator seldom gives anything.
 
     Raises:
         DataError: The process ended without a result.
@@ -44,7 +49,9 @@ def apart(function: Callable[[Item], Result], item: Item) -> Result:
     return result
 
 
-def _over_processes(function: Callable[[Item], Result], items: Iterable[Item], num_workers: int) -> Generator[Result, None, None]:
+def _over_processes(
+    function: Callable[[Item], Result], items: Iterable[Item], num_workers: int
+) -> Generator[Result, None, None]:
     executor = _pool(num_workers)
     waiting: deque[Future[Result]] = deque()
     try:
@@ -56,13 +63,16 @@ def _over_processes(function: Callable[[Item], Result], items: Iterable[Item], n
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         fewer = f"; use fewer than num_workers={num_workers}" if num_workers > 1 else ""
-        raise DataError(f"a process was killed, perhaps for its memory{fewer}. What was finished is kept") from error
+        raise DataError(
+            f"a process was killed, perhaps for its memory{fewer}. What was finished is kept"
+        ) from error
     finally:
         executor.shutdown(cancel_futures=True)
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:
-    # Forked where that works, as torch's DataLoader does: a fresh process would import torch first, and run the user's script again.
+    # Forked where that works, as torch's DataLoader does: a fresh process would import torch first,
+    # and run the user's script again.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else None)
     return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_prepare_worker)
@@ -70,7 +80,8 @@ def _pool(num_workers: int) -> ProcessPoolExecutor:
 
 def _prepare_worker() -> None:
     """In a worker: share the parent's objects, and do not outlive a parent that was killed."""
-    # The collector writes to every object that it looks at, and a page that is written to is copied.
+    # The collector writes to every object that it looks at, and a page that is written to is
+    # copied.
     gc.freeze()
 
     def wait() -> None:

@@ -1,12 +1,22 @@
-"""Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards, and the norm over all ranks."""
+"""Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards,
+and the norm over all ranks."""
 
 from lightning_ptdp.data_parallel.bucket import HALF
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
-from lightning_ptdp.data_parallel.elementwise import Cut, GroupTrial, MixingOptimizerError, check_elementwise, constructed_state
+from lightning_ptdp.data_parallel.elementwise import (
+    Cut,
+    GroupTrial,
+    MixingOptimizerError,
+    check_elementwise,
+    constructed_state,
+)
 from lightning_ptdp.data_parallel.flat_shards import FlatSharding
 from lightning_ptdp.data_parallel.gradient_sums import global_norm
 from lightning_ptdp.data_parallel.gradients import Gradients
-from lightning_ptdp.data_parallel.manual_optimization import ManualGradients, ManualOptimizationError
+from lightning_ptdp.data_parallel.manual_optimization import (
+    ManualGradients,
+    ManualOptimizationError,
+)
 from lightning_ptdp.data_parallel.optimizer_parameters import Stepped, SteppedParameters
 from lightning_ptdp.data_parallel.parameter_gather import overlaps_gather
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction

@@ -25,7 +25,8 @@ class Bucket:
     Attributes:
         entries: What is in it, in backward order.
         offsets: Where each entry begins.
-        buffer: (n,) gradients; a little of it, between parameters and at the end, belongs to none and stays zero.
+        buffer: (n,) gradients; a little of it, between parameters and at the end, belongs to none
+            and stays zero.
         views: Each entry's part of the buffer, in the parameter's shape.
     """
 
@@ -44,7 +45,10 @@ class Bucket:
     @cached_property
     def next_begins(self) -> dict[int, int]:
         """By where an entry ends, where the next one begins, or would."""
-        ends = {offset + entry.parameter.numel() for entry, offset in zip(self.entries, self.offsets, strict=True)}
+        ends = {
+            offset + entry.parameter.numel()
+            for entry, offset in zip(self.entries, self.offsets, strict=True)
+        }
         return {end: aligned(end) for end in ends}
 
     def mine(self) -> Tensor:
@@ -58,7 +62,10 @@ class Bucket:
         for entry, offset in zip(self.entries, self.offsets, strict=True):
             first, last = max(start, offset), min(stop, offset + entry.parameter.numel())
             if first < last:
-                yield entry, Shard(tuple(entry.parameter.shape), first - offset, last - offset, first)
+                yield (
+                    entry,
+                    Shard(tuple(entry.parameter.shape), first - offset, last - offset, first),
+                )
 
 
 def aligned(size: int) -> int:

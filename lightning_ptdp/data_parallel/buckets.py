@@ -1,10 +1,11 @@
 """Flat gradient buckets, reduced while the backward still runs.
 
-Parameters are laid into contiguous buffers in backward order, one set a pipeline chunk; a parameter's gradient is a view of its
-buffer. When the last microbatch of a chunk runs backward the chunk is *armed*: a bucket's reduction starts as soon as its last
-gradient has been accumulated (arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk). With a sharded
-optimizer a reduction leaves each rank with the sum of its part of every buffer, whatever parameters the cuts go through.
-"""
+Parameters are laid into contiguous buffers in backward order, one set a pipeline chunk; a
+parameter's gradient is a view of its buffer. When the last microbatch of a chunk runs backward the
+chunk is *armed*: a bucket's reduction starts as soon as its last gradient has been accumulated
+(arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk). With a sharded
+optimizer a reduction leaves each rank with the sum of its part of every buffer, whatever parameters
+the cuts go through."""
 
 from __future__ import annotations
 
@@ -34,9 +35,12 @@ class GradientBuckets:
     """All gradients of one rank.
 
     Args:
-        entries: Parameters in forward order, which on all ranks that sum some of them must be the same.
-        scatters: Whether ranks are left with the sum of a part of the gradients only, of whichever entries.
-        bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: as its reduction would have it.
+        entries: Parameters in forward order, which on all ranks that sum some of them must be the
+            same.
+        scatters: Whether ranks are left with the sum of a part of the gradients only, of whichever
+            entries.
+        bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: as its
+            reduction would have it.
         widen: Keep gradients of parameters in half precision in float32.
         launched: Is told of every reduction that starts: its chunk and what waits for it.
     """
@@ -64,7 +68,8 @@ class GradientBuckets:
             for entry in bucket.entries:
                 self._home[id(entry.parameter)] = entry.chunk, bucket
                 set_gradient_dtype(entry.parameter, bucket.buffer.dtype)
-                # Of the node, not of the parameter: a backward calls it also where a product has added to the gradient by itself.
+                # Of the node, not of the parameter: a backward calls it also where a product has
+                # added to the gradient by itself.
                 node = get_gradient_edge(entry.parameter).node
                 self._hooks.append((node, node.register_hook(partial(self._ran, entry.parameter))))
 
@@ -75,7 +80,8 @@ class GradientBuckets:
                 entry.parameter.grad = view
 
     def resume(self) -> None:
-        """Go on adding to the gradients that the parameters have; one that somebody took off its parameter begins at zero."""
+        """Go on adding to the gradients that the parameters have; one that somebody took off its
+        parameter begins at zero."""
         for bucket in self.buckets():
             for entry, view in zip(bucket.entries, bucket.views, strict=True):
                 gradient = entry.parameter.grad
@@ -86,7 +92,8 @@ class GradientBuckets:
                 entry.parameter.grad = view
 
     def park(self) -> None:
-        """Take the gradients off the parameters, so that ``zero_grad`` cannot touch them; the buffers keep them."""
+        """Take the gradients off the parameters, so that ``zero_grad`` cannot touch them; the
+        buffers keep them."""
         for entry in self.entries:
             entry.parameter.grad = None
 
@@ -97,18 +104,21 @@ class GradientBuckets:
             bucket.buffer.zero_()
 
     def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
-        """The next backward of ``chunk`` completes its gradients: start each bucket's reduction when it is full.
+        """The next backward of ``chunk`` completes its gradients: start each bucket's reduction
+        when it is full.
 
         Args:
             chunk: The stage.
-            awaited: The parameters whose gradients are still to come, each told by ``complete``; by default all of them, each
-                told by autograd.
+            awaited: The parameters whose gradients are still to come, each told by ``complete``; by
+                default all of them, each told by autograd.
         """
         self._armed.add(chunk)
         wanted = None if awaited is None else {id(parameter) for parameter in awaited}
         for bucket in self._buckets.get(chunk, ()):
             bucket.launched = False
-            bucket.pending = sum(wanted is None or id(entry.parameter) in wanted for entry in bucket.entries)
+            bucket.pending = sum(
+                wanted is None or id(entry.parameter) in wanted for entry in bucket.entries
+            )
         self._launch_full(chunk)
 
     def complete(self, parameter: Tensor) -> None:
@@ -128,7 +138,8 @@ class GradientBuckets:
         self._armed.discard(chunk)
 
     def finish(self, scale: Tensor | float | None = None) -> None:
-        """Start the reductions that have not been, wait for all, add up what other groups hold, and scale."""
+        """Start the reductions that have not been, wait for all, add up what other groups hold, and
+        scale."""
         for chunk, buckets in self._buckets.items():
             if not all(bucket.launched for bucket in buckets):
                 self.reduce(chunk)
@@ -143,11 +154,17 @@ class GradientBuckets:
                 bucket.mine().mul_(scale)
 
     def unused(self) -> list[nn.Parameter]:
-        """Parameters whose gradient no backward has added to, tied ones left out: another stage may have used those."""
-        return [entry.parameter for entry in self.entries if id(entry.parameter) not in self._arrived and not entry.tied]
+        """Parameters whose gradient no backward has added to, tied ones left out: another stage may
+        have used those."""
+        return [
+            entry.parameter
+            for entry in self.entries
+            if id(entry.parameter) not in self._arrived and not entry.tied
+        ]
 
     def _parts_to_sum(self) -> Iterator[tuple[Tensor, Group]]:
-        """In the order of the entries: the stages lay out their buckets differently, but agree on this one."""
+        """In the order of the entries: the stages lay out their buckets differently, but agree on
+        this one."""
         mine: dict[int, list[tuple[Shard, Tensor]]] = {}
         for bucket in self.buckets():
             for entry, shard in bucket.own_shards():
@@ -159,7 +176,8 @@ class GradientBuckets:
                     yield from ((view, group) for view in views)
 
     def stash(self, scale: float) -> None:
-        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
+        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can
+        be scaled on its own."""
         if not self._stash:
             self._stash = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
         for kept, bucket in zip(self._stash, self.buckets(), strict=True):
@@ -194,7 +212,8 @@ class GradientBuckets:
         return (bucket.buffer for bucket in self.buckets())
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """The same elements in few flat tensors: neighbours in a buffer are one, with the zeros between them."""
+        """The same elements in few flat tensors: neighbours in a buffer are one, with the zeros
+        between them."""
         return joined(gradients, ((bucket.buffer, bucket.next_begins) for bucket in self.buckets()))
 
     def buckets(self) -> Iterator[Bucket]:
@@ -202,17 +221,20 @@ class GradientBuckets:
         return chain.from_iterable(self._buckets.values())
 
     def _cut(self, entries: Sequence[BucketEntry]) -> Iterator[list[BucketEntry]]:
-        """Runs of entries that may share a buffer: same dtype, device and reduction, and no larger than a bucket.
+        """Runs of entries that may share a buffer: same dtype, device and reduction, and no larger
+        than a bucket.
 
-        A tied parameter whose sum is scattered has a buffer of its own, which then is the same on all stages that hold it.
-        """
+        A tied parameter whose sum is scattered has a buffer of its own, which then is the same on
+        all stages that hold it."""
         kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
         for entry in entries:
             alone = id(entry) if entry.reduction.scatter and entry.tied else None
             kind = (entry.parameter.dtype, entry.parameter.device, entry.reduction, alone)
             kinds.setdefault(kind, []).append(entry)
         for same in kinds.values():
-            limit = same[0].reduction.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
+            limit = (
+                same[0].reduction.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
+            )
             run: list[BucketEntry] = []
             size = 0
             for entry in same:
@@ -226,7 +248,9 @@ class GradientBuckets:
 
     def _dtype(self, entry: BucketEntry) -> torch.dtype:
         """Return the dtype of a parameter's gradient."""
-        return torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
+        return (
+            torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
+        )
 
     def _allocate(self, entries: list[BucketEntry]) -> Bucket:
         *offsets, total = accumulate((aligned(e.parameter.numel()) for e in entries), initial=0)
@@ -234,7 +258,8 @@ class GradientBuckets:
         dtype, device = self._dtype(entries[0]), entries[0].parameter.device
         buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=device)
         views = [
-            buffer[offset : offset + e.parameter.numel()].view_as(e.parameter) for offset, e in zip(offsets, entries, strict=True)
+            buffer[offset : offset + e.parameter.numel()].view_as(e.parameter)
+            for offset, e in zip(offsets, entries, strict=True)
         ]
         return Bucket(entries, offsets, buffer, views)
 
@@ -242,7 +267,8 @@ class GradientBuckets:
         self.complete(parameter)
 
     def _launch_full(self, chunk: int | None) -> None:
-        """Collectives must start in the same order on all replicas, whatever order their gradients arrive in."""
+        """Collectives must start in the same order on all replicas, whatever order their gradients
+        arrive in."""
         for bucket in self._buckets.get(chunk, ()):
             if bucket.pending > 0:
                 return

@@ -35,7 +35,8 @@ class Cut:
     Attributes:
         option: The option that asks for it, with its value.
         dims: Number of dimensions of the parameters.
-        along: The dimension along which they are split, "flat" for ranges of flattened ones, "apart" for ranks with different ones.
+        along: The dimension along which they are split, "flat" for ranges of flattened ones,
+            "apart" for ranks with different ones.
     """
 
     option: str
@@ -44,7 +45,10 @@ class Cut:
 
     def tensors(self, generator: torch.Generator) -> list[Tensor]:
         """Return whole tensors to step on, whose pieces differ in size."""
-        return [self._tensor(generator) * (1 + index) for index in range(_RANKS if self.along == "apart" else 1)]
+        return [
+            self._tensor(generator) * (1 + index)
+            for index in range(_RANKS if self.along == "apart" else 1)
+        ]
 
     def _tensor(self, generator: torch.Generator) -> Tensor:
         tensor = torch.randn(_SIZES[: self.dims], generator=generator)
@@ -57,7 +61,13 @@ class Cut:
         if self.along == "apart":
             return [*tensors]
         (tensor,) = tensors
-        return [*(tensor.flatten().chunk(_RANKS) if self.along == "flat" else tensor.chunk(_RANKS, self.along))]
+        return [
+            *(
+                tensor.flatten().chunk(_RANKS)
+                if self.along == "flat"
+                else tensor.chunk(_RANKS, self.along)
+            )
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +85,43 @@ class GroupTrial:
     state: Mapping[str, Any] | None = None
 
 
-def check_elementwise(optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device) -> None:
+def check_elementwise(
+    optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device
+) -> None:
     """Step small tensors as one rank and as several would, and compare the results.
 
-    Optimizers that use rows, columns or norms of a whole matrix, or a norm of all parameters, give another result. One that cannot
-    be tried is warned of.
+    Optimizers that use rows, columns or norms of a whole matrix, or a norm of all parameters, give
+    another result. One that cannot be tried is warned of.
 
     Raises:
         MixingOptimizerError: The results differ.
     """
     tried: set[str] = set()
     for group, trial in zip(optimizer.param_groups, trials, strict=True):
-        options = {key: bool(value) if isinstance(value, float | Tensor) else value for key, value in group.items()}
-        kind = repr(sorted((key, repr(value)) for key, value in options.items() if key not in ("params", "param_names")))
+        options = {
+            key: bool(value) if isinstance(value, float | Tensor) else value
+            for key, value in group.items()
+        }
+        kind = repr(
+            sorted(
+                (key, repr(value))
+                for key, value in options.items()
+                if key not in ("params", "param_names")
+            )
+        )
         for cut in sorted(trial.cuts, key=repr):
             if f"{kind}{cut}" not in tried:
                 tried.add(f"{kind}{cut}")
                 _try(optimizer, group, trial.state or {}, cut, device)
 
 
-def _try(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any], cut: Cut, device: torch.device) -> None:
+def _try(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    cut: Cut,
+    device: torch.device,
+) -> None:
     generator = torch.Generator().manual_seed(0)
     starts, gradients = (cut.tensors(generator) for _ in range(2))
     try:
@@ -103,34 +130,50 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any
         if cut.along == "flat":
             raise _refusal(optimizer, cut, f"it fails on a small parameter ({error})") from error
         stepped = starts
-    changed = any(not torch.equal(one, start.to(device)) for one, start in zip(stepped, starts, strict=True))
+    changed = any(
+        not torch.equal(one, start.to(device)) for one, start in zip(stepped, starts, strict=True)
+    )
     if not changed or not all(one.isfinite().all() for one in stepped):
         warnings.warn(
-            f"{type(optimizer).__name__} cannot be tried before the training: with {cut.option} it must not combine elements of a "
+            f"{type(optimizer).__name__} cannot be tried before the training: with {cut.option} "
+            "it must not combine elements of a "
             "parameter, or several parameters",
             stacklevel=2,
         )
         return
     try:
         parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
-        found = [_step(optimizer, group, state, [start], [gradient], device)[0] for start, gradient in parts]
+        found = [
+            _step(optimizer, group, state, [start], [gradient], device)[0]
+            for start, gradient in parts
+        ]
     except Exception as error:
         raise _refusal(optimizer, cut, f"it fails on a piece ({error})") from error
-    differences = [float((one - other).abs().max()) for one, other in zip(found, cut.pieces(stepped), strict=True)]
+    differences = [
+        float((one - other).abs().max())
+        for one, other in zip(found, cut.pieces(stepped), strict=True)
+    ]
     if not max(differences) < _TOLERANCE * max(float(one.abs().max()) for one in stepped):
-        raise _refusal(optimizer, cut, f"its update of a piece differs from that of the whole by up to {max(differences):.1e}")
+        raise _refusal(
+            optimizer,
+            cut,
+            f"its update of a piece differs from that of the whole by up to {max(differences):.1e}",
+        )
 
 
 def _refusal(optimizer: Optimizer, cut: Cut, found: str) -> MixingOptimizerError:
     name, field = type(optimizer).__name__, cut.option.partition("=")[0]
     if cut.along == "apart":
         return MixingOptimizerError(
-            f"{cut.option} leaves each rank with some of the parameters, but {name} combines several: {found}. Clip by the norm with "
-            f"Trainer(gradient_clip_val=...) instead of in the optimizer, use one that updates each parameter by itself, or {field}=1"
+            f"{cut.option} leaves each rank with some of the parameters, but {name} combines "
+            f"several: {found}. Clip by the norm with "
+            "Trainer(gradient_clip_val=...) instead of in the optimizer, use one that updates "
+            f"each parameter by itself, or {field}=1"
         )
     without = "shard_optimizer=False" if cut.along == "flat" else f"{field}=1"
     return MixingOptimizerError(
-        f"{cut.option} cuts parameters into pieces, but {name} does not work element by element: {found}. Use an elementwise optimizer "
+        f"{cut.option} cuts parameters into pieces, but {name} does not work element by element: "
+        f"{found}. Use an elementwise optimizer "
         f"(AdamW, Adam, SGD, RMSprop, ...), or {without}"
     )
 
@@ -143,18 +186,27 @@ def _step(
     gradients: Sequence[Tensor],
     device: torch.device,
 ) -> list[Tensor]:
-    """Return tensors after a few steps of an optimizer like this one, with this group's hyperparameters."""
+    """Return tensors after a few steps of an optimizer like this one, with this group's
+    hyperparameters."""
     parameters = [nn.Parameter(start.to(device, copy=True)) for start in starts]
     probe = object.__new__(type(optimizer))
-    # Its own attributes, but not a step that a scheduler has bound to the original, no parameters of the model, and nothing that the steps
-    # would change there.
+    # Its own attributes, but not a step that a scheduler has bound to the original, no parameters
+    # of the model, and nothing that the steps would change there.
     for key, value in vars(optimizer).items():
-        if key != "step" and not (isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)):
+        if key != "step" and not (
+            isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)
+        ):
             vars(probe)[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
     probe.state = defaultdict(dict, {one: _state_like(one, state) for one in parameters})
-    own = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    own = {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()
+    }
     if "lr" in own:
-        own["lr"] = torch.full_like(own["lr"], _LEARNING_RATE) if isinstance(own["lr"], Tensor) else _LEARNING_RATE
+        own["lr"] = (
+            torch.full_like(own["lr"], _LEARNING_RATE)
+            if isinstance(own["lr"], Tensor)
+            else _LEARNING_RATE
+        )
     own.pop("param_names", None)
     probe.param_groups = [{**own, "params": parameters}]
     with torch.random.fork_rng(devices=[]):
@@ -171,15 +223,20 @@ def _closure() -> Any:
 
 
 def constructed_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the optimizer's constructor keeps of a parameter of the group, reduced to one element; None if it keeps nothing here.
+    """Return what the optimizer's constructor keeps of a parameter of the group, reduced to one
+    element; None if it keeps nothing here.
 
     Adagrad of torch 2.11 keeps a sum; most optimizers make their states at the first step.
     """
-    parameter = next((each for each in group["params"] if optimizer.state.get(each) and each.numel()), None)
+    parameter = next(
+        (each for each in group["params"] if optimizer.state.get(each) and each.numel()), None
+    )
     if parameter is None:
         return None
     return {
-        key: value.flatten()[:1].cpu() if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape else value
+        key: value.flatten()[:1].cpu()
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape
+        else value
         for key, value in optimizer.state[parameter].items()
     }
 

@@ -49,22 +49,34 @@ class Shard:
         return buffer[self.offset : self.offset + self.size]
 
     def rectangles(self) -> Iterator[tuple[Shape, Shape, int]]:
-        """(offset in the tensor, extent, offset in the shard) of rectangles that make up the range; 2 n - 1 at most of n
-        dimensions."""
+        """(offset in the tensor, extent, offset in the shard) of rectangles that make up the range;
+        2 n - 1 at most of n dimensions."""
         yield from _rectangles(self.shape, self.start, self.stop, self.start)
 
     def overlap(self, where: Sequence[slice], flat: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """(offset within ``where``, view of ``flat`` (size,)) of what the tensor's rectangle ``where`` has in common with the range."""
+        """(offset within ``where``, view of ``flat`` (size,)) of what the tensor's rectangle
+        ``where`` has in common with the range."""
         for offset, extent, position in self.rectangles():
             lows = [max(begin, cut.start) for begin, cut in zip(offset, where, strict=True)]
-            highs = [min(begin + size, cut.stop) for begin, size, cut in zip(offset, extent, where, strict=True)]
+            highs = [
+                min(begin + size, cut.stop)
+                for begin, size, cut in zip(offset, extent, where, strict=True)
+            ]
             if all(low < high for low, high in zip(lows, highs, strict=True)):
                 view = flat[position : position + math.prod(extent)].view(extent)
-                cuts = tuple(slice(low - begin, high - begin) for low, high, begin in zip(lows, highs, offset, strict=True))
-                yield tuple(low - cut.start for low, cut in zip(lows, where, strict=True)), view[cuts]
+                cuts = tuple(
+                    slice(low - begin, high - begin)
+                    for low, high, begin in zip(lows, highs, offset, strict=True)
+                )
+                yield (
+                    tuple(low - cut.start for low, cut in zip(lows, where, strict=True)),
+                    view[cuts],
+                )
 
 
-def _rectangles(shape: Shape, start: int, stop: int, origin: int) -> Iterator[tuple[Shape, Shape, int]]:
+def _rectangles(
+    shape: Shape, start: int, stop: int, origin: int
+) -> Iterator[tuple[Shape, Shape, int]]:
     """Rectangles of [start, stop); positions are counted from ``origin``."""
     if start >= stop:
         return
@@ -83,7 +95,9 @@ def _rectangles(shape: Shape, start: int, stop: int, origin: int) -> Iterator[tu
     yield from _row(shape, last, last * row, stop, origin)
 
 
-def _row(shape: Shape, index: int, start: int, stop: int, origin: int) -> Iterator[tuple[Shape, Shape, int]]:
+def _row(
+    shape: Shape, index: int, start: int, stop: int, origin: int
+) -> Iterator[tuple[Shape, Shape, int]]:
     """Rectangles of a part of row ``index``."""
     base = index * math.prod(shape[1:])
     for offset, extent, position in _rectangles(shape[1:], start - base, stop - base, 0):
@@ -92,7 +106,8 @@ def _row(shape: Shape, index: int, start: int, stop: int, origin: int) -> Iterat
 
 @dataclass(frozen=True, kw_only=True)
 class FlatSharding:
-    """Position of a shard of a local tensor in the full tensor; checkpoints and norms read it in place of a ``Sharding``.
+    """Position of a shard of a local tensor in the full tensor; checkpoints and norms read it in
+    place of a ``Sharding``.
 
     Attributes:
         whole: Of the whole local tensor.
@@ -116,11 +131,17 @@ class FlatSharding:
         """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
         for piece in self.whole.pieces:
             for inside, view in self.shard.overlap(piece.local_slices, local):
-                yield tuple(begin + step for begin, step in zip(piece.full, inside, strict=True)), view
+                yield (
+                    tuple(begin + step for begin, step in zip(piece.full, inside, strict=True)),
+                    view,
+                )
 
     def counted(self, local: Tensor) -> list[Tensor]:
-        """Views of ``local`` that together leave out what an earlier tensor-parallel rank holds as well."""
+        """Views of ``local`` that together leave out what an earlier tensor-parallel rank holds as
+        well."""
         if not self.whole.copies:
             return [local]
         first = [piece for piece in self.whole.pieces if piece.copy == 0]
-        return [view for piece in first for _, view in self.shard.overlap(piece.local_slices, local)]
+        return [
+            view for piece in first for _, view in self.shard.overlap(piece.local_slices, local)
+        ]

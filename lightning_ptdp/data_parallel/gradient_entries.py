@@ -1,4 +1,5 @@
-"""Which gradients a rank keeps, how they are summed, and what the optimizer steps on: from the records and the options."""
+"""Which gradients a rank keeps, how they are summed, and what the optimizer steps on: from the
+records and the options."""
 
 from __future__ import annotations
 
@@ -26,12 +27,22 @@ def needs_masters(config: PTDPConfig, records: Records) -> bool:
 
 
 def lay_out(
-    *, config: PTDPConfig, mesh: ProcessMesh, records: Records, launched: Callable[[int | None, Any], None]
+    *,
+    config: PTDPConfig,
+    mesh: ProcessMesh,
+    records: Records,
+    launched: Callable[[int | None, Any], None],
 ) -> GradientBuckets | LooseGradients:
-    """Buckets where something has to be summed over ranks that read something else, else gradients as autograd makes them."""
+    """Buckets where something has to be summed over ranks that read something else, else gradients
+    as autograd makes them."""
     layout = mesh.layout
-    sharded = ((), *((axis.name,) for axis in layout.blocked))  # also of a rank that has no such parameter
-    wanted = sorted({*map(layout.summed, sharded), *(record.data_axes for record in records.values())})
+    sharded = (
+        (),
+        *((axis.name,) for axis in layout.blocked),
+    )  # also of a rank that has no such parameter
+    wanted = sorted(
+        {*map(layout.summed, sharded), *(record.data_axes for record in records.values())}
+    )
     reductions = {axes: _reduction(config, mesh, axes) for axes in wanted}
     entries = [
         BucketEntry(

@@ -1,8 +1,9 @@
-"""Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike, each with one term; and their norm.
+"""Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike,
+each with one term; and their norm.
 
-The former are parameters that saw a slice of the sequence, tied ones of other stages, and, with fewer heads of keys and values than ranks,
-the heads that several ranks hold beside others of their own. The norm looks at whole buffers where it can.
-"""
+The former are parameters that saw a slice of the sequence, tied ones of other stages, and, with
+fewer heads of keys and values than ranks, the heads that several ranks hold beside others of their
+own. The norm looks at whole buffers where it can."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _LONG = 2**16
 def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
     """Sum tensors over their groups, in place; one message a group and dtype.
 
-    The ranks of a group must give it the same parts, in the same order among themselves and among those of groups that they share.
-    """
+    The ranks of a group must give it the same parts, in the same order among themselves and among
+    those of groups that they share."""
     messages: dict[tuple[tuple[int, ...], torch.dtype], tuple[Group, list[Tensor]]] = {}
     for part, group in parts:
         messages.setdefault((group.ranks, part.dtype), (group, []))[1].append(part)
@@ -38,7 +39,9 @@ def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
             view.copy_(total.view_as(view))
 
 
-def global_norm(gradients: Iterable[Tensor], *, group: Group, device: torch.device, order: float = 2.0) -> Tensor:
+def global_norm(
+    gradients: Iterable[Tensor], *, group: Group, device: torch.device, order: float = 2.0
+) -> Tensor:
     """Norm over all ranks of ``group`` of the gradients that this rank counts.
 
     Args:
@@ -57,24 +60,34 @@ def global_norm(gradients: Iterable[Tensor], *, group: Group, device: torch.devi
         norm = torch.nn.utils.get_total_norm(local, order).to(torch.float64)
         power += norm if is_largest else norm**order
     if group.size > 1:
-        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group.handle)
+        dist.all_reduce(
+            power, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=group.handle
+        )
     return (power if is_largest else power ** (1 / order)).to(torch.float32)
 
 
 def _parts(gradient: Tensor) -> Iterable[Tensor]:
-    """A CPU adds up a tensor's squares one after the other, which loses the fourth digit in some million of them."""
+    """A CPU adds up a tensor's squares one after the other, which loses the fourth digit in some
+    million of them."""
     large = gradient.device.type == "cpu" and gradient.numel() > _LONG and gradient.is_contiguous()
     return gradient.view(-1).split(_LONG) if large else (gradient,)
 
 
-def joined(gradients: Iterable[Tensor], buffers: Iterable[tuple[Tensor, Mapping[int, int]]]) -> list[Tensor]:
+def joined(
+    gradients: Iterable[Tensor], buffers: Iterable[tuple[Tensor, Mapping[int, int]]]
+) -> list[Tensor]:
     """The same elements in few tensors: what follows each other in a buffer is one.
 
     Args:
         gradients: Some of them are views of the buffers.
-        buffers: Flat tensors, and by where something in one ends, where what follows begins: what is between them is zero.
+        buffers: Flat tensors, and by where something in one ends, where what follows begins: what
+            is between them is zero.
     """
-    homes = {buffer.untyped_storage().data_ptr(): (buffer, begins) for buffer, begins in buffers if buffer.numel()}
+    homes = {
+        buffer.untyped_storage().data_ptr(): (buffer, begins)
+        for buffer, begins in buffers
+        if buffer.numel()
+    }
     homes.pop(0, None)  # where all of the meta device's are
     inside: dict[int, list[tuple[int, int]]] = {}
     found = []

@@ -1,9 +1,9 @@
 """Gradients as the hooks between the backward and the step see them.
 
-``parameter.grad`` is what the optimizer will step with: under a sharded optimizer this rank's flat part of it. Elementwise changes of it
-act on the whole model's gradient, since every rank makes them. A norm by torch's functions is that of the whole model; any other
-number would be that of a part, and is refused.
-"""
+``parameter.grad`` is what the optimizer will step with: under a sharded optimizer this rank's flat
+part of it. Elementwise changes of it act on the whole model's gradient, since every rank makes
+them. A norm by torch's functions is that of the whole model; any other number would be that of a
+part, and is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ class GradientView(PartialValues):
             self._paused = before
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._paused:
             return func(*args, **(kwargs or {}))
@@ -94,14 +98,18 @@ class GradientView(PartialValues):
             norm = self._norm({owners[one] for one in given}, float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is not finite, so that they cannot be clipped"
+                f"the total norm of order {norm_type} of the gradients is not finite, so that "
+                "they cannot be clipped"
             )
         return norm
 
 
 def _refusal(name: str, function: str) -> PartialModelError:
     return PartialModelError(
-        f"a hook computes a number from the gradient of '{name}' ({function}), of which this rank sees a part of the model's. Use "
-        "torch.nn.utils.clip_grad_norm_ or get_total_norm, self.clip_gradients(...), Trainer(gradient_clip_val=...), "
-        "trainer.strategy.compute_gradient_norm(), or PTDPStrategy(check_finite='skip') for gradients that are not finite"
+        f"a hook computes a number from the gradient of '{name}' ({function}), of which this rank "
+        "sees a part of the model's. Use "
+        "torch.nn.utils.clip_grad_norm_ or get_total_norm, self.clip_gradients(...), "
+        "Trainer(gradient_clip_val=...), "
+        "trainer.strategy.compute_gradient_norm(), or PTDPStrategy(check_finite='skip') for "
+        "gradients that are not finite"
     )

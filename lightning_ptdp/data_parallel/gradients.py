@@ -1,4 +1,5 @@
-"""The gradients of one rank from batch to batch: started, accumulated, summed, shown to the optimizer."""
+"""The gradients of one rank from batch to batch: started, accumulated, summed, shown to the
+optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ __all__ = ["Gradients"]
 class Gradients:
     """Gradients, what the optimizer steps on, and where the two are on their way.
 
-    Of a batch: ``begin``, ``start``, then ``reduce`` around Lightning's backward, or ``finish`` behind a schedule's and ``install``.
+    Of a batch: ``begin``, ``start``, then ``reduce`` around Lightning's backward, or ``finish``
+    behind a schedule's and ``install``.
 
     Args:
         module: The LightningModule, this rank's part.
@@ -68,25 +70,35 @@ class Gradients:
         self._compared = False
 
     def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> bool:
-        """Lay out the gradients and give the optimizer what it steps on; returns whether that is needed.
+        """Lay out the gradients and give the optimizer what it steps on; returns whether that is
+        needed.
 
         Args:
             optimizer: Lightning's one.
-            apart: Gradients have to be summed over ranks or kept from Lightning's sight; else autograd's own may do.
+            apart: Gradients have to be summed over ranks or kept from Lightning's sight; else
+                autograd's own may do.
             overlaps: Let parameters of a sharded optimizer arrive while the next forward runs.
         """
-        if not apart and not needs_masters(self._config, self._records) and self._config.check_finite is None:
+        if (
+            not apart
+            and not needs_masters(self._config, self._records)
+            and self._config.check_finite is None
+        ):
             return False
         self._optimizer, self._overlaps = optimizer, overlaps
         self._lay_out()
         return True
 
     def _lay_out(self) -> None:
-        self._kept = lay_out(config=self._config, mesh=self._mesh, records=self._records, launched=self._launched)
+        self._kept = lay_out(
+            config=self._config, mesh=self._mesh, records=self._records, launched=self._launched
+        )
         self.stepped = make_stepped(self._kept, config=self._config, records=self._records)
         if self.stepped is not None:
             self.stepped.adopt(self._optimizer)
-            self._arrivals = Arrivals(self._module, self.stepped, overlaps=self._overlaps and self.stepped.is_sharded)
+            self._arrivals = Arrivals(
+                self._module, self.stepped, overlaps=self._overlaps and self.stepped.is_sharded
+            )
             self._values = self.stepped.entries
         self._trainable = {parameter for parameter in self._records if parameter.requires_grad}
         self._view = None
@@ -96,40 +108,52 @@ class Gradients:
         if self._arrivals is not None:
             self._arrivals.close()
         for entry in self.stepped.entries if self.stepped is not None else ():
-            entry.bucket_gradient = None  # whoever saves the optimizer after the fit needs the entry, and not the bucket
+            # whoever saves the optimizer after the fit needs the entry, and not the bucket
+            entry.bucket_gradient = None
         if self._kept is not None:
             self._kept.close()
         self._kept = self.stepped = self._arrivals = None
         self._values = [Stepped(parameter, parameter) for parameter in self._records]
 
-    # ---- a batch ------------------------------------------------------------------------------------------------------
+    # ---- a batch ---------------------------------------------------------------------------------
 
     def begin(self, *, clears: bool) -> None:
         """A batch begins: wait for the parameters that nothing in its forward will wait for.
 
         Args:
-            clears: Lightning will clear all gradients between this forward and its backward; else it is seen by what is left in
-                ``.grad`` by then.
+            clears: Lightning will clear all gradients between this forward and its backward; else
+                it is seen by what is left in ``.grad`` by then.
         """
         self._clears = clears
         if self._arrivals is not None:
             self._arrivals.begin()
 
     def start(self) -> GradientBuckets | None:
-        """Gradients are about to be computed; who is told when they are complete, if anybody has to be.
+        """Gradients are about to be computed; who is told when they are complete, if anybody has to
+        be.
 
         Raises:
-            ValueError: ``requires_grad`` of a parameter has changed, and nothing can follow that; names the parameter and what works.
+            ValueError: ``requires_grad`` of a parameter has changed, and nothing can follow that;
+                names the parameter and what works.
         """
         assert self._kept is not None
         resumes = self._open and not self._clears
-        changed = [parameter for parameter in self._records if parameter.requires_grad != (parameter in self._trainable)]
-        if changed and (resumes or self.stepped is not None or needs_masters(self._config, self._records)):
-            _refuse_change(self._records[changed[0]].name, changed[0].requires_grad, accumulating=resumes)
+        changed = [
+            parameter
+            for parameter in self._records
+            if parameter.requires_grad != (parameter in self._trainable)
+        ]
+        if changed and (
+            resumes or self.stepped is not None or needs_masters(self._config, self._records)
+        ):
+            _refuse_change(
+                self._records[changed[0]].name, changed[0].requires_grad, accumulating=resumes
+            )
         if resumes:
             self._kept.resume()
         else:
-            # What nobody cleared is summed over the replicas already: it waits aside until the batch's gradients are too.
+            # What nobody cleared is summed over the replicas already: it waits aside until the
+            # batch's gradients are too.
             left = {} if self._clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in left.items()}
             if changed:
@@ -138,12 +162,14 @@ class Gradients:
             self._kept.zero()
             self._kept.install()
         self._open = self.accumulates
-        # Batches that weigh their tokens differently are scaled one by one, so their gradients cannot be reduced while they grow.
+        # Batches that weigh their tokens differently are scaled one by one, so their gradients
+        # cannot be reduced while they grow.
         self.reduces = not self.accumulates and not self._kept.has_stash
         return self._kept if isinstance(self._kept, GradientBuckets) else None
 
     def finish(self, *, counted: bool, scale: float | None) -> None:
-        """A schedule has computed a batch's gradients: complete their sums, and put them out of Lightning's sight.
+        """A schedule has computed a batch's gradients: complete their sums, and put them out of
+        Lightning's sight.
 
         Args:
             counted: The batch weighs its tokens, so that its gradients are still to be scaled.
@@ -189,7 +215,7 @@ class Gradients:
         finally:
             self.accumulates = False
 
-    # ---- a step of the optimizer --------------------------------------------------------------------------------------
+    # ---- a step of the optimizer -----------------------------------------------------------------
 
     def install(self) -> None:
         """Show the gradients that a schedule computed to Lightning and the optimizer."""
@@ -202,9 +228,13 @@ class Gradients:
             self._show()
 
     def norm(self, optimizer: Any = None) -> Tensor:
-        """2-norm of the whole model's gradient, or of what ``optimizer`` steps on, each parameter counted once; collective."""
+        """2-norm of the whole model's gradient, or of what ``optimizer`` steps on, each parameter
+        counted once; collective."""
         return self._norm(
-            None if optimizer is None else {value for group in optimizer.param_groups for value in group["params"]}, 2.0
+            None
+            if optimizer is None
+            else {value for group in optimizer.param_groups for value in group["params"]},
+            2.0,
         )
 
     def _norm(self, chosen: Collection[Tensor] | None, order: float) -> Tensor:
@@ -212,7 +242,8 @@ class Gradients:
         counted = [
             part
             for entry in self._values
-            if (record := self._records[entry.parameter]).counted and (entry.counts if sharded else record.leads)
+            if (record := self._records[entry.parameter]).counted
+            and (entry.counts if sharded else record.leads)
             if entry.value.grad is not None
             if chosen is None or entry.value in chosen
             for part in entry.placed(record.sharding).counted(entry.value.grad)
@@ -222,7 +253,8 @@ class Gradients:
             return global_norm(self._joined(counted), group=group, device=self._device, order=order)
 
     def clip(self, gradients: Iterable[Tensor], limit: float, *, norm: Tensor) -> None:
-        """Scale ``gradients``, whose 2-norm over all ranks is ``norm``, to ``limit`` if that is less."""
+        """Scale ``gradients``, whose 2-norm over all ranks is ``norm``, to ``limit`` if that is
+        less."""
         with self._computing():
             torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
 
@@ -240,10 +272,16 @@ class Gradients:
         return layout.divides_model or self.stepped is not None
 
     def _make_view(self) -> GradientView:
-        everything = self._mesh.group("pipeline").size > 1 or (self.stepped is not None and self.stepped.is_sharded)
+        everything = self._mesh.group("pipeline").size > 1 or (
+            self.stepped is not None and self.stepped.is_sharded
+        )
         places = {entry.value: self._records[entry.parameter] for entry in self._values}
         return GradientView(
-            stepped={entry.parameter: entry.value for entry in self._values if entry.value is not entry.parameter},
+            stepped={
+                entry.parameter: entry.value
+                for entry in self._values
+                if entry.value is not entry.parameter
+            },
             names={value: record.name for value, record in places.items()},
             partial={
                 value
@@ -257,18 +295,27 @@ class Gradients:
         """Return the norm of what a user has chosen.
 
         Raises:
-            PartialModelError: Tied parameters are chosen on some stages only, where the rank that counts them may not be among them.
+            PartialModelError: Tied parameters are chosen on some stages only, where the rank that
+                counts them may not be among them.
         """
         pipeline = self._mesh.group("pipeline")
         if pipeline.size > 1 and not self._compared:
             self._compared = True
-            tied = [record for e in self._values if e.value in chosen and (record := self._records[e.parameter]).tied]
+            tied = [
+                record
+                for e in self._values
+                if e.value in chosen and (record := self._records[e.parameter]).tied
+            ]
             holders = [record.sums[-1][1] for record in tied]
-            missing = torch.tensor(sum(1 - group.size if group.rank == 0 else 1 for group in holders), device=self._device)
+            missing = torch.tensor(
+                sum(1 - group.size if group.rank == 0 else 1 for group in holders),
+                device=self._device,
+            )
             dist.all_reduce(missing, group=pipeline.handle)
             if missing:
                 raise PartialModelError(
-                    "a norm is computed of some parameters, among them tied ones that this choice finds on some pipeline stages only. "
+                    "a norm is computed of some parameters, among them tied ones that this choice "
+                    "finds on some pipeline stages only. "
                     "Choose among self.parameters(), or use pipeline_parallel_size=1"
                 )
         return self._norm(chosen, order)
@@ -280,7 +327,8 @@ class Gradients:
         return list(gradients) if self._kept is None else self._kept.joined(gradients)
 
     def _show(self) -> None:
-        """Give the optimizer the gradients, which are complete, and what was left of those before."""
+        """Give the optimizer the gradients, which are complete, and what was left of those
+        before."""
         if self.stepped is not None:
             self.stepped.install()
         for value, gradient in self._left.items():
@@ -288,11 +336,12 @@ class Gradients:
         self._left = {}
 
     def _stepped_on(self) -> list[Tensor]:
-        """Return the tensors on which the optimizer steps; their ``.grad`` may be read and cleared by users."""
+        """Return the tensors on which the optimizer steps; their ``.grad`` may be read and cleared
+        by users."""
         values = {entry.value for entry in self._values if entry.parameter in self._trainable}
         return [p for group in self._optimizer.param_groups for p in group["params"] if p in values]
 
-    # ---- what others look at ------------------------------------------------------------------------------------------
+    # ---- what others look at ---------------------------------------------------------------------
 
     def local(self) -> Iterator[Tensor]:
         """Return this rank's part of the gradients, in few tensors."""
@@ -306,8 +355,13 @@ class Gradients:
                 yield record.order, record.name, entry.value.grad
 
     def unused(self) -> list[str]:
-        """Names of the parameters whose gradient no backward has added to, tied ones left out: another stage may have used those."""
-        return [] if self._kept is None else sorted(self._records[parameter].name for parameter in self._kept.unused())
+        """Names of the parameters whose gradient no backward has added to, tied ones left out:
+        another stage may have used those."""
+        return (
+            []
+            if self._kept is None
+            else sorted(self._records[parameter].name for parameter in self._kept.unused())
+        )
 
     def used(self) -> None:
         """The optimizer has stepped."""
@@ -334,11 +388,14 @@ def _gradients(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
 def _refuse_change(name: str, trains: bool, *, accumulating: bool) -> NoReturn:
     if accumulating:
         raise ValueError(
-            f"requires_grad of '{name}' has become {trains} since the batches began whose gradients are accumulated: change it when an "
+            f"requires_grad of '{name}' has become {trains} since the batches began whose "
+            "gradients are accumulated: change it when an "
             "optimizer step is complete"
         )
     raise ValueError(
-        f"requires_grad of '{name}' has become {trains} since set-up, but the optimizer steps on shards or float32 copies of what could "
-        "be trained then; set it before fit, call fit again after it, or use shard_optimizer=False and precision='32-true' or "
+        f"requires_grad of '{name}' has become {trains} since set-up, but the optimizer steps on "
+        "shards or float32 copies of what could "
+        "be trained then; set it before fit, call fit again after it, or use "
+        "shard_optimizer=False and precision='32-true' or "
         "'bf16-mixed' (or master_weights=False)"
     )

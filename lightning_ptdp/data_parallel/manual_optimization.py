@@ -1,13 +1,15 @@
-"""Gradients under manual optimization: averaged over the replicas behind every ``manual_backward``, for whichever optimizer steps next.
+"""Gradients under manual optimization: averaged over the replicas behind every ``manual_backward``,
+for whichever optimizer steps next.
 
-A module that optimizes by hand may run several backwards in a step, each for other parameters. Behind each of them every replica averages
-the gradients of all parameters that may be trained at that moment (``toggle_optimizer`` limits them)::
+A module that optimizes by hand may run several backwards in a step, each for other parameters.
+Behind each of them every replica averages the gradients of all parameters that may be trained at
+that moment (``toggle_optimizer`` limits them)::
 
     manual_backward(generator's loss)    average the generator's gradients
     manual_backward(critic's loss)       average the critic's gradients
 
-Gradients that were averaged before are equal on all replicas, so that averaging them again leaves them as they are.
-"""
+Gradients that were averaged before are equal on all replicas, so that averaging them again leaves
+them as they are."""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class ManualGradients:
         finally:
             self._follows = False
         if not accumulates:
-            self._average([parameter for parameter in self._module.parameters() if parameter.requires_grad])
+            self._average(
+                [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+            )
 
     def check(self) -> None:
         """Check that every backward of the step was followed.
@@ -65,7 +69,8 @@ class ManualGradients:
         self._watch()
         if self._unseen:
             raise ManualOptimizationError(
-                "loss.backward() in manual optimization leaves each replica its own gradients, and the replicas would drift apart: call "
+                "loss.backward() in manual optimization leaves each replica its own gradients, "
+                "and the replicas would drift apart: call "
                 "self.manual_backward(loss) instead"
             )
 
@@ -87,13 +92,22 @@ class ManualGradients:
         lacking = [parameter.grad is None for parameter in parameters]
         there = torch.tensor([float(not lacks) for lacks in lacking], device=self._device)
         dist.all_reduce(there, group=self._group.handle)
-        # Read only where it matters: a parameter that no replica used keeps None, which its optimizer skips.
-        used = {p for p, count in zip(parameters, there.tolist(), strict=True) if count} if any(lacking) else set(parameters)
+        # Read only where it matters: a parameter that no replica used keeps None, which its
+        # optimizer skips.
+        used = (
+            {p for p, count in zip(parameters, there.tolist(), strict=True) if count}
+            if any(lacking)
+            else set(parameters)
+        )
         for bucket in _buckets(parameters):
             gradients = [_dense(parameter) for parameter in bucket]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self._group.size)
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(
+                self._group.size
+            )
             dist.all_reduce(flat, group=self._group.handle)
-            for parameter, gradient, part in zip(bucket, gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            for parameter, gradient, part in zip(
+                bucket, gradients, flat.split([g.numel() for g in gradients]), strict=True
+            ):
                 gradient.copy_(part.view_as(gradient))
                 if parameter.grad is None and parameter in used:
                     parameter.grad = gradient
@@ -103,7 +117,9 @@ def _dense(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     if parameter.grad.layout is not torch.strided:
-        raise ManualOptimizationError("a sparse gradient cannot be averaged over replicas: use Embedding(sparse=False)")
+        raise ManualOptimizationError(
+            "a sparse gradient cannot be averaged over replicas: use Embedding(sparse=False)"
+        )
     return parameter.grad
 
 
@@ -112,7 +128,9 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        if bucket and (parameter.dtype != bucket[0].dtype or size + parameter.nbytes > _BUCKET_BYTES):
+        if bucket and (
+            parameter.dtype != bucket[0].dtype or size + parameter.nbytes > _BUCKET_BYTES
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)

@@ -1,14 +1,16 @@
-"""Tensors on which the optimizer steps: the parameters, float32 main parameters, or this rank's shards of either.
+"""Tensors on which the optimizer steps: the parameters, float32 main parameters, or this rank's
+shards of either.
 
-The user's optimizer is kept, with its groups, hyperparameters and schedulers; only the tensors in its groups are exchanged, before its
-first step. A sharded one (ZeRO-1, arXiv 1910.02054, section 5.1) sees one-dimensional pieces::
+The user's optimizer is kept, with its groups, hyperparameters and schedulers; only the tensors in
+its groups are exchanged, before its first step. A sharded one (ZeRO-1, arXiv 1910.02054, section
+5.1) sees one-dimensional pieces::
 
     bucket        | w0 . . . | w1 . . . . . . | b1 | w2 . .    |     parameters are views of one flat tensor, gradients of another
     rank 0 of 2   | w0 . . . | w1 . .                                steps on w0 and the first part of w1
     rank 1                            | . . . | b1 | w2 . .    |     steps on the rest, which may have other hyperparameters
 
-After the step each rank's part of the flat parameters is gathered by the others, bucket by bucket in the order of the forward.
-"""
+After the step each rank's part of the flat parameters is gathered by the others, bucket by bucket
+in the order of the forward."""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Stepped:
         value: The optimizer's: the parameter itself, its float32 master, or a shard of either.
         shard: Which part of the parameter it is; None for the whole.
         target: Where a master's value goes after a step; None if it is not a master.
-        bucket_gradient: The shard's part of a bucket's buffer; None for the whole, whose gradient is the parameter's.
+        bucket_gradient: The shard's part of a bucket's buffer; None for the whole, whose gradient
+            is the parameter's.
         counts: Whether this rank is the first of those that have this shard.
     """
 
@@ -50,7 +53,8 @@ class Stepped:
     counts: bool = True
 
     def placed(self, whole: Sharding) -> Sharding | FlatSharding:
-        """Return the position of ``value`` in the full parameter, given the parameter's position ``whole``."""
+        """Return the position of ``value`` in the full parameter, given the parameter's position
+        ``whole``."""
         return whole if self.shard is None else FlatSharding(whole=whole, shard=self.shard)
 
 
@@ -75,7 +79,11 @@ class SteppedParameters:
         mine = {id(stepped.parameter): stepped for stepped in self.entries}
         managed = {id(entry.parameter) for entry in self._gradients.entries}
         for group in optimizer.param_groups:
-            kept = [index for index, p in enumerate(group["params"]) if id(p) in mine or id(p) not in managed]
+            kept = [
+                index
+                for index, p in enumerate(group["params"])
+                if id(p) in mine or id(p) not in managed
+            ]
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][index] for index in kept]
             before = [group["params"][index] for index in kept]
@@ -84,13 +92,20 @@ class SteppedParameters:
             if id(parameter) in managed:
                 state = optimizer.state.pop(parameter)
                 if id(parameter) in mine:
-                    optimizer.state[mine[id(parameter)].value] = _state_of(mine[id(parameter)], state)
+                    optimizer.state[mine[id(parameter)].value] = _state_of(
+                        mine[id(parameter)], state
+                    )
 
     def install(self) -> None:
-        """Show the summed gradients to the optimizer; a shard's are taken off the parameter, which has only its own replica's."""
+        """Show the summed gradients to the optimizer; a shard's are taken off the parameter, which
+        has only its own replica's."""
         for stepped in self.entries:
             if stepped.value is not stepped.parameter:
-                gradient = stepped.parameter.grad if stepped.bucket_gradient is None else stepped.bucket_gradient
+                gradient = (
+                    stepped.parameter.grad
+                    if stepped.bucket_gradient is None
+                    else stepped.bucket_gradient
+                )
                 stepped.value.grad = None if gradient is None else gradient.to(stepped.value.dtype)
         if self.is_sharded:
             self._gradients.park()
@@ -116,7 +131,8 @@ class SteppedParameters:
             self._pending.pop(index).wait()
 
     def reload(self) -> None:
-        """Masters take the parameters' values where somebody else has set those: where they are not the rounded masters."""
+        """Masters take the parameters' values where somebody else has set those: where they are not
+        the rounded masters."""
         with torch.no_grad():
             for stepped in self.entries:
                 if stepped.target is not None:
@@ -127,7 +143,9 @@ class SteppedParameters:
         for entry in self._gradients.entries:
             parameter = entry.parameter
             if self._masters and parameter.dtype in HALF:
-                yield Stepped(parameter, nn.Parameter(parameter.detach().float()), target=parameter.detach())
+                yield Stepped(
+                    parameter, nn.Parameter(parameter.detach().float()), target=parameter.detach()
+                )
             else:
                 yield Stepped(parameter, parameter)
 
@@ -163,7 +181,8 @@ def _flatten(bucket: Bucket) -> Tensor:
 
 
 def _state_of(stepped: Stepped, state: dict[str, object]) -> dict[str, object]:
-    """Return the state that an optimizer made in its constructor for the whole parameter, cut to the stepped tensor."""
+    """Return the state that an optimizer made in its constructor for the whole parameter, cut to
+    the stepped tensor."""
     shape = stepped.parameter.shape
     converted: dict[str, object] = {}
     for key, value in state.items():

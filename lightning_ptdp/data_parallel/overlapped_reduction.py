@@ -1,17 +1,20 @@
 """Reductions go on beside the backward, which waits for none of them before the end of the step.
 
-A sum in two levels is a chain of collectives, each of which can only be asked for when the one before is done. Somebody has to wait for
+A sum in two levels is a chain of collectives, each of which can only be asked for when the one
+before is done. Somebody has to wait for
 that one, and it must not be the host that runs the backward:
 
-- On a GPU it is a stream of its own, so that nobody waits but that stream, and the host asks for all of them at once.
+- On a GPU it is a stream of its own, so that nobody waits but that stream, and the host asks for
+  all of them at once.
 - On a CPU, where waiting holds who waits, it is a thread.
 
-The order on each communicator is the same on all ranks. Buckets are launched in the same order everywhere, and what follows a launch is a
-function of the launches so far: the new chain's first two collectives, then the next one of each chain before it (newest first), so that
-the slow sum between nodes of one bucket runs while those inside a node of its neighbours do. The thread asks for what goes through the
-communicators of two levels, which nobody else uses; a flat sum may share its communicator (``ProcessMesh``), so the host asks for it, and
-the thread only waits.
-"""
+The order on each communicator is the same on all ranks. Buckets are launched in the same order
+everywhere, and what follows a launch is a
+function of the launches so far: the new chain's first two collectives, then the next one of each
+chain before it (newest first), so that the slow sum between nodes of one bucket runs while those
+inside a node of its neighbours do. The thread asks for what goes through the communicators of two
+levels, which nobody else uses; a flat sum may share its communicator (``ProcessMesh``), so the host
+asks for it, and the thread only waits."""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ class Beside:
         self._line.run(partial(self._follow, pending))
 
     def join(self) -> None:
-        """Return when all that was launched is done (on CUDA: when the current stream waits for it).
+        """Return when all that was launched is done (on CUDA: when the current stream waits for
+        it).
 
         Raises:
             Exception: What one of the waits raised.
@@ -100,7 +104,8 @@ def line_on(device: torch.device) -> Line:
 
 
 class _Stream:
-    """A CUDA stream. What a task allocates belongs to it, and is free again when the stream has passed the task's end."""
+    """A CUDA stream. What a task allocates belongs to it, and is free again when the stream has
+    passed the task's end."""
 
     has_host = False
 
@@ -120,7 +125,8 @@ class _Stream:
 
 
 class _Thread:
-    """A thread, from the first task on. It is a daemon: a process whose training failed does not wait for what this waits for."""
+    """A thread, from the first task on. It is a daemon: a process whose training failed does not
+    wait for what this waits for."""
 
     has_host = True
 

@@ -1,8 +1,8 @@
 """Parameters of a sharded optimizer's last step arrive while the next forward already runs.
 
-A block of a repeated container waits for its own parameters when it is called; all others are waited for before the step. A block that
-was not called in the step before (somebody calls its parts instead, or skips it) counts among the others.
-"""
+A block of a repeated container waits for its own parameters when it is called; all others are
+waited for before the step. A block that was not called in the step before (somebody calls its parts
+instead, or skips it) counts among the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from lightning_ptdp.shims.lightning import LightningNames
 
 __all__ = ["Arrivals", "overlaps_gather"]
 
-_HOOKS = ("on_train_", "on_validation_", "on_before_", "on_after_", "on_sanity_", "optimizer_", "lr_scheduler_", "on_save_")
+_HOOKS = (
+    "on_train_",
+    "on_validation_",
+    "on_before_",
+    "on_after_",
+    "on_sanity_",
+    "optimizer_",
+    "lr_scheduler_",
+    "on_save_",
+)
 
 
 class Arrivals:
@@ -36,7 +45,9 @@ class Arrivals:
             module.register_state_dict_pre_hook(lambda *_: stepped.wait()),
             module.register_load_state_dict_pre_hook(lambda *_: stepped.wait()),
         ]
-        self._blocks = {block: list(block.parameters()) for block in _blocks(module)} if overlaps else {}
+        self._blocks = (
+            {block: list(block.parameters()) for block in _blocks(module)} if overlaps else {}
+        )
         self._hooks += [block.register_forward_pre_hook(self._enter) for block in self._blocks]
 
     def begin(self) -> None:
@@ -67,20 +78,26 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost lists' members that have parameters."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            yield from (block for block in child.children() if any(True for _ in block.parameters()))
+            yield from (
+                block for block in child.children() if any(True for _ in block.parameters())
+            )
         else:
             yield from _blocks(child)
 
 
 def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> bool:
-    """Return True if blocks wait for their own parameters: as asked, and by default if nothing reads parameters between the steps.
+    """Return True if blocks wait for their own parameters: as asked, and by default if nothing
+    reads parameters between the steps.
 
     Weight averaging reads them, so it always prevents the overlap.
     """
-    averaging = [type(c).__name__ for c in trainer.callbacks if isinstance(c, names.WeightAveragingCallbacks)]
+    averaging = [
+        type(c).__name__ for c in trainer.callbacks if isinstance(c, names.WeightAveragingCallbacks)
+    ]
     if asked and averaging:
         warnings.warn(
-            f"overlap_parameter_gather=True does nothing beside {averaging[0]}, which reads all parameters after every step",
+            f"overlap_parameter_gather=True does nothing beside {averaging[0]}, which reads all "
+            "parameters after every step",
             stacklevel=2,
         )
     if asked is None:
@@ -89,10 +106,14 @@ def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> 
 
 
 def _is_read_between_steps(trainer: Any, names: LightningNames) -> bool:
-    """Return True if the user's hooks or callbacks may read parameters between an optimizer's step and the next forward."""
+    """Return True if the user's hooks or callbacks may read parameters between an optimizer's step
+    and the next forward."""
     return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
         isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
-        or (type(callback).__module__.split(".")[0] not in _HARMLESS and _has_hooks(type(callback), names.Callback))
+        or (
+            type(callback).__module__.split(".")[0] not in _HARMLESS
+            and _has_hooks(type(callback), names.Callback)
+        )
         for callback in trainer.callbacks
     )
 
@@ -103,4 +124,8 @@ _HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
 
 def _has_hooks(cls: type, base: type) -> bool:
     """Return True if a class overrides a hook of ``base``."""
-    return any(getattr(cls, name) is not getattr(base, name, None) for name in dir(cls) if name.startswith(_HOOKS))
+    return any(
+        getattr(cls, name) is not getattr(base, name, None)
+        for name in dir(cls)
+        if name.startswith(_HOOKS)
+    )

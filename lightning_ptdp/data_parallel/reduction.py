@@ -1,17 +1,18 @@
 """Sum of a flat gradient buffer over the replicas: at once, into shards, or in two levels.
 
-With n ranks in nodes of k, the flat sum sends every element over the slow links between nodes about 2 (n - 1) / n times a rank; in two
-levels each rank sends only its k-th of the buffer across (Horovod's hierarchical all-reduce)::
+With n ranks in nodes of k, the flat sum sends every element over the slow links between nodes about
+2 (n - 1) / n times a rank; in two levels each rank sends only its k-th of the buffer across
+(Horovod's hierarchical all-reduce)::
 
     inside a node    reduce-scatter       rank i holds the node's sum of part i
     between nodes    all-reduce of part i over the ranks i of all nodes
     inside a node    all-gather           left out when the optimizer only wants part i
 
-Reduce-scatter and all-gather work in place: rank r of n owns the buffer's r-th n-th. gloo has neither as a collective of its own: it sums
-the whole buffer and throws most of it away, and gathers through copies, so that the two together take three times as long as an
-all-reduce. There the ranks send each other their parts directly. That also adds up every element in one place only, in the order of the
-ranks.
-"""
+Reduce-scatter and all-gather work in place: rank r of n owns the buffer's r-th n-th. gloo has
+neither as a collective of its own: it sums the whole buffer and throws most of it away, and gathers
+through copies, so that the two together take three times as long as an all-reduce. There the ranks
+send each other their parts directly. That also adds up every element in one place only, in the
+order of the ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["BucketEntry", "Pending", "Reduction"]
 
 _BUCKET = 25 * 2**20
-"""Enough for the bandwidth of a few ranks, and small enough to start early (arXiv 2006.15704; torch's default)."""
+"""Enough for the bandwidth of a few ranks, and small enough to start early (arXiv 2006.15704;
+torch's default)."""
 _PART = 4 * 2**20
-"""A million elements in float32: Megatron-core's buckets have as many for each replica (``DistributedDataParallelConfig.bucket_size``)."""
+"""A million elements in float32: Megatron-core's buckets have as many for each replica
+(``DistributedDataParallelConfig.bucket_size``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +71,14 @@ class Reduction:
     def bucket_bytes(self) -> int:
         """Return the least size of a buffer in bytes.
 
-        A ring sends it in ``size`` parts one after the other, and parts that take less time than a message's latency would leave
-        the link idle.
-        """
+        A ring sends it in ``size`` parts one after the other, and parts that take less time than a
+        message's latency would leave the link idle."""
         return max(_BUCKET, _PART * self.size)
 
     @property
     def counts(self) -> bool:
-        """Return True if this rank is the first of those that hold the same values after the reduction."""
+        """Return True if this rank is the first of those that hold the same values after the
+        reduction."""
         return self.outer.rank == 0 and (self.scatter or self.inner.rank == 0)
 
     @property
@@ -87,18 +90,22 @@ class Reduction:
         return _own_part(buffer, self.inner) if self.scatter else buffer
 
     def prepare(self, buffer: Tensor) -> Pending:
-        """Sums ``buffer`` in place when it is begun; all ranks must begin the same buffers in the same order."""
+        """Sums ``buffer`` in place when it is begun; all ranks must begin the same buffers in the
+        same order."""
         return Pending(self._steps(buffer))
 
     def start_gather(self, buffer: Tensor) -> Pending:
         """Fill the parts of ``buffer`` that ``mine`` leaves out from the ranks that own them."""
-        gathers = [start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []
+        gathers = (
+            [start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []
+        )
         pending = Pending(iter(gathers))
         pending.begin()
         return pending
 
     def _steps(self, buffer: Tensor) -> Iterator[Work]:
-        """One collective after the other; each has to be waited for before the next one is asked for."""
+        """One collective after the other; each has to be waited for before the next one is asked
+        for."""
         sent = buffer if self.dtype is None else buffer.to(self.dtype)
         part = _own_part(sent, self.inner) if self._splits else sent
         if self._splits:
@@ -122,7 +129,8 @@ class BucketEntry:
 
     Attributes:
         parameter: Local (possibly sharded) parameter.
-        chunk: Pipeline stage whose backward completes the gradient; None if several stages contribute.
+        chunk: Pipeline stage whose backward completes the gradient; None if several stages
+            contribute.
         reduction: How it is summed over the ranks that read something else.
         sums: What is to be summed over others then.
         tied: Whether those are at other stages, where its neighbours in a buffer would be others.
@@ -173,8 +181,9 @@ class Pending:
             self.advance()
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` behind the last one: who waits for it does (on CUDA: while the stream that has waited for it is the current
-        one, so that an event that is recorded then happens in the order of the reductions, and holds nobody up)."""
+        """Call ``tell`` behind the last one: who waits for it does (on CUDA: while the stream that
+        has waited for it is the current one, so that an event that is recorded then happens in the
+        order of the reductions, and holds nobody up)."""
         self._told.append(tell)
 
     def _next(self) -> None:
@@ -198,12 +207,17 @@ def _own_part(buffer: Tensor, group: Group) -> Tensor:
 
 
 def start_reduce_scatter(buffer: Tensor, group: Group) -> Work:
-    """Sum ``buffer`` over the group; only the own part holds the sum afterwards, the rest is undefined."""
+    """Sum ``buffer`` over the group; only the own part holds the sum afterwards, the rest is
+    undefined."""
     if _is_gloo(group):
         parts = _parts(buffer, group)
         received = torch.empty_like(buffer).split(parts[0].numel())
-        return _Direct(group, parts, received, partial(_add_in_order, parts[group.rank], received, group.rank))
-    work: Work = reduce_scatter_single(_own_part(buffer, group), buffer, group.handle, async_op=True)
+        return _Direct(
+            group, parts, received, partial(_add_in_order, parts[group.rank], received, group.rank)
+        )
+    work: Work = reduce_scatter_single(
+        _own_part(buffer, group), buffer, group.handle, async_op=True
+    )
     return work
 
 
@@ -226,7 +240,8 @@ def _parts(buffer: Tensor, group: Group) -> Sequence[Tensor]:
 
 
 class _Direct:
-    """Messages between all pairs, each rank starting with its right neighbour so that no one is asked by all at once.
+    """Messages between all pairs, each rank starting with its right neighbour so that no one is
+    asked by all at once.
 
     Args:
         group: The ranks.
@@ -236,13 +251,19 @@ class _Direct:
     """
 
     def __init__(
-        self, group: Group, sent: Sequence[Tensor], received: Sequence[Tensor], settle: Callable[[], None] | None = None
+        self,
+        group: Group,
+        sent: Sequence[Tensor],
+        received: Sequence[Tensor],
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self._kept, self._settle = sent, settle
         self._pending: list[Work | None] = []
         for step in range(1, group.size):
             target, source = (group.rank + step) % group.size, (group.rank - step) % group.size
-            self._pending.append(dist.irecv(received[source], group.ranks[source], group=group.handle))
+            self._pending.append(
+                dist.irecv(received[source], group.ranks[source], group=group.handle)
+            )
             self._pending.append(dist.isend(sent[target], group.ranks[target], group=group.handle))
 
     def wait(self) -> None:

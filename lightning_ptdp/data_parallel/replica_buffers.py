@@ -1,4 +1,5 @@
-"""Buffers of replicas: running statistics and codebooks, of which each replica computes its own from what it reads."""
+"""Buffers of replicas: running statistics and codebooks, of which each replica computes its own
+from what it reads."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ __all__ = ["ReplicaBuffers"]
 
 
 class ReplicaBuffers:
-    """The buffers of this rank's part of a module, and their broadcast from the first replica, as in torch's DDP.
+    """The buffers of this rank's part of a module, and their broadcast from the first replica, as
+    in torch's DDP.
 
-    Shapes are those of the first moment: a buffer that is bound to a tensor of another form later, which may happen on one replica
-    only, keeps out of the broadcast, and its first tensor takes its place there.
+    Shapes are those of the first moment: a buffer that is bound to a tensor of another form later,
+    which may happen on one replica only, keeps out of the broadcast, and its first tensor takes its
+    place there.
 
     Args:
         module: This rank's part of the LightningModule.
@@ -45,7 +48,9 @@ class ReplicaBuffers:
 
 
 def _current(buffer: Tensor | None, first: Tensor) -> Tensor:
-    forms = [(value.shape, value.dtype, value.device) for value in (buffer, first) if value is not None]
+    forms = [
+        (value.shape, value.dtype, value.device) for value in (buffer, first) if value is not None
+    ]
     return first if buffer is None or forms[0] != forms[1] else buffer
 
 
@@ -54,5 +59,7 @@ def _broadcast(buffers: list[Tensor], group: Group) -> None:
     # As bytes: no backend takes every dtype.
     dist.broadcast(flat.view(torch.uint8), group.ranks[0], group=group.handle)
     if group.rank:
-        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        for buffer, value in zip(
+            buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True
+        ):
             buffer.copy_(value.view(buffer.shape))

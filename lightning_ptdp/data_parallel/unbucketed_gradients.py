@@ -1,7 +1,8 @@
-"""Gradients of a single replica: kept apart from ``.grad`` like buckets, without the buffers that only a reduction needs.
+"""Gradients of a single replica: kept apart from ``.grad`` like buckets, without the buffers that
+only a reduction needs.
 
-Autograd then hands over the first microbatch's gradients as they are, where a buffer would have to be cleared and added to.
-"""
+Autograd then hands over the first microbatch's gradients as they are, where a buffer would have to
+be cleared and added to."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class LooseGradients:
     """All gradients of one rank of a single replica, whose backward nobody needs to be told of.
 
     Args:
-        entries: Parameters in forward order, which on all ranks that sum some of them must be the same.
+        entries: Parameters in forward order, which on all ranks that sum some of them must be the
+            same.
         widen: Keep gradients of parameters in half precision in float32.
     """
 
@@ -75,16 +77,22 @@ class LooseGradients:
             if parameter.grad is None:
                 parameter.grad = _zeros(parameter)
         add_up(
-            (parameter.grad[where], group) for parameter, sums in summed for where, group in sums if parameter.grad is not None
+            (parameter.grad[where], group)
+            for parameter, sums in summed
+            for where, group in sums
+            if parameter.grad is not None
         )
         if scale is not None:
             for gradient in self.local():
                 gradient.mul_(scale)
 
     def stash(self, scale: float) -> None:
-        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can be scaled on its own."""
+        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can
+        be scaled on its own."""
         for entry in self.entries:
-            self._stash[entry.parameter] = _sum(self._stash.get(entry.parameter), entry.parameter.grad, scale)
+            self._stash[entry.parameter] = _sum(
+                self._stash.get(entry.parameter), entry.parameter.grad, scale
+            )
             entry.parameter.grad = None
 
     def unstash(self, scale: float) -> None:
@@ -113,8 +121,13 @@ class LooseGradients:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
 
     def unused(self) -> list[nn.Parameter]:
-        """Parameters that never had a gradient, tied ones left out: another stage may have used those."""
-        never = [entry for entry in self.entries if entry.parameter not in self._arrived and entry.parameter.grad is None]
+        """Parameters that never had a gradient, tied ones left out: another stage may have used
+        those."""
+        never = [
+            entry
+            for entry in self.entries
+            if entry.parameter not in self._arrived and entry.parameter.grad is None
+        ]
         return [entry.parameter for entry in never if not entry.tied]
 
 

@@ -1,8 +1,8 @@
 """Speed of communication: seconds and bytes a second of messages and collectives at a few sizes.
 
-Bytes a second are those of the links and comparable between numbers of ranks, as in NVIDIA's nccl-tests: an all-reduce of x bytes moves
-2 (n - 1) / n · x over each rank's link, a reduce-scatter or an all-gather of x bytes in all (n - 1) / n · x, a message x.
-"""
+Bytes a second are those of the links and comparable between numbers of ranks, as in NVIDIA's
+nccl-tests: an all-reduce of x bytes moves 2 (n - 1) / n · x over each rank's link, a reduce-scatter
+or an all-gather of x bytes in all (n - 1) / n · x, a message x."""
 
 from __future__ import annotations
 
@@ -53,15 +53,22 @@ def measure(place: Place, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Meas
     return [
         _timed(place, tell, name, size, operation, share)
         for size in sizes
-        for name, operation, share in _operations(place, -(-size // (_ELEMENT * place.size)) * place.size)
+        for name, operation, share in _operations(
+            place, -(-size // (_ELEMENT * place.size)) * place.size
+        )
     ]
 
 
 def check_links(measurements: Sequence[Measurement]) -> Check:
     """Check that all neighbours have about equally fast links, by the largest messages."""
     largest = max(one.size for one in measurements)
-    links = [one for one in measurements if one.size == largest and one.operation.startswith("send")]
-    slowest, quickest = min(links, key=lambda one: one.bytes_per_s), max(links, key=lambda one: one.bytes_per_s)
+    links = [
+        one for one in measurements if one.size == largest and one.operation.startswith("send")
+    ]
+    slowest, quickest = (
+        min(links, key=lambda one: one.bytes_per_s),
+        max(links, key=lambda one: one.bytes_per_s),
+    )
     rates = dict.fromkeys(f"{one.bytes_per_s / 1e9:.2f}" for one in (slowest, quickest))
     found = f"{' to '.join(rates)} GB/s between neighbours"
     if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
@@ -81,7 +88,11 @@ def _operations(place: Place, count: int) -> Iterator[tuple[str, _Operation, flo
         second = (first + 1) % n
         yield f"send {first} to {second}", _there_and_back(place, whole, first, second), 2.0
     yield "all-reduce", lambda: dist.all_reduce(whole), 2 * (n - 1) / n
-    yield "reduce-scatter", lambda: reduce_scatter_single(part, whole, dist.group.WORLD), (n - 1) / n
+    yield (
+        "reduce-scatter",
+        lambda: reduce_scatter_single(part, whole, dist.group.WORLD),
+        (n - 1) / n,
+    )
     yield "all-gather", lambda: all_gather_single(whole, part, dist.group.WORLD), (n - 1) / n
 
 
@@ -97,7 +108,9 @@ def _there_and_back(place: Place, tensor: torch.Tensor, first: int, second: int)
     return run
 
 
-def _timed(place: Place, tell: Tell, name: str, size: int, operation: _Operation, share: float) -> Measurement:
+def _timed(
+    place: Place, tell: Tell, name: str, size: int, operation: _Operation, share: float
+) -> Measurement:
     tell(f"{name} of {size} bytes")
     operation()  # makes the connections
     once = _agreed(place, _seconds(place, operation))
@@ -105,7 +118,9 @@ def _timed(place: Place, tell: Tell, name: str, size: int, operation: _Operation
     median = sorted(_seconds(place, operation) for _ in range(repetitions))[repetitions // 2]
     seconds = _agreed(place, median)
     trips = 2 if name.startswith("send") else 1
-    return Measurement(operation=name, size=size, seconds=seconds / trips, bytes_per_s=share * size / seconds)
+    return Measurement(
+        operation=name, size=size, seconds=seconds / trips, bytes_per_s=share * size / seconds
+    )
 
 
 def _seconds(place: Place, operation: _Operation) -> float:

@@ -1,8 +1,9 @@
-"""Speed of this machine's devices, measured for the planner in the processes that training would have.
+"""Speed of this machine's devices, measured for the planner in the processes that training would
+have.
 
-All ranks measure at the same time: they share caches, memory and power; the slowest of each counts. Everything is measured in a few
-rounds, and the middle round's median is taken, as a step's is: a busy moment spoils one of them.
-"""
+All ranks measure at the same time: they share caches, memory and power; the slowest of each counts.
+Everything is measured in a few rounds, and the middle round's median is taken, as a step's is: a
+busy moment spoils one of them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,15 @@ from lightning_ptdp.doctor.collective_checks import Place
 from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
-from lightning_ptdp.planner import SOFTWARE, Cluster, Device, Link, Measured, find_device, known_device
+from lightning_ptdp.planner import (
+    SOFTWARE,
+    Cluster,
+    Device,
+    Link,
+    Measured,
+    find_device,
+    known_device,
+)
 from lightning_ptdp.shims.glibc import return_large_blocks
 from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
@@ -81,7 +90,9 @@ def measure_device(place: Place, tell: Tell) -> Figures:
     return Figures(seconds=seconds, links=measure_links(place, tell, cores=cores_of(place.device)))
 
 
-def calibrated(name: str, figures: Sequence[Figures], *, kind: str, memory_bytes: float, cores: int = 0) -> Device:
+def calibrated(
+    name: str, figures: Sequence[Figures], *, kind: str, memory_bytes: float, cores: int = 0
+) -> Device:
     """The device that all ranks' figures make, the slowest of each.
 
     Args:
@@ -93,7 +104,10 @@ def calibrated(name: str, figures: Sequence[Figures], *, kind: str, memory_bytes
     """
     preset = find_device("cpu") if kind == "cpu" else known_device(name) or find_device("h100")
     slowest = {key: max(one.seconds[key] for one in figures) for key in figures[0].seconds}
-    products = [(m, n, k, 2 * m * n * k / slowest["product", m, n, k]) for m, n, k in itertools.product(_SIDES[kind], repeat=3)]
+    products = [
+        (m, n, k, 2 * m * n * k / slowest["product", m, n, k])
+        for m, n, k in itertools.product(_SIDES[kind], repeat=3)
+    ]
     best, side = max(rate for *_, rate in products), _SIDES[kind][1]
     other = best * slowest["product", side, side, side] / slowest[("other",)]
     single, half = (best, other) if kind == "cpu" else (other, best)
@@ -101,9 +115,14 @@ def calibrated(name: str, figures: Sequence[Figures], *, kind: str, memory_bytes
     attention = []
     for positions, channels in itertools.product(_POSITIONS[kind], _CHANNELS):
         square = 4 * _heads(positions) * positions**2 * channels
-        there, back = (square / slowest[way, positions, channels] for way in ("attention", "its backward"))
+        there, back = (
+            square / slowest[way, positions, channels] for way in ("attention", "its backward")
+        )
         attention.append((positions, channels, there, 2.5 * back))
-    stream, gated = (_TOKENS * count * width / slowest[(what,)] for what, count in (("gelu", _GELU), ("gated", _GATED)))
+    stream, gated = (
+        _TOKENS * count * width / slowest[(what,)]
+        for what, count in (("gelu", _GELU), ("gated", _GATED))
+    )
     return replace(
         preset,
         name=name,
@@ -124,7 +143,9 @@ def calibrated(name: str, figures: Sequence[Figures], *, kind: str, memory_bytes
             gated=gated,
             loss=_TOKENS * _WORDS * SOFTWARE["ours"].loss / slowest[("loss",)],
             optimizer=32 * _PARAMETERS / slowest[("optimizer",)],
-            fresh_s=max(0.0, slowest[("fresh",)] - slowest[("filled",)]) / _FRESH if kind == "cpu" else 0.0,
+            fresh_s=max(0.0, slowest[("fresh",)] - slowest[("filled",)]) / _FRESH
+            if kind == "cpu"
+            else 0.0,
             operation_s=slowest[("host",)] / (3 * SOFTWARE["ours"].operations),
             waiting=figures[0].links.waiting,
         ),
@@ -138,12 +159,16 @@ def describe(device: Device) -> str:
     assert found is not None
     rates = sorted(rate for *_, rate in found.products)
     there = sorted(rate for *_, rate, _ in found.attention)
-    products, attention = (f"{some[0] / 1e9:.3g} to {some[-1] / 1e9:.3g}" for some in (rates, there))
+    products, attention = (
+        f"{some[0] / 1e9:.3g} to {some[-1] / 1e9:.3g}" for some in (rates, there)
+    )
     shared = f" on {found.cores} cores" if found.cores else ""
     lines = [
-        f"{device.name}, {found.processes} {'process' if found.processes == 1 else 'processes'}{shared}",
+        f"{device.name}, {found.processes} "
+        f"{'process' if found.processes == 1 else 'processes'}{shared}",
         f"  products {products} GFLOP/s by shape, attention {attention}",
-        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {found.gated / 1e9:.3g}), loss {found.loss / 1e9:.3g}, "
+        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {found.gated / 1e9:.3g}), "
+        f"loss {found.loss / 1e9:.3g}, "
         f"optimizer {found.optimizer / 1e9:.3g}, fresh memory {found.fresh_s * 1e9:.3g} ns a byte",
         f"  {found.operation_s * 1e6:.3g} us an operation",
     ]
@@ -155,12 +180,16 @@ def describe(device: Device) -> str:
 
 
 def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
-    """Collectives as they were measured; for larger groups the node's links, from the smallest and the largest all-reduce of all: 2 (n - 1)
-    steps."""
+    """Collectives as they were measured; for larger groups the node's links, from the smallest and
+    the largest all-reduce of all: 2 (n - 1) steps."""
     count = len(figures)
     links = [one.links.seconds for one in figures]
     found = {key: max(one[key] for one in links if key in one) for key in links[0]}
-    sums = sorted((size, seconds) for (name, members, size), seconds in found.items() if (name, members) == ("all-reduce", count))
+    sums = sorted(
+        (size, seconds)
+        for (name, members, size), seconds in found.items()
+        if (name, members) == ("all-reduce", count)
+    )
     if len(sums) < 2:
         return preset
     (small, start), (large, whole) = sums[0], sums[-1]
@@ -176,14 +205,17 @@ def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
     )
 
 
-# What the planner counts for them (elementwise.py), in elements a token: two norms 2 x (3 + 7 passes), two sums 2 x 3 and the activation,
-# 2 + 3 passes of GELU's four times wider channels, or 5 + 9 of SwiGLU's.
+# What the planner counts for them (elementwise.py), in elements a token: two norms 2 x (3 + 7
+# passes), two sums 2 x 3 and the activation, 2 + 3 passes of GELU's four times wider channels, or 5
+# + 9 of SwiGLU's.
 _GELU = _WIDTH * (2 * (3 + 7 + 3) + 4 * (2 + 3))
 _GATED = _WIDTH * (2 * (3 + 7 + 3) + 2 * (5 + 9))
 
 
 def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
-    usual, other = (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
+    usual, other = (
+        (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
+    )
     sides = _SIDES[device.type]
     for m, n, k in itertools.product(sides, repeat=3):
         yield ("product", m, n, k), partial(_product, device, m, n, k, usual)
@@ -217,13 +249,17 @@ def _heads(positions: int) -> int:
     return max(2, 2048 // positions)
 
 
-def _attention(device: torch.device, positions: int, channels: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def _attention(
+    device: torch.device, positions: int, channels: int, dtype: torch.dtype
+) -> Callable[[], torch.Tensor]:
     shape = (1, _heads(positions), positions, channels)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _attention_backward(device: torch.device, positions: int, channels: int, dtype: torch.dtype) -> _Run:
+def _attention_backward(
+    device: torch.device, positions: int, channels: int, dtype: torch.dtype
+) -> _Run:
     result = _attention(device, positions, channels, dtype)()
     gradient = torch.randn_like(result)
     return lambda: result.backward(gradient, retain_graph=True)
@@ -249,11 +285,15 @@ def _loss(device: torch.device) -> _Run:
     logits = torch.randn(_TOKENS, _WORDS, device=device, requires_grad=True)
     targets = torch.randint(_WORDS, (_TOKENS,), device=device)
     words = VocabularyRange(size=_WORDS)
-    return lambda: vocabulary_parallel_cross_entropy(logits, targets, vocabulary=words, group=Group()).backward()
+    return lambda: vocabulary_parallel_cross_entropy(
+        logits, targets, vocabulary=words, group=Group()
+    ).backward()
 
 
 def _optimizer(device: torch.device) -> _Run:
-    parameters = [torch.randn(_PARAMETERS // 4, device=device, requires_grad=True) for _ in range(4)]
+    parameters = [
+        torch.randn(_PARAMETERS // 4, device=device, requires_grad=True) for _ in range(4)
+    ]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -267,14 +307,19 @@ def _optimizer(device: torch.device) -> _Run:
 
 def _small(device: torch.device) -> _Run:
     """A block that is too small for anything but launching its operations."""
-    block = GPT(GPTConfig.gpt2(vocabulary_size=8, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2)).blocks[0]
+    block = GPT(
+        GPTConfig.gpt2(
+            vocabulary_size=8, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2
+        )
+    ).blocks[0]
     block.to(device)
     x = torch.randn(1, 4, 16, device=device, requires_grad=True)
     return lambda: block(x).sum().backward()
 
 
 def _usual_s(device: torch.device, run: _Run) -> float:
-    """The median; on a CPU of those that this thread runs, so that it is no matter whether something else runs, too."""
+    """The median; on a CPU of those that this thread runs, so that it is no matter whether
+    something else runs, too."""
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def seconds() -> float:

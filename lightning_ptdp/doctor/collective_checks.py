@@ -18,7 +18,8 @@ __all__ = ["COLLECTIVES", "Place"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One process among those of the group: its rank, their number, and the device whose tensors it sends."""
+    """One process among those of the group: its rank, their number, and the device whose tensors it
+    sends."""
 
     rank: int
     size: int
@@ -56,21 +57,25 @@ def _all_gather(place: Place) -> bool:
 
 
 def _all_to_all(place: Place) -> bool:
-    source = place.rank * place.size + torch.arange(place.size, dtype=torch.float32, device=place.device)
+    source = place.rank * place.size + torch.arange(
+        place.size, dtype=torch.float32, device=place.device
+    )
     output = place.full(place.size, -1)
     dist.all_to_all_single(output, source)
     return bool((output.cpu() == torch.arange(place.size) * place.size + place.rank).all())
 
 
 def _exchange(place: Place, *steps: int) -> bool:
-    """Every rank sends its number to the one that is ``step`` after it in a ring, for all steps at once."""
+    """Every rank sends its number to the one that is ``step`` after it in a ring, for all steps at
+    once."""
     arriving = {step: place.full(5, -1) for step in steps}
     operations: list[dist.P2POp] = []
     for tag, (step, into) in enumerate(arriving.items()):
         after, before = ((place.rank + way) % place.size for way in (step, -step))
         operations.append(dist.P2POp(dist.isend, place.full(5, place.rank), after, tag=tag))
         operations.append(dist.P2POp(dist.irecv, into, before, tag=tag))
-    # In one batch: the first message between two ranks holds both until they meet, and a ring of sends would be a ring of waits.
+    # In one batch: the first message between two ranks holds both until they meet, and a ring of
+    # sends would be a ring of waits.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return all(_is(into, (place.rank - step) % place.size) for step, into in arriving.items())

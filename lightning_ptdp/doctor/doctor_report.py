@@ -20,7 +20,8 @@ def render(inspection: Inspection) -> str:
 
 
 def as_json(inspection: Inspection) -> str:
-    """``{"ok": bool, "sections": [{"title", "checks": [...]}], "measurements": [...]}``; sizes in bytes, times in seconds."""
+    """``{"ok": bool, "sections": [{"title", "checks": [...]}], "measurements": [...]}``; sizes in
+    bytes, times in seconds."""
     return json.dumps({"ok": inspection.count(Status.FAILED) == 0, **asdict(inspection)}, indent=2)
 
 
@@ -41,7 +42,9 @@ def _lines(inspection: Inspection) -> Iterator[str]:
 
 def _table(measurements: Sequence[Measurement]) -> str:
     sizes = dict.fromkeys(one.size for one in measurements)
-    rows = {name: [f"  {name}"] for name in ("between ranks", *(one.operation for one in measurements))}
+    rows = {
+        name: [f"  {name}"] for name in ("between ranks", *(one.operation for one in measurements))
+    }
     rows["between ranks"] += map(_size, sizes)
     for one in measurements:  # of one size after the other
         rows[one.operation].append(f"{one.seconds * 1e3:.3f} ms {one.bytes_per_s / 1e9:8.3f} GB/s")

@@ -1,4 +1,5 @@
-"""Checks of a run's paths: folders, the tracking store, prepared data, and the clock of the file system."""
+"""Checks of a run's paths: folders, the tracking store, prepared data, and the clock of the file
+system."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from pathlib import Path
 
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
-__all__ = ["check_clock", "check_data_folder", "check_database_locks", "check_root_dir", "check_tracking_store"]
+__all__ = [
+    "check_clock",
+    "check_data_folder",
+    "check_database_locks",
+    "check_root_dir",
+    "check_tracking_store",
+]
 
 _GIB = 2**30
 _DISK_BYTES = 5 * _GIB
@@ -20,7 +27,8 @@ _CLOCK_S = 2.0
 
 
 def check_root_dir(folder: Path) -> Check:
-    """Write, flush and read a file in ``folder`` (or where it would be made), and take it away again."""
+    """Write, flush and read a file in ``folder`` (or where it would be made), and take it away
+    again."""
     subject, mend = f"--root-dir {folder}", "name a folder that you may write to: --root-dir"
     existing = _existing(folder)
     try:
@@ -29,17 +37,24 @@ def check_root_dir(folder: Path) -> Check:
             file.flush()
             os.fsync(file.fileno())
             if Path(file.name).read_bytes() != b"ptdp":
-                return failed(subject, "what was written is not what is read", "use another file system")
+                return failed(
+                    subject, "what was written is not what is read", "use another file system"
+                )
     except OSError as error:
         return failed(subject, f"{existing} cannot be written: {error.strerror or error}", mend)
     free = shutil.disk_usage(existing).free
     mend = "a checkpoint takes some 12 to 16 bytes a parameter: make room"
-    found = f"writable, {free / _GIB:.0f} GiB free" if free >= _DISK_BYTES else f"writable, but {free / _GIB:.1f} GiB free"
+    found = (
+        f"writable, {free / _GIB:.0f} GiB free"
+        if free >= _DISK_BYTES
+        else f"writable, but {free / _GIB:.1f} GiB free"
+    )
     return enough(free >= _DISK_BYTES, subject, found, mend)
 
 
 def check_database_locks(folder: Path) -> Check:
-    """Check that SQLite, MLflow's default store, can lock a database in ``folder``: some network file systems cannot."""
+    """Check that SQLite, MLflow's default store, can lock a database in ``folder``: some network
+    file systems cannot."""
     try:
         with (
             tempfile.TemporaryDirectory(dir=_existing(folder), prefix=".ptdp-doctor-") as inner,
@@ -49,9 +64,7 @@ def check_database_locks(folder: Path) -> Check:
             database.execute("create table t (x integer)")
             database.execute("insert into t values (1)")
     except (sqlite3.Error, OSError) as error:
-        mend = (
-            "give MLflow a server (--trainer.logger.tracking_uri http://host:5000) or a local folder (--trainer.logger.save_dir)"
-        )
+        mend = "give MLflow a server (--trainer.logger.tracking_uri http://host:5000) or a local folder (--trainer.logger.save_dir)"
         return failed("SQLite store", f"{type(error).__name__}: {error}", mend)
     return ok("SQLite store", "a database can be written and locked")
 
@@ -63,7 +76,9 @@ def check_tracking_store(tracking_uri: str, *, timeout_s: float) -> Check:
     try:
         check_store(tracking_uri, timeout_s=timeout_s)
     except ValueError as error:
-        return failed("MLflow store", str(error), "start the server, or name another store: --tracking-uri")
+        return failed(
+            "MLflow store", str(error), "start the server, or name another store: --tracking-uri"
+        )
     return ok("MLflow store", f"{tracking_uri} can be used")
 
 
@@ -90,11 +105,19 @@ def check_clock(folder: Path) -> Check:
             os.utime(file.name)
             off = os.stat(file.name).st_mtime - before
     except OSError as error:
-        return failed("clock", f"{_existing(folder)} cannot be written: {error.strerror or error}", "see --root-dir")
+        return failed(
+            "clock",
+            f"{_existing(folder)} cannot be written: {error.strerror or error}",
+            "see --root-dir",
+        )
     if abs(off) > _CLOCK_S:
         mend = "let both follow the same time server (chrony, ntpd): the newest checkpoint is found by time"
         return warning("clock", f"the file system's clock is {off:+.1f} s off", mend)
-    return ok("clock", f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, as the file system's within {max(abs(off), 0.01):.2f} s")
+    return ok(
+        "clock",
+        f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, as the file system's within "
+        f"{max(abs(off), 0.01):.2f} s",
+    )
 
 
 def _existing(folder: Path) -> Path:

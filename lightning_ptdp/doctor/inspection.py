@@ -16,9 +16,19 @@ from lightning_ptdp.base.rank_processes import Tell, run_ranks
 from lightning_ptdp.doctor import folder_checks
 from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Check, Status, failed
-from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
+from lightning_ptdp.doctor.installation import (
+    check_entry_points,
+    check_packages,
+    check_python,
+    check_recipes,
+)
 from lightning_ptdp.doctor.local_devices import check_devices, count_gpus
-from lightning_ptdp.doctor.machine_checks import check_cores, check_memory, check_open_files, check_shared_memory
+from lightning_ptdp.doctor.machine_checks import (
+    check_cores,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
 from lightning_ptdp.doctor.ranks import check_ranks
 
 __all__ = ["Inspection", "Question", "Section", "inspect_all"]
@@ -74,7 +84,10 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
     """Look at everything; ``recipes`` finds the names of those that are installed."""
     limit = question.timeout_s
     gpus, devices = _limited(
-        "devices", limit, lambda: (count_gpus(), tuple(check_devices(question.processes))), lambda check: (0, (check,))
+        "devices",
+        limit,
+        lambda: (count_gpus(), tuple(check_devices(question.processes))),
+        lambda check: (0, (check,)),
     )
     writable = _limited("folders", limit, lambda: tuple(_folders(question)), lambda check: (check,))
     backend = question.backend or ("nccl" if gpus >= question.processes else "gloo")
@@ -82,16 +95,24 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
     device = "GPUs" if backend == "nccl" else "CPU"
     sections = (
         Section(title="installation", checks=tuple(_installation(recipes))),
-        Section(title="machine", checks=tuple(_machine(question.processes, accelerated=backend == "nccl"))),
+        Section(
+            title="machine",
+            checks=tuple(_machine(question.processes, accelerated=backend == "nccl")),
+        ),
         Section(title="devices", checks=devices),
         Section(title="folders", checks=writable),
-        Section(title=f"ranks ({question.processes} on the {device}, {backend})", checks=ranks.checks),
+        Section(
+            title=f"ranks ({question.processes} on the {device}, {backend})", checks=ranks.checks
+        ),
     )
     return Inspection(sections=sections, measurements=ranks.measurements)
 
 
-def _limited(subject: str, timeout_s: float, look: Callable[[], _T], instead: Callable[[Check], _T]) -> _T:
-    """Return the result of ``look``, which runs in a process of its own because a dead file system or driver may block it forever."""
+def _limited(
+    subject: str, timeout_s: float, look: Callable[[], _T], instead: Callable[[Check], _T]
+) -> _T:
+    """Return the result of ``look``, which runs in a process of its own because a dead file system
+    or driver may block it forever."""
 
     def in_a_process(rank: int, tell: Tell) -> _T:
         tell(subject)
@@ -103,7 +124,12 @@ def _limited(subject: str, timeout_s: float, look: Callable[[], _T], instead: Ca
         return found
     said = outcome.errors.get(0, f"no answer within {timeout_s:g} s")
     return instead(
-        failed(subject, said, "what hangs is a driver or a (network) file system: see dmesg, or give a longer --timeout")
+        failed(
+            subject,
+            said,
+            "what hangs is a driver or a (network) file system: see dmesg, or give a longer "
+            "--timeout",
+        )
     )
 
 
@@ -116,9 +142,18 @@ def _installation(recipes: Callable[[], list[str]]) -> Iterator[Check]:
 
 def _machine(processes: int, *, accelerated: bool) -> Iterator[Check]:
     memory = psutil.virtual_memory()
-    yield check_cores(cores=len(os.sched_getaffinity(0)), processes=processes, accelerated=accelerated)
-    yield check_memory(available=memory.available, total=memory.total, limit=_container_limit(), processes=processes)
-    yield check_shared_memory(shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None)
+    yield check_cores(
+        cores=len(os.sched_getaffinity(0)), processes=processes, accelerated=accelerated
+    )
+    yield check_memory(
+        available=memory.available,
+        total=memory.total,
+        limit=_container_limit(),
+        processes=processes,
+    )
+    yield check_shared_memory(
+        shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+    )
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -127,7 +162,9 @@ def _folders(question: Question) -> Iterator[Check]:
     yield folder_checks.check_database_locks(question.root_dir)
     yield folder_checks.check_clock(question.root_dir)
     if question.tracking_uri is not None:
-        yield folder_checks.check_tracking_store(question.tracking_uri, timeout_s=min(question.timeout_s, 5.0))
+        yield folder_checks.check_tracking_store(
+            question.tracking_uri, timeout_s=min(question.timeout_s, 5.0)
+        )
     if question.data_dir is not None:
         yield folder_checks.check_data_folder(question.data_dir)
 

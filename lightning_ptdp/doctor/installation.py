@@ -23,7 +23,9 @@ def check_python(version: str | None = None) -> Check:
     return ok("python", version or platform.python_version())
 
 
-def check_packages(lines: Sequence[str] | None = None, installed: Callable[[str], str] = metadata.version) -> Iterator[Check]:
+def check_packages(
+    lines: Sequence[str] | None = None, installed: Callable[[str], str] = metadata.version
+) -> Iterator[Check]:
     """Compare every library that the metadata name, optional ones included, with its range.
 
     Args:
@@ -44,22 +46,30 @@ def _check_package(declared: Declared, installed: Callable[[str], str]) -> Check
         return failed(name, f"not installed; needed: {declared.range}", declared.command)
     if declared.allows(version):
         return ok(name, f"{version} ({declared.range})")
-    return (warning if declared.extra else failed)(name, f"{version}, not {declared.range}", declared.command)
+    return (warning if declared.extra else failed)(
+        name, f"{version}, not {declared.range}", declared.command
+    )
 
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
-    """Check that ``Trainer(strategy="ptdp")`` works in a script that does not import the package."""
+    """Check that ``Trainer(strategy="ptdp")`` works in a script that does not import the
+    package."""
     subject, mend = 'strategy="ptdp"', "import lightning_ptdp in front of the Trainer"
     names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
     if "lightning_ptdp" not in names:
-        return warning(subject, "the entry point is not installed", f"{mend}, or install {DISTRIBUTION} again")
+        return warning(
+            subject, "the entry point is not installed", f"{mend}, or install {DISTRIBUTION} again"
+        )
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        return warning(subject, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from registering it", mend)
+        return warning(
+            subject, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from registering it", mend
+        )
     return ok(subject, "registered when torch is imported")
 
 
 def check_recipes(names: Callable[[], Sequence[str]]) -> Check:
-    """Check that the recipes were installed; ``names`` lists them, or raises ``FileNotFoundError``."""
+    """Check that the recipes were installed; ``names`` lists them, or raises
+    ``FileNotFoundError``."""
     try:
         return ok("recipes", f"{len(names())} found")
     except FileNotFoundError as error:

@@ -1,4 +1,5 @@
-"""Time of collectives and messages between ranks as training uses them: after a product, in groups of each size."""
+"""Time of collectives and messages between ranks as training uses them: after a product, in groups
+of each size."""
 
 from __future__ import annotations
 
@@ -42,11 +43,13 @@ _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
 
 def measure_links(place: Place, tell: Tell, *, cores: int) -> Links:
-    """Collective. One group communicates at a time; what a larger one than there are cores for takes longer is no matter of the links.
+    """Collective. One group communicates at a time; what a larger one than there are cores for
+    takes longer is no matter of the links.
 
-    A rank that comes to a collective waits for the others, and on a CPU for the threads that send and receive to be awake, which a
-    collective that is repeated at once does not show: so each runs behind a product, whose own time is subtracted.
-    """
+    A rank that comes to a collective waits for the others, and on a CPU for the threads that send
+    and receive to be awake, which a
+    collective that is repeated at once does not show: so each runs behind a product, whose own time
+    is subtracted."""
     found: dict[tuple[str, int, int], float] = {}
     used = waited = 0.0
     for members in divisors(place.size):
@@ -67,7 +70,9 @@ def measure_links(place: Place, tell: Tell, *, cores: int) -> Links:
     return Links(seconds=found, waiting=min(1.0, used / waited) if waited else 0.0)
 
 
-def _operations(place: Place, group: Any, members: int, size: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def _operations(
+    place: Place, group: Any, members: int, size: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
     count = -(-size // (_ELEMENT * members)) * members
     whole, part = place.full(count, 1), place.full(count // members, 1)
     yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
@@ -83,7 +88,8 @@ def _beyond_product(place: Place, run: Callable[[], object], size: int) -> tuple
     repetitions = max(_LEAST, min(_MOST, _MOST_BYTES // size))
 
     def usual(*parts: Callable[[], object]) -> tuple[float, float]:
-        # The best round: what interrupts another one counts on this clock, as it does not on that of a thread (calibration.py).
+        # The best round: what interrupts another one counts on this clock, as it does not on that
+        # of a thread (calibration.py).
         return min(once(parts) for _ in range(_ROUNDS))
 
     def once(parts: Sequence[Callable[[], object]]) -> tuple[float, float]:

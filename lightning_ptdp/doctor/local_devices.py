@@ -1,4 +1,5 @@
-"""The accelerators: how many, how much memory, whether their arithmetic is right, and in bfloat16."""
+"""The accelerators: how many, how much memory, whether their arithmetic is right, and in
+bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["check_arithmetic", "check_devices", "count_gpus"]
 
 _GIB = 2**30
 _SIZE = 256
-# Largest error of a product of normal numbers, over its largest element: some units in the last place, summed over _SIZE terms.
+# Largest error of a product of normal numbers, over its largest element: some units in the last
+# place, summed over _SIZE terms.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
 
 
@@ -24,13 +26,24 @@ def count_gpus() -> int:
 def check_devices(wanted: int) -> Iterator[Check]:
     """The GPUs that torch sees, for ``wanted`` processes."""
     if not torch.cuda.is_available():
-        why = "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
+        why = (
+            "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
+        )
         yield ok("GPUs", f"none ({why}): processes run on the CPU, joined by gloo")
         yield from check_arithmetic(torch.device("cpu"))
         return
     count = torch.cuda.device_count()
-    found = f"{count} for {wanted} processes" if count < wanted else f"{count} (CUDA {torch.version.cuda})"
-    yield enough(count >= wanted, "GPUs", found, f"--devices {count}, or one GPU a process; gloo on CPU is tried")
+    found = (
+        f"{count} for {wanted} processes"
+        if count < wanted
+        else f"{count} (CUDA {torch.version.cuda})"
+    )
+    yield enough(
+        count >= wanted,
+        "GPUs",
+        found,
+        f"--devices {count}, or one GPU a process; gloo on CPU is tried",
+    )
     for index in range(count):
         yield _check_memory(index)
         yield from check_arithmetic(torch.device("cuda", index))
@@ -46,16 +59,24 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
         try:
             found = (a.to(device, dtype) @ b.to(device, dtype)).to("cpu", torch.float64)
         except RuntimeError as error:
-            yield failed(subject, str(error).partition("\n")[0], "see the driver's log; another process may use the device")
+            yield failed(
+                subject,
+                str(error).partition("\n")[0],
+                "see the driver's log; another process may use the device",
+            )
             continue
         error_size = ((found - exact).abs().max() / exact.abs().max()).item()
         if not error_size < tolerance:  # NaN too
             yield failed(
-                subject, f"a matrix product is wrong by {error_size:.1e}", "the device or its driver is broken: do not use it"
+                subject,
+                f"a matrix product is wrong by {error_size:.1e}",
+                "the device or its driver is broken: do not use it",
             )
         elif dtype == torch.bfloat16 and not _is_bf16_fast(device):
             slow = "a matrix product is right, but emulated: slow"
-            yield enough(device.type == "cpu", subject, slow, "train with --trainer.precision 16-mixed")
+            yield enough(
+                device.type == "cpu", subject, slow, "train with --trainer.precision 16-mixed"
+            )
         else:
             yield ok(subject, "a matrix product is right")
 
@@ -65,10 +86,14 @@ def _check_memory(index: int) -> Check:
     try:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
-        return failed(subject, str(error).partition("\n")[0], "see nvidia-smi: the device does not answer")
+        return failed(
+            subject, str(error).partition("\n")[0], "see nvidia-smi: the device does not answer"
+        )
     name = torch.cuda.get_device_name(index)
     found = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free ({name})"
-    return enough(free >= total / 2, subject, found, "another process uses it (nvidia-smi says which)")
+    return enough(
+        free >= total / 2, subject, found, "another process uses it (nvidia-smi says which)"
+    )
 
 
 def _is_bf16_fast(device: torch.device) -> bool:

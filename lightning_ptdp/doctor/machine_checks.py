@@ -35,7 +35,9 @@ def check_memory(*, available: int, total: int, limit: int | None, processes: in
 def check_shared_memory(free: int | None) -> Check:
     """Free bytes of /dev/shm (None: there is none), through which data workers and NCCL send."""
     if free is None:
-        return warning("/dev/shm", "not there", "mount it: data workers (num_workers > 0) and NCCL use it")
+        return warning(
+            "/dev/shm", "not there", "mount it: data workers (num_workers > 0) and NCCL use it"
+        )
     mend = "data workers and NCCL may fail; in Docker: --shm-size=8g or --ipc=host"
     return enough(free >= _SHARED_BYTES, "/dev/shm", f"{free / _GIB:.2f} GiB free", mend)
 
@@ -43,7 +45,9 @@ def check_shared_memory(free: int | None) -> Check:
 def check_open_files(soft: int, hard: int) -> Check:
     """The limits of open files (-1: none)."""
     found = f"{_limit(soft)}, can be raised to {_limit(hard)}" if soft != hard else _limit(soft)
-    return enough(soft < 0 or soft >= _FILES, "open files", found, f"ulimit -n {hard if hard >= 0 else 65536}")
+    return enough(
+        soft < 0 or soft >= _FILES, "open files", found, f"ulimit -n {hard if hard >= 0 else 65536}"
+    )
 
 
 def _limit(value: int) -> str:

@@ -41,14 +41,20 @@ class RankCheck:
 
 
 def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
-    """Start ``count`` processes on this machine and let them use each collective once; then measure.
+    """Start ``count`` processes on this machine and let them use each collective once; then
+    measure.
 
     Args:
         count: Number of processes.
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
         timeout_s: After so many seconds ranks that have not come through are named and ended.
     """
-    outcome = run_ranks(_rank, count=count, args=(count, backend, find_free_network_port(), timeout_s), timeout_s=timeout_s)
+    outcome = run_ranks(
+        _rank,
+        count=count,
+        args=(count, backend, find_free_network_port(), timeout_s),
+        timeout_s=timeout_s,
+    )
     checks = tuple(_checks(outcome, count, backend, timeout_s))
     measurements = outcome.results[0]["measurements"] if 0 in outcome.results else []
     links = (check_links(measurements),) if measurements else ()
@@ -56,7 +62,8 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
 
 
 def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
-    """Start ``count`` processes on this machine, as training would, and let them measure what their devices reach.
+    """Start ``count`` processes on this machine, as training would, and let them measure what their
+    devices reach.
 
     Args:
         count: Number of processes.
@@ -66,7 +73,12 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     Raises:
         RuntimeError: A rank failed, or hangs; the message names it.
     """
-    outcome = run_ranks(_calibrate, count=count, args=(count, backend, find_free_network_port(), timeout_s), timeout_s=timeout_s)
+    outcome = run_ranks(
+        _calibrate,
+        count=count,
+        args=(count, backend, find_free_network_port(), timeout_s),
+        timeout_s=timeout_s,
+    )
     if problem := outcome.explain():
         raise RuntimeError(f"{problem}: {_mend(backend)}")
     first = outcome.results[0]
@@ -79,7 +91,9 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     )
 
 
-def _calibrate(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> dict[str, Any]:
+def _calibrate(
+    rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
+) -> dict[str, Any]:
     with _group(rank, tell, count, backend, port, timeout_s) as place:
         return {
             "name": device_name(place.device),
@@ -89,7 +103,9 @@ def _calibrate(rank: int, tell: Tell, count: int, backend: str, port: int, timeo
         }
 
 
-def _rank(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> dict[str, Any]:
+def _rank(
+    rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
+) -> dict[str, Any]:
     start = time.perf_counter()
     wrong = []
     measurements: list[Measurement] = []
@@ -105,14 +121,17 @@ def _rank(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s:
 
 
 @contextlib.contextmanager
-def _group(rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float) -> Iterator[Place]:
+def _group(
+    rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
+) -> Iterator[Place]:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Place(rank=rank, size=count, device=device)
     tell(_GROUP)
-    # The parent's limit comes first and names the rank; torch's ends a process that lost its parent.
+    # The parent's limit comes first and names the rank; torch's ends a process that lost its
+    # parent.
     limit = timedelta(seconds=2 * timeout_s)
     listen_on_loopback()
     store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
@@ -131,7 +150,9 @@ def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Ite
         yield failed("group", f"{problem}{late}{done}", _mend(backend))
         return
     formed = max(result["formed_s"] for result in outcome.results.values())
-    yield ok("group", f"{count} {'process' if count == 1 else 'processes'} joined in {formed:.2f} s")
+    yield ok(
+        "group", f"{count} {'process' if count == 1 else 'processes'} joined in {formed:.2f} s"
+    )
     for name in used:
         ranks = [str(rank) for rank, result in outcome.results.items() if name in result["wrong"]]
         if ranks:

@@ -1,4 +1,5 @@
-"""Reports of the ranks of a context group, each about its slice of the sequence, merged into the report of one process."""
+"""Reports of the ranks of a context group, each about its slice of the sequence, merged into the
+report of one process."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ _CAPACITY = 64  # numbers that are gathered without asking who logs how many
 
 
 class PartReports:
-    """Makes the loss and the logged values of this rank's slice those of the whole sequence, in place, on the device; collective.
+    """Makes the loss and the logged values of this rank's slice those of the whole sequence, in
+    place, on the device; collective.
 
     Args:
-        report: Of this rank. Losses that count their tokens are left alone: they are summed with the replicas'.
+        report: Of this rank. Losses that count their tokens are left alone: they are summed with
+            the replicas'.
         weight: This rank's share in its logged values, (): its tokens, or what stands for them.
         group: The context group.
         device: Where collectives take their tensors.
@@ -34,14 +37,24 @@ class PartReports:
         numbers: (n) float64, to be read and given to ``read``.
     """
 
-    def __init__(self, report: StepReport, *, weight: Tensor, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, report: StepReport, *, weight: Tensor, group: Group, device: torch.device
+    ) -> None:
         self._group, calls = group, report.calls
         self._names = "\n".join(call.name for call in calls)
         sizes = [call.options.get("batch_size") or 0 for call in calls]
-        numbers = [zlib.crc32(self._names.encode()), report.loss, weight, *(call.value for call in calls), *sizes]
+        numbers = [
+            zlib.crc32(self._names.encode()),
+            report.loss,
+            weight,
+            *(call.value for call in calls),
+            *sizes,
+        ]
         own = numbers_on(device, numbers)
         # A rank that logs other names must find others in the same collective.
-        everyone = _gather(torch.nn.functional.pad(own[:_CAPACITY], (0, max(0, _CAPACITY - len(own)))), group)
+        everyone = _gather(
+            torch.nn.functional.pad(own[:_CAPACITY], (0, max(0, _CAPACITY - len(own)))), group
+        )
         if len(own) > _CAPACITY:
             self._check(everyone[:, 0].tolist())
             everyone = torch.cat([everyone, _gather(own[_CAPACITY:], group)], 1)
@@ -50,7 +63,9 @@ class PartReports:
             report.loss = everyone[:, 1].mean()
         of_ranks = everyone[:, 2]
         report.calls = [
-            call if call.value is None else replace(call, value=reduce_values(values[:, i], of_ranks, call.reduction))
+            call
+            if call.value is None
+            else replace(call, value=reduce_values(values[:, i], of_ranks, call.reduction))
             for i, call in zip(places, calls, strict=True)
         ]
         totals = everyone[:, 3 + len(calls) : len(own)].sum(0)
@@ -66,7 +81,9 @@ class PartReports:
         names, weights, totals = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
         self._check(names)
         report.calls = [
-            call if call.options.get("batch_size") is None else replace(call, options={**call.options, "batch_size": int(total)})
+            call
+            if call.options.get("batch_size") is None
+            else replace(call, options={**call.options, "batch_size": int(total)})
             for call, total in zip(report.calls, totals, strict=True)
         ]
         return list(weights)
@@ -74,8 +91,10 @@ class PartReports:
     def _check(self, names: Sequence[float]) -> None:
         if any(name != names[0] for name in names):
             raise ContextParallelError(
-                f"self.log was called with different names on different context ranks (on rank {self._group.rank} of the group: "
-                f"{self._names.split()}); what a step logs may not depend on which part of the sequence it sees"
+                "self.log was called with different names on different context ranks (on rank "
+                f"{self._group.rank} of the group: "
+                f"{self._names.split()}); what a step logs may not depend on which part of the "
+                "sequence it sees"
             )
 
 
@@ -87,12 +106,18 @@ def _gather(own: Tensor, group: Group) -> Tensor:
 
 
 def whole_outputs(
-    outputs: Nested, *, length: int, weights: Sequence[float], tokens: float | None, group: Group, device: torch.device
+    outputs: Nested,
+    *,
+    length: int,
+    weights: Sequence[float],
+    tokens: float | None,
+    group: Group,
+    device: torch.device,
 ) -> Nested:
     """A step's outputs for the whole sequence; collective.
 
-    Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the ranks' weights. Whatever else is a
-    tensor must be equal on all ranks.
+    Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the
+    ranks' weights. Whatever else is a tensor must be equal on all ranks.
 
     Args:
         outputs: Nested mappings and sequences of this rank.
@@ -103,7 +128,8 @@ def whole_outputs(
         device: Where collectives take their tensors.
 
     Raises:
-        ContextParallelError: A tensor is neither, so that nothing can be said about the whole sequence.
+        ContextParallelError: A tensor is neither, so that nothing can be said about the whole
+            sequence.
     """
 
     of_ranks = numbers_on(device, weights)
@@ -111,19 +137,30 @@ def whole_outputs(
     def whole(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 and tensor.is_floating_point():
             values = _gather(numbers_on(device, [tensor]), group)[:, 0]
-            return reduce_values(values, of_ranks, "mean").to(tensor.device, tensor.dtype, non_blocking=tensor.is_cuda)
+            return reduce_values(values, of_ranks, "mean").to(
+                tensor.device, tensor.dtype, non_blocking=tensor.is_cuda
+            )
         if tensor.dim() > 1 and tensor.size(1) == length // group.size:
             return gather_sequence(tensor.to(device), 1, group=group).to(tensor.device)
-        content = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        content = zlib.crc32(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
         if len(set(_gather(numbers_on(device, [content]), group)[:, 0].tolist())) > 1:
             raise ContextParallelError(
-                f"an output {tuple(tensor.shape)} of the step differs between context ranks, and nothing says how to put it together: "
-                "return tensors (batch, sequence, ...), which are joined along time, or scalars, which are averaged; sums over the "
+                f"an output {tuple(tensor.shape)} of the step differs between context ranks, and "
+                "nothing says how to put it together: "
+                "return tensors (batch, sequence, ...), which are joined along time, or scalars, "
+                "which are averaged; sums over the "
                 "sequence are best logged with self.log(..., reduce_fx='sum')"
             )
         return tensor
 
     if isinstance(outputs, dict) and "num_tokens" in outputs and tokens is not None:
-        rest = map_tensors({key: value for key, value in outputs.items() if key != "num_tokens"}, whole)
-        return {**rest, "num_tokens": torch.tensor(tokens).to(device, torch.int64, non_blocking=True)}
+        rest = map_tensors(
+            {key: value for key, value in outputs.items() if key != "num_tokens"}, whole
+        )
+        return {
+            **rest,
+            "num_tokens": torch.tensor(tokens).to(device, torch.int64, non_blocking=True),
+        }
     return map_tensors(outputs, whole)

@@ -1,4 +1,5 @@
-"""One forward of the whole model for the tokens that come next, outside of the user's steps: through all stages, and known on all ranks."""
+"""One forward of the whole model for the tokens that come next, outside of the user's steps:
+through all stages, and known on all ranks."""
 
 from __future__ import annotations
 
@@ -35,22 +36,41 @@ class Decoding:
     context: Callable[[], Context]
     _tokens: Tensor | None = field(default=None, init=False)
 
-    def run(self, runtime: PipelineRuntime, schedule: Schedule, *, rows: int, mesh: ProcessMesh, device: torch.device) -> Tensor:
-        """The tokens, the same on all ranks of a replica; collective over them, or where replicas share experts over the world.
+    def run(
+        self,
+        runtime: PipelineRuntime,
+        schedule: Schedule,
+        *,
+        rows: int,
+        mesh: ProcessMesh,
+        device: torch.device,
+    ) -> Tensor:
+        """The tokens, the same on all ranks of a replica; collective over them, or where replicas
+        share experts over the world.
 
-        Of what surrounds a forward there is nothing: it draws nothing, and every rank of a context group has the whole sequence.
-        """
+        Of what surrounds a forward there is nothing: it draws nothing, and every rank of a context
+        group has the whole sequence."""
         replace(runtime, surroundings=Surroundings()).run(schedule, self)
         # Replicas that share experts go on together as well.
-        group, last = mesh.world if mesh.layout.blocked else mesh.group("model"), mesh.layout.last_stage_rank
-        tokens = torch.empty(rows, dtype=torch.int64, device=device) if self._tokens is None else self._tokens
+        group, last = (
+            mesh.world if mesh.layout.blocked else mesh.group("model"),
+            mesh.layout.last_stage_rank,
+        )
+        tokens = (
+            torch.empty(rows, dtype=torch.int64, device=device)
+            if self._tokens is None
+            else self._tokens
+        )
         if group.size > 1:
-            # Also among the ranks that have them: no two may go on with different ones, whatever their kernels round.
-            source = next(rank for rank in group.ranks if mesh.layout.coordinates(rank)["pipeline"] == last)
+            # Also among the ranks that have them: no two may go on with different ones, whatever
+            # their kernels round.
+            source = next(
+                rank for rank in group.ranks if mesh.layout.coordinates(rank)["pipeline"] == last
+            )
             dist.broadcast(tokens, source, group=group.handle)
         return tokens
 
-    # ---- what the runtime asks ----------------------------------------------------------------------------------------
+    # ---- what the runtime asks -------------------------------------------------------------------
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         """The forward of a stage."""

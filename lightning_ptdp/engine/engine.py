@@ -1,4 +1,5 @@
-"""Runs batches: straight through Lightning's own loop where nothing is cut, under a schedule where it is."""
+"""Runs batches: straight through Lightning's own loop where nothing is cut, under a schedule where
+it is."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.engine.optimization import Optimization
 from lightning_ptdp.engine.rank_agreement import check_kept_alike, is_same_length
-from lightning_ptdp.engine.replica_step import LightningJob, counted_loss, loss_and_weight, num_tokens
+from lightning_ptdp.engine.replica_step import (
+    LightningJob,
+    counted_loss,
+    loss_and_weight,
+    num_tokens,
+)
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_habits import warn_of_loss
 from lightning_ptdp.engine.step_report import LogRecorder, StepReport, replay, weigh_over_replicas
@@ -83,7 +89,9 @@ class Engine:
             transport = Transport(
                 mesh=mesh,
                 device=device,
-                scatter=config.scatter_gather and mesh.group("tensor").size > 1 and not config.sequence_parallel,
+                scatter=config.scatter_gather
+                and mesh.group("tensor").size > 1
+                and not config.sequence_parallel,
                 waiting=self.observers.waiting,
                 explain=watchdog.explain,
             )
@@ -95,8 +103,13 @@ class Engine:
             observer=self.observers,
         )
         self._memory = ReportMemory()
-        self._owners, self._metrics = find_owners(module), BatchMetrics(module, mesh.group("context"))
-        self.optimization = Optimization(config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device)
+        self._owners, self._metrics = (
+            find_owners(module),
+            BatchMetrics(module, mesh.group("context")),
+        )
+        self.optimization = Optimization(
+            config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device
+        )
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
         self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
@@ -111,10 +124,15 @@ class Engine:
         self._unscope()
         self._detach()
 
-    # ---- training -----------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def training_step(
-        self, context: MakesContext, args: Sequence[Nested], *, clears: bool, loss_scale: Tensor | float = 1.0
+        self,
+        context: MakesContext,
+        args: Sequence[Nested],
+        *,
+        clears: bool,
+        loss_scale: Tensor | float = 1.0,
     ) -> Nested:
         """One batch of one replica.
 
@@ -122,7 +140,8 @@ class Engine:
             context: The precision plugin's context for one call of the user's step.
             args: What Lightning passes to ``training_step``, the batch first.
             clears: Lightning will clear all gradients before the backward.
-            loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's gradients keep.
+            loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's
+                gradients keep.
         """
         if not self._accumulated:
             self.broadcast_buffers()
@@ -134,7 +153,8 @@ class Engine:
         return self._straight_step("training_step", context, args)
 
     def broadcast_buffers(self) -> None:
-        """Give all replicas the buffers of the first one, if the user wants that; collective over the replicas."""
+        """Give all replicas the buffers of the first one, if the user wants that; collective over
+        the replicas."""
         if self._config.broadcast_buffers:
             self._buffers.broadcast()
 
@@ -145,7 +165,9 @@ class Engine:
             self.gradients.parameters_needed()
             check_kept_alike(kept, group=self._mesh.group("pipeline"), device=self._device)
 
-    def _scheduled_training_step(self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float) -> Nested:
+    def _scheduled_training_step(
+        self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
+    ) -> Nested:
         buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
         job = self._job(
             "training_step",
@@ -168,11 +190,16 @@ class Engine:
         self.agreement.note_spread(report.spread)
         self.agreement.warn_of_uneven(args[0], counted=report.counted)
         self.optimization.losses = job.losses
-        scale = job.expected_tokens / (report.weight * windows) if report.counted and report.weight else None
+        scale = (
+            job.expected_tokens / (report.weight * windows)
+            if report.counted and report.weight
+            else None
+        )
         self.optimization.factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
-            self.gradients.install()  # Lightning will not run the backward; those of the batches before stay
+            # Lightning will not run the backward; those of the batches before stay
+            self.gradients.install()
             return None
         return self._training_output(report)
 
@@ -181,13 +208,16 @@ class Engine:
         loss = torch.tensor(mean, dtype=torch.float32).to(self._device, non_blocking=True)
         if not report.counted and report.extras is None:
             return loss
-        counted = {"num_tokens": torch.tensor(report.weight).to(torch.int64)} if report.counted else {}
+        counted = (
+            {"num_tokens": torch.tensor(report.weight).to(torch.int64)} if report.counted else {}
+        )
         return {**(report.extras or {}), **counted, "loss": loss}
 
-    # ---- evaluation ---------------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     def evaluation_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
-        """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches gradients."""
+        """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches
+        gradients."""
         self.gradients.parameters_needed()
         if not self._config.cuts_forward:
             return self._straight_step(hook, context, args)
@@ -206,15 +236,21 @@ class Engine:
         self.gradients.parameters_needed()
         decoding = Decoding(call=call, choose=choose, key=key, context=context)
         # What is compiled would be compiled again for every length.
-        eager = contextlib.nullcontext() if self._config.compile == "none" else torch.compiler.set_stance("force_eager")
+        eager = (
+            contextlib.nullcontext()
+            if self._config.compile == "none"
+            else torch.compiler.set_stance("force_eager")
+        )
         with eager:
             schedule = self._config.build_schedule(1, training=False)
-            return decoding.run(self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device)
+            return decoding.run(
+                self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device
+            )
 
     def compare_lengths(self, length: int | None) -> bool:
-        """Return True if the replicas evaluate the same number of batches, so that they may communicate after each; collective over
-        the replicas. ``length`` is this rank's number; None if its loader has no length.
-        """
+        """Return True if the replicas evaluate the same number of batches, so that they may
+        communicate after each; collective over the replicas. ``length`` is this rank's number; None
+        if its loader has no length."""
         same = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
         self._replicas_in_step &= same
         return same
@@ -224,19 +260,37 @@ class Engine:
         samples = batch_size(batch)
         return microbatch_sizes(samples, self._config.microbatches(samples))
 
-    # ---- shared -------------------------------------------------------------------------------------------------------
+    # ---- shared ----------------------------------------------------------------------------------
 
     def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
         """The user's step on the whole batch, whose backward, if there is one, is Lightning's."""
-        training, group, recorder = hook == "training_step", self._mesh.group("replica_sum"), LogRecorder(self._module)
-        # With other ranks around, random numbers may not depend on what this process happened to draw before.
+        training, group, recorder = (
+            hook == "training_step",
+            self._mesh.group("replica_sum"),
+            LogRecorder(self._module),
+        )
+        # With other ranks around, random numbers may not depend on what this process happened to
+        # draw before.
         draws = self._mesh.layout.world_size > 1
-        seed = derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank)) if draws else None
+        seed = (
+            derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank))
+            if draws
+            else None
+        )
         forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
         weighs, tokens = self._weighs(hook), None
-        inspects = training and self.optimization.manual is None and self._inspection.is_first(group.size > 1)
+        inspects = (
+            training
+            and self.optimization.manual is None
+            and self._inspection.is_first(group.size > 1)
+        )
         watched = self._inspection.watched(args[0]) if inspects else contextlib.nullcontext()
-        with self._surroundings.around(forward), context(), recorder if weighs else contextlib.nullcontext(), watched:
+        with (
+            self._surroundings.around(forward),
+            context(),
+            recorder if weighs else contextlib.nullcontext(),
+            watched,
+        ):
             output = getattr(self._module, hook)(forward.batch, *args[1:])
         if training and self.optimization.manual is not None:
             self.optimization.manual.check()
@@ -248,7 +302,9 @@ class Engine:
             if tokens is None and inspects:
                 warn_of_loss(loss, replicas=True)
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
-            self.optimization.losses = [(loss if tokens is None else counted_loss(loss, tokens)).detach()]
+            self.optimization.losses = [
+                (loss if tokens is None else counted_loss(loss, tokens)).detach()
+            ]
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
             tokens = tokens.to(self._device, torch.float32)
@@ -260,12 +316,15 @@ class Engine:
         return output
 
     def _run(self, job: LightningJob, hook: str) -> StepReport:
-        """The user's step under a schedule, which runs the backward too; what it logged goes to Lightning."""
+        """The user's step under a schedule, which runs the backward too; what it logged goes to
+        Lightning."""
         self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
         pipeline, last, own = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
         if pipeline.rank == last:
             own = job.report(self._weigh if self._weighs(hook) else None)
-        report = share_report(own, group=pipeline, source=last, memory=self._memory, device=self._device)
+        report = share_report(
+            own, group=pipeline, source=last, memory=self._memory, device=self._device
+        )
         if own is None:
             apply_changes(self._module, report.changes)
         replay(report.calls, self._module)
@@ -275,15 +334,20 @@ class Engine:
         """Make the numbers of this replica those of all."""
         assert isinstance(report.weight, Tensor)
         group = self._mesh.group("replica_sum")
-        report.weight, report.loss = weigh_over_replicas(report.calls, report.weight, report.loss, group=group)
+        report.weight, report.loss = weigh_over_replicas(
+            report.calls, report.weight, report.loss, group=group
+        )
 
     def _weighs(self, hook: str) -> bool:
-        """Return True if the replicas' logged values are averaged by their number of tokens in this step."""
+        """Return True if the replicas' logged values are averaged by their number of tokens in this
+        step."""
         if hook == "training_step":
             return self._mesh.group("replica_sum").size > 1 and self.optimization.manual is None
         return self._replicas_in_step and hook != "predict_step"
 
-    def _job(self, hook: str, context: MakesContext, args: Sequence[Nested], **training: Any) -> LightningJob:
+    def _job(
+        self, hook: str, context: MakesContext, args: Sequence[Nested], **training: Any
+    ) -> LightningJob:
         try:
             sizes = self._sizes(args[0])
         except ValueError:
@@ -308,8 +372,14 @@ class Engine:
         )
 
     def _step(self, hook: str) -> int:
-        return self._module.trainer.fit_loop.epoch_loop.total_batch_idx if hook == "training_step" else 0
+        return (
+            self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+            if hook == "training_step"
+            else 0
+        )
 
     def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
-        batches = [number for number in args[1:] if isinstance(number, int)]  # of an evaluation, and its loader
+        batches = [
+            number for number in args[1:] if isinstance(number, int)
+        ]  # of an evaluation, and its loader
         return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))

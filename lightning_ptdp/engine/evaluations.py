@@ -1,4 +1,5 @@
-"""Optimizers that evaluate the loss several times in a step, and move between two points by what they see."""
+"""Optimizers that evaluate the loss several times in a step, and move between two points by what
+they see."""
 
 from __future__ import annotations
 
@@ -19,11 +20,17 @@ Closure = Callable[[], Tensor | None]
 
 
 def may_evaluate_again(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer may call its closure more than once; of torch's own, only LBFGS does."""
-    return isinstance(optimizer, torch.optim.LBFGS) or type(optimizer).__module__.partition(".")[0] != "torch"
+    """Return True if the optimizer may call its closure more than once; of torch's own, only LBFGS
+    does."""
+    return (
+        isinstance(optimizer, torch.optim.LBFGS)
+        or type(optimizer).__module__.partition(".")[0] != "torch"
+    )
 
 
-def check_evaluates_again(optimizer: Optimizer, layout: ParallelLayout, *, steps_on_copies: bool) -> None:
+def check_evaluates_again(
+    optimizer: Optimizer, layout: ParallelLayout, *, steps_on_copies: bool
+) -> None:
     """Check that such an optimizer gets on every rank what it would get on one device.
 
     Args:
@@ -37,21 +44,26 @@ def check_evaluates_again(optimizer: Optimizer, layout: ParallelLayout, *, steps
     name = type(optimizer).__name__
     if layout.world_size > layout.num_replicas:
         raise ValueError(
-            f"{name} evaluates the loss several times in a step and decides by the gradient of all parameters, of which a rank has a part "
-            "under tensor, pipeline or context parallelism. Use it with data parallelism and microbatches alone, or an optimizer that "
+            f"{name} evaluates the loss several times in a step and decides by the gradient of "
+            "all parameters, of which a rank has a part "
+            "under tensor, pipeline or context parallelism. Use it with data parallelism and "
+            "microbatches alone, or an optimizer that "
             "evaluates once (AdamW, SGD, ...)"
         )
     if steps_on_copies:
         raise ValueError(
-            f"{name} evaluates the loss several times in a step, but with shard_optimizer=True or float32 copies of parameters in half "
-            "precision the model gets the new values after the step only. Use shard_optimizer=False and master_weights=False"
+            f"{name} evaluates the loss several times in a step, but with shard_optimizer=True or "
+            "float32 copies of parameters in half "
+            "precision the model gets the new values after the step only. Use "
+            "shard_optimizer=False and master_weights=False"
         )
 
 
 def counted_evaluations(
     closure: Closure, *, scaled: Callable[[Tensor], Tensor], group: Group, again: Callable[[], None]
 ) -> Closure:
-    """The closure as such an optimizer calls it: all ranks see the same loss, and so take the same path.
+    """The closure as such an optimizer calls it: all ranks see the same loss, and so take the same
+    path.
 
     Args:
         closure: Lightning's; returns the loss of this replica, or None.

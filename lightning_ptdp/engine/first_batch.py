@@ -1,4 +1,5 @@
-"""Inspection of the first batch of a fit that microbatches or replicas divide, on the ranks that warn."""
+"""Inspection of the first batch of a fit that microbatches or replicas divide, on the ranks that
+warn."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ class Inspection:
         owners: What the step may leave something on.
     """
 
-    def __init__(self, *, config: PTDPConfig, mesh: ProcessMesh, module: LightningModule, owners: Sequence[Owner]) -> None:
+    def __init__(
+        self,
+        *,
+        config: PTDPConfig,
+        mesh: ProcessMesh,
+        module: LightningModule,
+        owners: Sequence[Owner],
+    ) -> None:
         self._config, self._mesh, self._module, self._owners = config, mesh, module, owners
         self._is_done = False
 
@@ -55,7 +63,8 @@ class Inspection:
         return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
 
     def watched(self, batch: Nested) -> Context:
-        """Return the context of a step on a replica's whole batch, which warns of reductions over its samples."""
+        """Return the context of a step on a replica's whole batch, which warns of reductions over
+        its samples."""
         with contextlib.suppress(ValueError):  # of a batch that does not tell its number of samples
             if self._config.compile == "none":
                 return watch_samples(self._module, batch_size(batch), replicas=True)

@@ -1,8 +1,9 @@
 """Looking at a step's gradients: which are missing, and where the first NaN or Inf came from.
 
-With ``check_finite`` every backward leaves a number behind, the sum of this rank's gradients so far, that nobody reads unless the
-gradient of the step turns out not to be finite: no microbatch waits for the device, and all that is sent is a norm and a flag.
-"""
+With ``check_finite`` every backward leaves a number behind, the sum of this rank's gradients so
+far, that nobody reads unless the
+gradient of the step turns out not to be finite: no microbatch waits for the device, and all that is
+sent is a norm and a flag."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ class GradientChecks(StepObserver):
         gradients: This rank's.
     """
 
-    def __init__(self, *, action: FiniteAction | None, mesh: ProcessMesh, gradients: Gradients) -> None:
+    def __init__(
+        self, *, action: FiniteAction | None, mesh: ProcessMesh, gradients: Gradients
+    ) -> None:
         self._action, self._mesh, self._gradients = action, mesh, gradients
         self._notes: list[tuple[int, Tensor]] = []
         self._mixed = self._told = False
 
-    # ---- what it is told ----------------------------------------------------------------------------------------------
+    # ---- what it is told -------------------------------------------------------------------------
 
     def began(self, schedule: Schedule) -> None:
         """A step begins."""
@@ -53,7 +56,11 @@ class GradientChecks(StepObserver):
 
     def finished(self, action: Action) -> None:
         """Note the sum, until a reduction mixes in what other replicas have."""
-        if self._action is None or self._mixed or action.kind not in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+        if (
+            self._action is None
+            or self._mixed
+            or action.kind not in (ActionKind.BACKWARD, ActionKind.WEIGHT)
+        ):
             return
         assert action.microbatch is not None
         with torch.no_grad():
@@ -65,9 +72,11 @@ class GradientChecks(StepObserver):
         """From here on the gradients are not this rank's alone."""
         self._mixed = True
 
-    # ---- what it says -------------------------------------------------------------------------------------------------
+    # ---- what it says ----------------------------------------------------------------------------
 
-    def complete(self, optimizer: Optimizer, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None) -> None:
+    def complete(
+        self, optimizer: Optimizer, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None
+    ) -> None:
         """The gradients of a step are complete.
 
         Args:
@@ -76,7 +85,8 @@ class GradientChecks(StepObserver):
             norm: Computes the norm over all ranks; None where a loss scale judges the gradients.
 
         Raises:
-            NonFiniteError: With ``check_finite="raise"``, on all ranks: a loss or gradient is not finite.
+            NonFiniteError: With ``check_finite="raise"``, on all ranks: a loss or gradient is not
+                finite.
         """
         if not self._told:
             self._told = True
@@ -101,12 +111,26 @@ class GradientChecks(StepObserver):
         loss = next((index for index, value in enumerate(losses) if not value.isfinite()), None)
         backward = next((index for index, value in self._notes if not value.isfinite()), None)
         gradient = min(
-            ((order, name) for order, name, value in self._gradients.named() if not value.isfinite().all()), default=None
+            (
+                (order, name)
+                for order, name, value in self._gradients.named()
+                if not value.isfinite().all()
+            ),
+            default=None,
         )
         ranks = gather((loss, backward, gradient))
         names = [found[2] for found in ranks if found[2] is not None]
-        what = f"the gradient of '{min(names)[1]}', the first such parameter, is" if names else "a loss is"
-        begun = [(found[kind], kind, rank) for rank, found in enumerate(ranks) for kind in (0, 1) if found[kind] is not None]
+        what = (
+            f"the gradient of '{min(names)[1]}', the first such parameter, is"
+            if names
+            else "a loss is"
+        )
+        begun = [
+            (found[kind], kind, rank)
+            for rank, found in enumerate(ranks)
+            for kind in (0, 1)
+            if found[kind] is not None
+        ]
         if not begun:
             return f"{what} not finite; no loss and no gradient was before the last microbatch was reduced over the replicas"
         microbatch, kind, rank = min(begun)
@@ -118,7 +142,9 @@ class GradientChecks(StepObserver):
         if names and replicas.rank == 0 and tensor.rank == 0:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"no loss depends on {', '.join(names[:_SHOWN])}{more} (seen on rank {self._mesh.rank}): their gradient is zero, so that "
-                "only weight decay changes them. Freeze them with requires_grad=False if that is meant",
+                f"no loss depends on {', '.join(names[:_SHOWN])}{more} (seen on rank "
+                f"{self._mesh.rank}): their gradient is zero, so that "
+                "only weight decay changes them. Freeze them with requires_grad=False if that is "
+                "meant",
                 stacklevel=2,
             )

@@ -1,4 +1,5 @@
-"""Labels that count in a batch: how many there may be, and whether the parts of a batch that weigh the same have equally many."""
+"""Labels that count in a batch: how many there may be, and whether the parts of a batch that weigh
+the same have equally many."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ _PARTS = 1_000_000
 
 
 def expected_tokens(batch: Nested, samples: int) -> int:
-    """Return a number of tokens that a batch of this form may have: the elements of its largest tensor of integers."""
-    sizes = [tensor.numel() for _, tensor in named_tensors(batch) if not tensor.is_floating_point() and tensor.dim() <= 2]
+    """Return a number of tokens that a batch of this form may have: the elements of its largest
+    tensor of integers."""
+    sizes = [
+        tensor.numel()
+        for _, tensor in named_tensors(batch)
+        if not tensor.is_floating_point() and tensor.dim() <= 2
+    ]
     return max([samples, *sizes])
 
 
@@ -28,7 +34,8 @@ def power_above(number: float) -> float:
 
 
 def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -> Tensor:
-    """The most labels a sample that count in a microbatch, and the negative of the least, in millionths, (2) int64 on ``device``.
+    """The most labels a sample that count in a microbatch, and the negative of the least, in
+    millionths, (2) int64 on ``device``.
 
     Args:
         batch: The whole batch.
@@ -38,11 +45,17 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
     found = _labels(batch, sum(sizes)) if sizes else None
     if found is None:
         return torch.zeros(2, dtype=torch.int64, device=device)
-    counts = (found[1] != _IGNORED).flatten(1).sum(1) if found[1].dim() > 1 else (found[1] != _IGNORED).long()
+    counts = (
+        (found[1] != _IGNORED).flatten(1).sum(1)
+        if found[1].dim() > 1
+        else (found[1] != _IGNORED).long()
+    )
     if len(set(sizes)) == 1:
         shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
     else:
-        shares = torch.stack([part.sum() * _PARTS // len(part) for part in counts.split(list(sizes))])
+        shares = torch.stack(
+            [part.sum() * _PARTS // len(part) for part in counts.split(list(sizes))]
+        )
     return torch.stack([shares.amax(), -shares.amin()]).to(device, non_blocking=True)
 
 
@@ -56,8 +69,10 @@ def describe_uneven(batch: Nested, samples: int) -> str:
     name = (_labels(batch, samples) or ("", None))[0]
     shown = f"'{name}'" if name else "the labels"
     return (
-        f"{shown} of a batch ignores unequal numbers of labels ({_IGNORED}) in its microbatches or replicas, and training_step returns no "
-        "'num_tokens': each microbatch's mean weighs the same, so this is not the mean over all labels that one process takes. Return "
+        f"{shown} of a batch ignores unequal numbers of labels ({_IGNORED}) in its microbatches "
+        "or replicas, and training_step returns no "
+        "'num_tokens': each microbatch's mean weighs the same, so this is not the mean over all "
+        "labels that one process takes. Return "
         f"{{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} from training_step"
     )
 
@@ -67,7 +82,10 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
     found = [
         (name, tensor)
         for name, tensor in named_tensors(batch)
-        if tensor.dtype in (torch.int64, torch.int32) and tensor.dim() and tensor.size(0) == samples and tensor.numel()
+        if tensor.dtype in (torch.int64, torch.int32)
+        and tensor.dim()
+        and tensor.size(0) == samples
+        and tensor.numel()
     ]
     named = [pair for pair in found if "label" in pair[0].lower() or "target" in pair[0].lower()]
     return next(iter(named), found[-1] if found else None)

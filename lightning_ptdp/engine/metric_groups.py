@@ -1,4 +1,5 @@
-"""torchmetrics objects under model parallelism: their states are summed over replicas only, and their values are the batch's."""
+"""torchmetrics objects under model parallelism: their states are summed over replicas only, and
+their values are the batch's."""
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ def _metrics(module: nn.Module) -> Iterator[Metric]:
 
 
 def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
-    """Let the module's metrics sum over the replicas instead of the world, where a replica's ranks hold equal states.
+    """Let the module's metrics sum over the replicas instead of the world, where a replica's ranks
+    hold equal states.
 
     Returns:
-        A function that undoes it: a metric that holds a process group can neither be copied nor pickled.
+        A function that undoes it: a metric that holds a process group can neither be copied nor
+            pickled.
     """
     group = mesh.group("replica_sum")
     saved = [(m, m.process_group, m.distributed_available_fn) for m in _metrics(module)]
@@ -50,10 +53,11 @@ def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
 
 
 class BatchMetrics:
-    """Values of the metrics that a step called, over the whole batch: what Lightning logs with ``on_step=True``.
+    """Values of the metrics that a step called, over the whole batch: what Lightning logs with
+    ``on_step=True``.
 
-    A metric that is called gives the value of what it was called with, which is a microbatch or a slice of one. A copy of it sees all of
-    them.
+    A metric that is called gives the value of what it was called with, which is a microbatch or a
+    slice of one. A copy of it sees all of them.
 
     Args:
         module: The LightningModule.
@@ -74,7 +78,10 @@ class BatchMetrics:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around the step on one microbatch."""
-        handles = [metric.register_forward_hook(self._forwarded, with_kwargs=True) for metric in self._metrics.values()]
+        handles = [
+            metric.register_forward_hook(self._forwarded, with_kwargs=True)
+            for metric in self._metrics.values()
+        ]
         try:
             yield
         finally:
@@ -82,13 +89,16 @@ class BatchMetrics:
                 handle.remove()
 
     def settle(self) -> None:
-        """All microbatches have run: let the metrics that were called hold the batch's values; collective over the context group."""
+        """All microbatches have run: let the metrics that were called hold the batch's values;
+        collective over the context group."""
         called, self._called = self._called, {}
         for key in called:
             self._metrics[key]._forward_cache = self._copies[key].compute()
             self._copies[key].reset()
 
-    def _forwarded(self, metric: Metric, args: tuple[object, ...], kwargs: dict[str, object], _: object) -> None:
+    def _forwarded(
+        self, metric: Metric, args: tuple[object, ...], kwargs: dict[str, object], _: object
+    ) -> None:
         key = id(metric)
         if self._busy or key not in self._metrics:
             return
@@ -105,12 +115,25 @@ class BatchMetrics:
         # Neither process groups nor values with a graph can be copied, and states need not be.
         instead: dict[int, object] = {}
         for inner in _metrics(metric):
-            instead.update({id(value): None for value in (inner.process_group, inner._forward_cache, inner._computed)})
-            instead.update({id(getattr(inner, name)): copy.deepcopy(default) for name, default in inner._defaults.items()})
+            instead.update(
+                {
+                    id(value): None
+                    for value in (inner.process_group, inner._forward_cache, inner._computed)
+                }
+            )
+            instead.update(
+                {
+                    id(getattr(inner, name)): copy.deepcopy(default)
+                    for name, default in inner._defaults.items()
+                }
+            )
         fresh = copy.deepcopy(metric, instead)
         for inner, original in zip(_metrics(fresh), _metrics(metric), strict=True):
             if metric.dist_sync_on_step:
-                inner.process_group, inner.distributed_available_fn = original.process_group, original.distributed_available_fn
+                inner.process_group, inner.distributed_available_fn = (
+                    original.process_group,
+                    original.distributed_available_fn,
+                )
             elif self._context.size > 1:
                 inner.process_group = self._context.handle
             else:

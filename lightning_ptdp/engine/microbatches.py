@@ -1,4 +1,5 @@
-"""Cutting a batch into microbatches along its first dimension, and putting the outputs together again."""
+"""Cutting a batch into microbatches along its first dimension, and putting the outputs together
+again."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _T = TypeVar("_T")
 
 
 def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
-    """``samples`` split as evenly as possible into at most ``count`` microbatches, the larger ones first."""
+    """``samples`` split as evenly as possible into at most ``count`` microbatches, the larger ones
+    first."""
     count = min(samples, count)
     share, rest = divmod(samples, count)
     return tuple(share + (i < rest) for i in range(count))
 
 
 def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
-    """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are passed whole."""
+    """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are
+    passed whole."""
     total, ends = sum(sizes), [0, *accumulate(sizes)]
 
     def cut(window: slice, tensor: Tensor) -> Tensor:
@@ -35,7 +38,11 @@ def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
         return items[window] if len(items) == total else items
 
     windows = [slice(*ends) for ends in pairwise(ends)]
-    return [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows] if len(sizes) > 1 else [batch]
+    return (
+        [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows]
+        if len(sizes) > 1
+        else [batch]
+    )
 
 
 def signature(batch: Nested) -> Hashable:
@@ -43,12 +50,14 @@ def signature(batch: Nested) -> Hashable:
     return tuple((tuple(t.shape), t.dtype) for t in iterate_tensors(batch))
 
 
-def merge_outputs(outputs: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]) -> Nested:
+def merge_outputs(
+    outputs: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
+) -> Nested:
     """One output from those of the microbatches.
 
-    Tensors with the samples along dimension 0 are concatenated, scalars averaged with ``weights``, lists of samples joined;
-    anything else must be equal in all microbatches, or comes back as the list of all.
-    """
+    Tensors with the samples along dimension 0 are concatenated, scalars averaged with ``weights``,
+    lists of samples joined; anything else must be equal in all microbatches, or comes back as the
+    list of all."""
     first = outputs[0]
     if len(outputs) == 1:
         return first
@@ -62,14 +71,21 @@ def merge_outputs(outputs: Sequence[Nested], sizes: Sequence[int], weights: Sequ
         merged = {k: merge_outputs([o[k] for o in outputs], sizes, weights) for k in first}
         return merged if type(first) is dict else type(first)(merged)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)):
-        if all(isinstance(o, (list, tuple)) and len(o) == n for o, n in zip(outputs, sizes, strict=True)) and not any(
-            isinstance(v, Tensor) for v in first
-        ):
+        if all(
+            isinstance(o, (list, tuple)) and len(o) == n
+            for o, n in zip(outputs, sizes, strict=True)
+        ) and not any(isinstance(v, Tensor) for v in first):
             return type(first)(v for o in outputs for v in o)
-        merged_items = [merge_outputs(list(items), sizes, weights) for items in zip(*outputs, strict=True)]
-        return type(first)(*merged_items) if hasattr(first, "_fields") else type(first)(merged_items)
+        merged_items = [
+            merge_outputs(list(items), sizes, weights) for items in zip(*outputs, strict=True)
+        ]
+        return (
+            type(first)(*merged_items) if hasattr(first, "_fields") else type(first)(merged_items)
+        )
     if isinstance(first, float):
-        return float(_weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights))
+        return float(
+            _weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights)
+        )
     return first if all(o == first for o in outputs) else list(outputs)
 
 
@@ -77,7 +93,10 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     total = sum(weights)
     dtype = values[0].dtype if values[0].is_floating_point() else torch.float32
     stacked = torch.stack([v.detach().to(torch.float64) for v in values])
-    scale = torch.tensor([w / total if total else 1 / len(values) for w in weights], dtype=torch.float64)
+    scale = torch.tensor(
+        [w / total if total else 1 / len(values) for w in weights], dtype=torch.float64
+    )
     scale = scale.to(stacked.device, non_blocking=True)
-    # A microbatch without a single counted token weighs nothing, whatever its value (its mean may be 0/0).
+    # A microbatch without a single counted token weighs nothing, whatever its value (its mean may
+    # be 0/0).
     return torch.where(scale > 0, stacked * scale, torch.zeros_like(stacked)).sum().to(dtype)

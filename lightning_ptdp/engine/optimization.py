@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Gradients, ManualGradients
-from lightning_ptdp.engine.evaluations import Closure, check_evaluates_again, counted_evaluations, may_evaluate_again
+from lightning_ptdp.engine.evaluations import (
+    Closure,
+    check_evaluates_again,
+    counted_evaluations,
+    may_evaluate_again,
+)
 from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.replica_step import counted_loss
 from lightning_ptdp.forward.surroundings import Context
@@ -36,14 +41,27 @@ class Optimization:
     Attributes:
         gradients: This rank's gradients, and what the optimizer steps on.
         manual: The gradients under manual optimization of several replicas.
-        losses: Losses of the last batch's microbatches, on the rank that has them; times their tokens where these are counted.
+        losses: Losses of the last batch's microbatches, on the rank that has them; times their
+            tokens where these are counted.
         factor: Weight of this replica's loss in the mean over replicas.
     """
 
     def __init__(
-        self, *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, observers: Observers, device: torch.device
+        self,
+        *,
+        config: PTDPConfig,
+        mesh: ProcessMesh,
+        parallel: ParallelModel,
+        observers: Observers,
+        device: torch.device,
     ) -> None:
-        self._config, self._mesh, self._parallel, self._observers, self._device = config, mesh, parallel, observers, device
+        self._config, self._mesh, self._parallel, self._observers, self._device = (
+            config,
+            mesh,
+            parallel,
+            observers,
+            device,
+        )
         self.gradients = Gradients(
             module=parallel.module,
             config=config,
@@ -61,14 +79,18 @@ class Optimization:
         """Make what keeps and sums gradients, and give the optimizer what it steps on.
 
         Raises:
-            ValueError: The module has trainable parameters that were not there when it was cut, or the optimizer one that it has not;
-                names them. Or the optimizer needs more than a rank has.
+            ValueError: The module has trainable parameters that were not there when it was cut, or
+                the optimizer one that it has not; names them. Or the optimizer needs more than a
+                rank has.
         """
-        # What is frozen and made late is the same on all replicas, but a part that nobody has placed where the model is cut.
+        # What is frozen and made late is the same on all replicas, but a part that nobody has
+        # placed where the model is cut.
         self._parallel.check(frozen=self._mesh.layout.divides_model)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
-            self._checks = GradientChecks(action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients)
+            self._checks = GradientChecks(
+                action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients
+            )
             if self._config.check_finite is not None:
                 self._observers.add(self._checks)
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -91,21 +113,32 @@ class Optimization:
         if not may_evaluate_again(optimizer):
             return closure
         check: Callable[[], None] = partial(self._check_evaluates_again, optimizer)
-        return counted_evaluations(closure, scaled=self.scaled, group=self._mesh.group("replica_sum"), again=check)
+        return counted_evaluations(
+            closure, scaled=self.scaled, group=self._mesh.group("replica_sum"), again=check
+        )
 
     def _check_evaluates_again(self, optimizer: Optimizer) -> None:
-        check_evaluates_again(optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None)
+        check_evaluates_again(
+            optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None
+        )
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a step with this replica's weight in the mean over replicas."""
         if self._mesh.group("replica_sum").size == 1:
             return loss
-        return loss * self.factor if isinstance(self.factor, float) else counted_loss(loss, self.factor) * self.factor
+        return (
+            loss * self.factor
+            if isinstance(self.factor, float)
+            else counted_loss(loss, self.factor) * self.factor
+        )
 
     def check(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """The gradients of a batch are there; if they are those of a step, look at them (see ``GradientChecks.complete``)."""
+        """The gradients of a batch are there; if they are those of a step, look at them (see
+        ``GradientChecks.complete``)."""
         if self._checks is not None and not self.gradients.accumulates:
-            self._checks.complete(optimizer, losses=self.losses, norm=None if scaled else self.gradients.norm)
+            self._checks.complete(
+                optimizer, losses=self.losses, norm=None if scaled else self.gradients.norm
+            )
 
     def close(self) -> None:
         """Detach from the module."""

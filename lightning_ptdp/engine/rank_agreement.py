@@ -41,27 +41,35 @@ def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: tor
     """Compare the parameters of modules that every stage keeps; collective over the stages.
 
     Raises:
-        KeptModuleError: They differ. An average of the model's weights does, which each stage forms with the weights that it has.
+        KeptModuleError: They differ. An average of the model's weights does, which each stage forms
+            with the weights that it has.
     """
-    low = torch.stack([tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]).to(device)
+    low = torch.stack(
+        [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
+    ).to(device)
     high = low.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group.handle)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group.handle)
     differs = (high - low > _ROUNDING * high).tolist()
-    name = next((name for name, differs_here in zip(tensors, differs, strict=True) if differs_here), None)
+    name = next(
+        (name for name, differs_here in zip(tensors, differs, strict=True) if differs_here), None
+    )
     if name is not None:
         raise KeptModuleError(
-            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but has other values on each: a hook or the step changes "
-            "it with weights of which a stage has its own only, as an average of the model's weights (AveragedModel, EMA) does. Use "
+            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but has other "
+            "values on each: a hook or the step changes "
+            "it with weights of which a stage has its own only, as an average of the model's "
+            "weights (AveragedModel, EMA) does. Use "
             "pipeline_parallel_size=1 for that"
         )
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
-    """Checksum of a batch, (2 * replicas) int64 on ``device``: its maximum over ranks says whether each replica's ranks have the same.
+    """Checksum of a batch, (2 * replicas) int64 on ``device``: its maximum over ranks says whether
+    each replica's ranks have the same.
 
-    Sums of integers, because those of floating-point numbers may depend on the order in which a device adds.
-    """
+    Sums of integers, because those of floating-point numbers may depend on the order in which a
+    device adds."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in iterate_tensors(batch):
         total = total * 1_000_003 + _checksum(tensor).to(device, non_blocking=True)
@@ -85,13 +93,16 @@ def check_same_batch(agreed: Sequence[int]) -> None:
     """Check the maximum over ranks of ``batch_sums``.
 
     Raises:
-        BatchMismatchError: On all ranks: those of a replica read different batches, which would silently train on nonsense.
+        BatchMismatchError: On all ranks: those of a replica read different batches, which would
+            silently train on nonsense.
     """
     for replica, (high, low) in enumerate(zip(agreed[::2], agreed[1::2], strict=True)):
         if high != -low:
             raise BatchMismatchError(
-                f"the ranks of replica {replica} read different batches, but all of them must read the same samples, augmented alike. "
-                "Shard data by trainer.strategy.distributed_sampler_kwargs (replica number and count), not by global rank, and seed "
+                f"the ranks of replica {replica} read different batches, but all of them must "
+                "read the same samples, augmented alike. "
+                "Shard data by trainer.strategy.distributed_sampler_kwargs (replica number and "
+                "count), not by global rank, and seed "
                 "shuffling and augmentation by the replica"
             )
 

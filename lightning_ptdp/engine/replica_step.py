@@ -1,4 +1,5 @@
-"""One step of one replica: microbatches through the schedule, the user's own step on each, one report for Lightning."""
+"""One step of one replica: microbatches through the schedule, the user's own step on each, one
+report for Lightning."""
 
 from __future__ import annotations
 
@@ -15,8 +16,20 @@ from lightning_ptdp.data_parallel import GradientBuckets
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
-from lightning_ptdp.engine.step_habits import divisor_of, warn_of_divisors, warn_of_loss, watch_samples
-from lightning_ptdp.engine.step_report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
+from lightning_ptdp.engine.step_habits import (
+    divisor_of,
+    warn_of_divisors,
+    warn_of_loss,
+    watch_samples,
+)
+from lightning_ptdp.engine.step_report import (
+    LogCall,
+    LogRecorder,
+    StepReport,
+    average_calls,
+    numbers_on,
+    read_numbers,
+)
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import Context, Forward, Part
 from lightning_ptdp.shims.lightning import LightningModule
@@ -26,8 +39,8 @@ __all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens"]
 
 
 def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
-    """Loss of a training step's output, and the number of tokens that it is the mean of, if the output says so; both stay on the
-    device, since waiting for a value would stall the pipeline.
+    """Loss of a training step's output, and the number of tokens that it is the mean of, if the
+    output says so; both stay on the device, since waiting for a value would stall the pipeline.
 
     Raises:
         ValueError: The output is neither a tensor nor a mapping with a "loss".
@@ -38,8 +51,10 @@ def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
         tokens, loss = num_tokens(output), output["loss"]
         return loss, None if tokens is None else tokens.to(loss.device, torch.float32)
     raise ValueError(
-        f"training_step returned {type(output).__name__}; under this strategy it must return the loss tensor or a dictionary with "
-        "'loss' (and 'num_tokens' to weight microbatches by their tokens). A batch cannot be skipped with None where others train on "
+        f"training_step returned {type(output).__name__}; under this strategy it must return the "
+        "loss tensor or a dictionary with "
+        "'loss' (and 'num_tokens' to weight microbatches by their tokens). A batch cannot be "
+        "skipped with None where others train on "
         "theirs at the same time: return the loss times zero"
     )
 
@@ -51,13 +66,15 @@ def num_tokens(output: Nested) -> Tensor | None:
 
 
 def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
-    """``loss``, or zero where it weighs nothing: a mean over no tokens may be 0/0, which no weight of zero makes a number."""
+    """``loss``, or zero where it weighs nothing: a mean over no tokens may be 0/0, which no weight
+    of zero makes a number."""
     return torch.where(weight > 0, loss, torch.zeros_like(loss))
 
 
 @dataclass(kw_only=True, eq=False)
 class LightningJob:
-    """Runs a LightningModule's step on microbatches; the pipeline runtime calls it as the schedule says.
+    """Runs a LightningModule's step on microbatches; the pipeline runtime calls it as the schedule
+    says.
 
     Attributes:
         module: The LightningModule.
@@ -74,11 +91,13 @@ class LightningJob:
         metrics: Where metrics that the step calls get their values of the whole batch.
         owners: What the step may leave something on.
         buckets: Who is told when gradients are complete, if anybody is.
-        expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication by them; a power of two.
+        expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication
+            by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``), if anybody wants them.
         inspects: Look at the first loss and name what microbatches change about it.
         watches: Look at the functions of the first microbatch, too.
-        scale: Factor on every loss that does not count its tokens, on top of the microbatch's share of the samples.
+        scale: Factor on every loss that does not count its tokens, on top of the microbatch's share
+            of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
         may_skip: The step may return None for the whole batch, which then teaches nothing.
@@ -131,7 +150,8 @@ class LightningJob:
         return len(self.sizes)
 
     def signature(self, microbatch: int) -> Hashable:
-        """Shapes and dtypes of the microbatch, and whether gradients flow (which may change a hidden state's dtype)."""
+        """Shapes and dtypes of the microbatch, and whether gradients flow (which may change a
+        hidden state's dtype)."""
         return self.hook, signature(self.microbatches[microbatch])
 
     def begin(self, stage: int, microbatch: int) -> Forward:
@@ -158,7 +178,8 @@ class LightningJob:
 
     @contextlib.contextmanager
     def _kept_state(self, forward: Forward) -> Iterator[None]:
-        """Keep the changes that the step makes on the module if this run is the one of the last stage."""
+        """Keep the changes that the step makes on the module if this run is the one of the last
+        stage."""
         if forward.stage == self.stages - 1:
             if self._before is None and self.stages > 1:
                 self._before = StepState(self.owners)
@@ -173,12 +194,17 @@ class LightningJob:
             before.restore()
 
     def finish(self, forward: Forward, output: Nested) -> Tensor | None:
-        """Keep the output; when training, the loss to differentiate: scaled, and weighted by samples or tokens."""
+        """Keep the output; when training, the loss to differentiate: scaled, and weighted by
+        samples or tokens."""
         microbatch, part = forward.microbatch, forward.part
         self._part = part
         if self.training and self._is_skipped(output):
             return None
-        loss, tokens = loss_and_weight(output) if self.training else (torch.zeros((), device=self.device), num_tokens(output))
+        loss, tokens = (
+            loss_and_weight(output)
+            if self.training
+            else (torch.zeros((), device=self.device), num_tokens(output))
+        )
         if self.inspects and tokens is None:
             self._inspect(loss)
         if part is not None and tokens is None:
@@ -194,8 +220,9 @@ class LightningJob:
         self.losses.append(loss.detach())
         if tokens is None:
             return loss * (self.sizes[microbatch] / sum(self.sizes) * self.scale * self.loss_scale)
-        # Tokens are only all counted when the last microbatch has run: their sum is divided out of the gradients at the end. Until then
-        # the expected number keeps the gradients as large as one process has them, which matters in float16.
+        # Tokens are only all counted when the last microbatch has run: their sum is divided out of
+        # the gradients at the end. Until then the expected number keeps the gradients as large as
+        # one process has them, which matters in float16.
         return loss * (tokens * (self.loss_scale / self.expected_tokens))
 
     def _inspect(self, loss: Tensor) -> None:
@@ -211,7 +238,8 @@ class LightningJob:
             self.skipped = True
         elif self.skipped:
             raise ValueError(
-                "training_step returned None for some microbatches of a batch and a loss for others: return the loss times zero for what "
+                "training_step returned None for some microbatches of a batch and a loss for "
+                "others: return the loss times zero for what "
                 "shall teach nothing"
             )
         return self.skipped
@@ -232,25 +260,41 @@ class LightningJob:
             self.buckets.reduce(stage)
 
     def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
-        """Return the last stage's report after all microbatches have run; waits for the device once.
+        """Return the last stage's report after all microbatches have run; waits for the device
+        once.
 
         Args:
             weigh: Makes the numbers of a report that counts its tokens those of all replicas.
         """
         counted, part = all(tokens is not None for tokens in self._tokens), self._part
         weights = numbers_on(self.device, self._tokens if counted else self.sizes)
-        shares = weights if counted or part is None else weights * numbers_on(self.device, self._shares)
+        shares = (
+            weights if counted or part is None else weights * numbers_on(self.device, self._shares)
+        )
         logged = numbers_on(self.device, [call.value for calls in self._calls for call in calls])
-        losses = numbers_on(self.device, self.losses) if self.training and counted and part is None else None
+        losses = (
+            numbers_on(self.device, self.losses)
+            if self.training and counted and part is None
+            else None
+        )
         calls = average_calls(
-            self._calls, logged, shares, metric_path=self._metric_path, counted=counted or part is not None, losses=losses
+            self._calls,
+            logged,
+            shares,
+            metric_path=self._metric_path,
+            counted=counted or part is not None,
+            losses=losses,
         )
         report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
         self.metrics.settle()
         if self.training and not self.skipped:
             losses = numbers_on(self.device, self.losses) if losses is None else losses
             report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
-        parts = None if part is None else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
+        parts = (
+            None
+            if part is None
+            else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
+        )
         if counted and weigh is not None:
             weigh(report)
         of_microbatches, of_parts = self._read(report, shares, parts)
@@ -258,23 +302,35 @@ class LightningJob:
         if part is not None:
             tokens = sum(of_parts) if counted else None
             report.extras = whole_outputs(
-                report.extras, length=part.length, weights=of_parts, tokens=tokens, group=part.group, device=self.device
+                report.extras,
+                length=part.length,
+                weights=of_parts,
+                tokens=tokens,
+                group=part.group,
+                device=self.device,
             )
         if self._before is not None:
             report.changes = self._before.changes()
         return report
 
-    def _read(self, report: StepReport, shares: Tensor, parts: PartReports | None) -> tuple[list[float], list[float]]:
-        """Wait for the report's numbers, in place; the weights of the microbatches, and of the ranks that saw other parts of them."""
+    def _read(
+        self, report: StepReport, shares: Tensor, parts: PartReports | None
+    ) -> tuple[list[float], list[float]]:
+        """Wait for the report's numbers, in place; the weights of the microbatches, and of the
+        ranks that saw other parts of them."""
         spread = [] if self.spread is None else [*self.spread]
-        own = numbers_on(self.device, [report.loss, report.weight, *(call.value for call in report.calls), *spread])
+        own = numbers_on(
+            self.device,
+            [report.loss, report.weight, *(call.value for call in report.calls), *spread],
+        )
         (loss, weight, *values), of_microbatches, of_parts = read_numbers(
             own, shares, own[:0] if parts is None else parts.numbers
         )
         report.loss, report.weight = loss, weight
         values, report.spread = values[: len(report.calls)], values[len(report.calls) :]
         report.calls = [
-            replace(call, value=value) if call.metric is None else call for call, value in zip(report.calls, values, strict=True)
+            replace(call, value=value) if call.metric is None else call
+            for call, value in zip(report.calls, values, strict=True)
         ]
         return of_microbatches, [] if parts is None else parts.read(report, of_parts)
 
@@ -283,12 +339,19 @@ class LightningJob:
         if self.training:
             if not isinstance(outputs[0], Mapping):
                 return None
-            outputs = [{k: v for k, v in o.items() if k not in ("loss", "num_tokens")} for o in outputs]
+            outputs = [
+                {k: v for k, v in o.items() if k not in ("loss", "num_tokens")} for o in outputs
+            ]
             if not outputs[0]:
                 return None
         merged = merge_outputs(outputs, self.sizes, weights)
         if isinstance(merged, Mapping) and "num_tokens" in merged and len(outputs) > 1:
-            merged = {**merged, "num_tokens": torch.tensor(sum(weights)).to(self.device, torch.int64, non_blocking=True)}
+            merged = {
+                **merged,
+                "num_tokens": torch.tensor(sum(weights)).to(
+                    self.device, torch.int64, non_blocking=True
+                ),
+            }
         return merged
 
     def _metric_path(self, metric: object) -> str:
@@ -296,7 +359,8 @@ class LightningJob:
             if child is metric:
                 return name
         raise ValueError(
-            f"the logged metric {type(metric).__name__} is not an attribute of the LightningModule; assign it in __init__"
+            f"the logged metric {type(metric).__name__} is not an attribute of the "
+            "LightningModule; assign it in __init__"
         )
 
 

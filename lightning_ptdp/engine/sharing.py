@@ -1,6 +1,7 @@
 """A report on its way from the last stage to the others.
 
-Numbers, wherever they stand, travel as one small tensor, tensors as they are; names, options and forms are only sent again when they
+Numbers, wherever they stand, travel as one small tensor, tensors as they are; names, options and
+forms are only sent again when they
 change: to send an object is to wait for the device several times.
 """
 
@@ -68,9 +69,15 @@ class _Form:
 
 
 def share_report(
-    report: StepReport | None, *, group: Group, source: int, memory: ReportMemory, device: torch.device
+    report: StepReport | None,
+    *,
+    group: Group,
+    source: int,
+    memory: ReportMemory,
+    device: torch.device,
 ) -> StepReport:
-    """Broadcast the report of ``source``, the member with the last stage, over the pipeline group; the others give None."""
+    """Broadcast the report of ``source``, the member with the last stage, over the pipeline group;
+    the others give None."""
     if group.size == 1:
         assert report is not None
         return report
@@ -98,10 +105,14 @@ def share_report(
     tensors = _broadcast_tensors(tensors, content.places, source=source, group=group, device=device)
     if report is not None:
         return report
-    tensors = [tensor.cpu() if place.on_cpu else tensor for tensor, place in zip(tensors, content.places, strict=True)]
+    tensors = [
+        tensor.cpu() if place.on_cpu else tensor
+        for tensor, place in zip(tensors, content.places, strict=True)
+    ]
     values_of_rows = zip(numbers, content.rows, strict=False)
     calls = [
-        LogCall(name, number if metric is None else None, options, metric) for number, (name, options, metric) in values_of_rows
+        LogCall(name, number if metric is None else None, options, metric)
+        for number, (name, options, metric) in values_of_rows
     ]
     extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
     return StepReport(loss, weight, bool(counted), calls, extras, changes)
@@ -111,7 +122,9 @@ def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tens
     try:
         rest, tensors, numbers = pack((report.extras, report.changes))
     except Exception:
-        rest, tensors, numbers = pack((report.extras, [change for change in report.changes if _can_be_sent(change)]))
+        rest, tensors, numbers = pack(
+            (report.extras, [change for change in report.changes if _can_be_sent(change)])
+        )
     places = [_TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
     rows = [(call.name, call.options, call.metric) for call in report.calls]
     return pickle.dumps(_Form(rows, rest, places, len(numbers))), tensors, numbers
@@ -122,7 +135,8 @@ def _can_be_sent(change: Change) -> bool:
         pack(change)
     except Exception as error:
         warnings.warn(
-            f"the step changed {change.name}, which cannot be sent to the other pipeline stages: it is as it was there ({error}). Keep "
+            f"the step changed {change.name}, which cannot be sent to the other pipeline stages: "
+            f"it is as it was there ({error}). Keep "
             "numbers, tensors and containers of them",
             stacklevel=2,
         )
@@ -145,7 +159,8 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, value: object) -> str | None:
         if type(value) is float or (type(value) is int and abs(value) <= _EXACT):
             self.numbers.append(value)
-            return f"{type(value).__name__} {len(self.numbers) - 1}"  # no number, which would be asked for an id too
+            # no number, which would be asked for an id too
+            return f"{type(value).__name__} {len(self.numbers) - 1}"
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
         self.tensors.append(gather_full(value.detach()).contiguous())
@@ -153,7 +168,9 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[Tensor], numbers: Sequence[float]
+    ) -> None:
         super().__init__(file)
         self._tensors, self._numbers = tensors, numbers
 
@@ -166,7 +183,8 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(value: object) -> tuple[bytes, list[Tensor], list[float]]:
-    """The form of ``value``, its tensors and its numbers; collective over the tensor group where tensors are split over the vocabulary.
+    """The form of ``value``, its tensors and its numbers; collective over the tensor group where
+    tensors are split over the vocabulary.
 
     Raises:
         Exception: Whatever pickle raises for what cannot be sent.
@@ -183,9 +201,15 @@ def unpack(form: bytes, tensors: Sequence[Tensor], numbers: Sequence[float]) -> 
 
 
 def _broadcast_tensors(
-    tensors: Sequence[Tensor], places: Sequence[_TensorPlace], *, source: int, group: Group, device: torch.device
+    tensors: Sequence[Tensor],
+    places: Sequence[_TensorPlace],
+    *,
+    source: int,
+    group: Group,
+    device: torch.device,
 ) -> list[Tensor]:
-    """The tensors of rank ``source``, which the others give none of, each with memory of its own; collective."""
+    """The tensors of rank ``source``, which the others give none of, each with memory of its own;
+    collective."""
     received = []
     for index, place in enumerate(places):
         tensor = (

@@ -1,8 +1,8 @@
-"""Habits of a step whose result depends on microbatches or replicas, found in the first batch of a fit and told once by name.
+"""Habits of a step whose result depends on microbatches or replicas, found in the first batch of a
+fit and told once by name.
 
-Nothing is computed for it: tensors know how often they were written, a loss knows the operations that it ends with, and torch tells
-which functions are called.
-"""
+Nothing is computed for it: tensors know how often they were written, a loss knows the operations
+that it ends with, and torch tells which functions are called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ __all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss", "watc
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
 """Number by which torch's losses store ``reduction="sum"``."""
-_THROUGH = frozenset(("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"))
+_THROUGH = frozenset(
+    ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
+)
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
 _DIM_AT = {"norm": 2, "normalize": 2} | dict.fromkeys(
     (
@@ -65,9 +67,15 @@ class StepHabits:
         tells_own: Name the LightningModule's own attributes too, which all stages hold.
     """
 
-    def __init__(self, module: nn.Module, owners: Sequence[Owner], *, recomputes: bool, tells_own: bool) -> None:
+    def __init__(
+        self, module: nn.Module, owners: Sequence[Owner], *, recomputes: bool, tells_own: bool
+    ) -> None:
         self._module, self._recomputes = module, recomputes
-        tensors = [(name, value) for name, value in _tensors(module) if not value.is_inference() and (tells_own or "." in name)]
+        tensors = [
+            (name, value)
+            for name, value in _tensors(module)
+            if not value.is_inference() and (tells_own or "." in name)
+        ]
         self._versions = {name: (value, value._version) for name, value in tensors}
         self._state = StepState([owner for owner in owners if tells_own and not owner.name])
 
@@ -79,8 +87,10 @@ class StepHabits:
         more = f" and {len(written) - _SHOWN} more" if len(written) > _SHOWN else ""
         again = " and recomputation runs blocks again" if self._recomputes else ""
         warnings.warn(
-            f"training_step writes {', '.join([*written][:_SHOWN])}{more}: it runs once for each of {count} microbatches{again}, and one "
-            "reads what the one before left there, not the batch before. Write it in on_train_batch_end, or use num_microbatches=1 "
+            f"training_step writes {', '.join([*written][:_SHOWN])}{more}: it runs once for each "
+            f"of {count} microbatches{again}, and one "
+            "reads what the one before left there, not the batch before. Write it in "
+            "on_train_batch_end, or use num_microbatches=1 "
             f"({_PAGE})",
             stacklevel=2,
         )
@@ -89,7 +99,9 @@ class StepHabits:
         now = dict(_tensors(self._module))
         for name, (value, version) in self._versions.items():
             owner = self._module.get_submodule(name.rpartition(".")[0])
-            if not isinstance(owner, known) and (now.get(name) is not value or value._version != version):
+            if not isinstance(owner, known) and (
+                now.get(name) is not value or value._version != version
+            ):
                 yield f"self.{name}"
         for change in self._state.changes():
             if change.how == "set" and len(change.path) == 2 and named_tensors(change.value):
@@ -106,8 +118,10 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
     if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
         warnings.warn(
-            f"the loss is a sum, such as reduction='sum', over one {part}, but {parts} are averaged. If it grows with the batch, it and "
-            f"its gradient are smaller than in one process by the number of {parts}: return a mean, or a dictionary with the mean as "
+            f"the loss is a sum, such as reduction='sum', over one {part}, but {parts} are "
+            "averaged. If it grows with the batch, it and "
+            f"its gradient are smaller than in one process by the number of {parts}: return a "
+            "mean, or a dictionary with the mean as "
             f"'loss' and its 'num_tokens' ({_PAGE})",
             stacklevel=2,
         )
@@ -116,7 +130,8 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
         if replicas:
             mend = "Compare with samples gathered from all replicas"
         warnings.warn(
-            f"the loss tells samples from the others of their {part} (contrastive, in-batch negatives), of which there are fewer than in "
+            f"the loss tells samples from the others of their {part} (contrastive, in-batch "
+            "negatives), of which there are fewer than in "
             f"the batch. {mend} ({_PAGE})",
             stacklevel=2,
         )
@@ -124,9 +139,11 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
 
 @contextlib.contextmanager
 def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterator[None]:
-    """Warn of the first line inside that reduces ``samples`` samples to one value each feature, as hand-written normalization does.
+    """Warn of the first line inside that reduces ``samples`` samples to one value each feature, as
+    hand-written normalization does.
 
-    A module with compiled parts is not watched, because they would be compiled again for the next microbatch.
+    A module with compiled parts is not watched, because they would be compiled again for the next
+    microbatch.
 
     Args:
         module: The LightningModule whose step runs inside.
@@ -141,10 +158,13 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
         yield
     if reductions.place is not None:
         part, mend = (
-            ("replica", "gather the samples of all replicas first") if replicas else ("microbatch", "use num_microbatches=1")
+            ("replica", "gather the samples of all replicas first")
+            if replicas
+            else ("microbatch", "use num_microbatches=1")
         )
         warnings.warn(
-            f"{reductions.place} over dimension 0, the samples of one {part}; one process takes it over the whole batch. If the loss "
+            f"{reductions.place} over dimension 0, the samples of one {part}; one process takes "
+            "it over the whole batch. If the loss "
             f"depends on it, {mend} ({_PAGE})",
             stacklevel=3,
         )
@@ -162,9 +182,17 @@ class _Reductions(TorchFunctionMode):
         self.place: str | None = None
         self._samples = samples
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        if self.place is None and name in _DIM_AT and args and isinstance(args[0], Tensor) and self._reduces(name, args, kwargs):
+        if (
+            self.place is None
+            and name in _DIM_AT
+            and args
+            and isinstance(args[0], Tensor)
+            and self._reduces(name, args, kwargs)
+        ):
             self.place = f"{_users_line()} takes the {name}"
         return function(*args, **kwargs)
 
@@ -181,12 +209,21 @@ def _users_line() -> str:
     frame, torchs = inspect.currentframe(), os.path.dirname(torch.__file__)
     while frame is not None and frame.f_code.co_filename.startswith((torchs, __file__)):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno}," if frame is not None else "training_step"
+    return (
+        f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
+        if frame is not None
+        else "training_step"
+    )
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:
-    """Return the number by which the loss was divided last, if it was, such as the sum of a mask."""
-    nodes = [node for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"}) if node.name() == "DivBackward0"]
+    """Return the number by which the loss was divided last, if it was, such as the sum of a
+    mask."""
+    nodes = [
+        node
+        for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"})
+        if node.name() == "DivBackward0"
+    ]
     if len(nodes) != 1 or nodes[0]._saved_other.dim():
         return None
     divisor: Tensor = nodes[0]._saved_other
@@ -194,12 +231,17 @@ def divisor_of(loss: Tensor) -> Tensor | None:
 
 
 def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
-    """Warn if the losses of equally large microbatches are means over unequally many values; reads the divisors."""
+    """Warn if the losses of equally large microbatches are means over unequally many values; reads
+    the divisors."""
     found = [float(divisor) for divisor in divisors if divisor is not None]
-    if len(found) == len(divisors) and max(found) - min(found) > _ROUNDING * abs(max(found, key=abs)):
+    if len(found) == len(divisors) and max(found) - min(found) > _ROUNDING * abs(
+        max(found, key=abs)
+    ):
         warnings.warn(
-            f"the loss is divided by a number that differs between microbatches, such as the sum of a mask ({min(found):g} to "
-            f"{max(found):g}), but microbatches count the same. Return a dictionary with the mean as 'loss' and this number as "
+            "the loss is divided by a number that differs between microbatches, such as the sum "
+            f"of a mask ({min(found):g} to "
+            f"{max(found):g}), but microbatches count the same. Return a dictionary with the mean "
+            "as 'loss' and this number as "
             f"'num_tokens' ({_PAGE})",
             stacklevel=2,
         )
@@ -226,7 +268,8 @@ def _is_sum(node: Any) -> bool:
 
 
 def _compares_samples(node: Any) -> bool:
-    """Return True for a cross-entropy over the samples themselves, of one view each or of two (as NT-Xent, without the own logit)."""
+    """Return True for a cross-entropy over the samples themselves, of one view each or of two (as
+    NT-Xent, without the own logit)."""
     if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
         return False
     target: Tensor = node._saved_target

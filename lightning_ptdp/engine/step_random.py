@@ -1,15 +1,15 @@
 """Random numbers of the user's step, the same in every layout.
 
-A microbatch has one stream outside of the repeated blocks, which every stage draws from alike, and one for each block::
+A microbatch has one stream outside of the repeated blocks, which every stage draws from alike, and
+one for each block::
 
     outside   mask, noise, mixup, embedding's dropout   |            |            |   behind the blocks
     block 0                                             |  dropout   |            |
     block 1                                             |            |  dropout   |
 
-So a stage that lacks a block loses nothing of the outer stream. Streams are seeded by (run, hook, step, microbatch of all replicas, block).
-The generators of torch, numpy and Python are switched; the latter two in blocks only where the blocks' code knows them, because their
-states are large.
-"""
+So a stage that lacks a block loses nothing of the outer stream. Streams are seeded by (run, hook,
+step, microbatch of all replicas, block). The generators of torch, numpy and Python are switched;
+the latter two in blocks only where the blocks' code knows them, because their states are large."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class StepRandomness(Surrounding):
     """Seeds a forward and the blocks in it.
 
     Args:
-        blocks: Number in the whole model -> name, of the blocks that are here, and of other modules with a stream of their own.
+        blocks: Number in the whole model -> name, of the blocks that are here, and of other modules
+            with a stream of their own.
         module: This rank's part of the LightningModule.
         absent: What stands for blocks of earlier stages.
         place: What distinguishes the ranks whose blocks see other slices of the sequence.
@@ -65,7 +66,9 @@ class StepRandomness(Surrounding):
         device: torch.device,
     ) -> None:
         self._blocks, self._absent, self._place, self._device = blocks, absent, place, device
-        names = {name for block in blocks.values() for name in _defined_in(module.get_submodule(block))}
+        names = {
+            name for block in blocks.values() for name in _defined_in(module.get_submodule(block))
+        }
         known = {origin for name in names for origin in _known_by(name)}
         self._python, self._numpy = random in known, np in known
         self._bits: list[Any] = []
@@ -80,7 +83,10 @@ class StepRandomness(Surrounding):
             if _is_inside_graph(module, name):
                 continue  # hooks would break the graph: its blocks draw from the stream around it
             block = module.get_submodule(name)
-            enter, leave = partial(self._enter, number), partial(self._leave)  # a method cannot be marked as untraced
+            enter, leave = (
+                partial(self._enter, number),
+                partial(self._leave),
+            )  # a method cannot be marked as untraced
             if is_compiled(block):
                 enter, leave = untraced(enter), untraced(leave)
             undo.enter_context(block.register_forward_pre_hook(enter, prepend=True))
@@ -91,7 +97,11 @@ class StepRandomness(Surrounding):
 
     def around(self, forward: Forward) -> Context:
         """Draw from the microbatch's stream."""
-        return contextlib.nullcontext() if forward.seed is None else self._drawing(forward, forward.seed)
+        return (
+            contextlib.nullcontext()
+            if forward.seed is None
+            else self._drawing(forward, forward.seed)
+        )
 
     @contextlib.contextmanager
     def _drawing(self, forward: Forward, seed: int) -> Iterator[None]:
@@ -145,7 +155,7 @@ class StepRandomness(Surrounding):
         if outer.python is not None:
             random.setstate(outer.python)
 
-    # ---- recomputation ------------------------------------------------------------------------------------------------
+    # ---- recomputation ---------------------------------------------------------------------------
 
     @property
     def recomputes(self) -> bool:
@@ -182,7 +192,8 @@ def _is_inside_graph(module: nn.Module, block: str) -> bool:
 
 
 def _pass(*_: object) -> None:
-    """Forget the second one of a pair of normal numbers that numpy draws together, as where the generator is changed."""
+    """Forget the second one of a pair of normal numbers that numpy draws together, as where the
+    generator is changed."""
     _NUMPY.set_bit_generator(_NUMPY.get_bit_generator())
 
 
@@ -192,17 +203,25 @@ def _set_host_states(numpy: Any, python: Any) -> None:
 
 
 def _defined_in(block: nn.Module) -> set[str]:
-    """Names of the Python modules that define the classes of a block, and of what its modules hold."""
+    """Names of the Python modules that define the classes of a block, and of what its modules
+    hold."""
     held = [value for module in block.modules() for value in (module, *vars(module).values())]
     kinds = {kind for value in held for kind in type(value).__mro__}
-    return {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES}
+    return {
+        kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES
+    }
 
 
 def _known_by(name: str) -> Iterator[ModuleType]:
-    """Yield ``random`` and ``numpy`` if the Python module ``name`` knows them or a function of theirs."""
+    """Yield ``random`` and ``numpy`` if the Python module ``name`` knows them or a function of
+    theirs."""
     for value in vars(sys.modules.get(name, object)).values():
         try:
-            origin = value.__name__ if isinstance(value, ModuleType) else str(getattr(value, "__module__", None) or "")
+            origin = (
+                value.__name__
+                if isinstance(value, ModuleType)
+                else str(getattr(value, "__module__", None) or "")
+            )
             owner = getattr(value, "__self__", None)
         except Exception:
             continue  # a stand-in for an optional package that is not installed

@@ -1,7 +1,9 @@
-"""Results of a step for Lightning: the loss, ``self.log`` calls and outputs, made on the last stage and needed on every rank.
+"""Results of a step for Lightning: the loss, ``self.log`` calls and outputs, made on the last stage
+and needed on every rank.
 
-The last stage records the calls of every microbatch; afterwards they are put together over the microbatches, sent to the other stages
-(sharing.py) and replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and EarlyStopping see the same on all ranks.
+The last stage records the calls of every microbatch; afterwards they are put together over the
+microbatches, sent to the other stages (sharing.py) and replayed everywhere, so that loggers, the
+progress bar, ModelCheckpoint and EarlyStopping see the same on all ranks.
 Whoever reads a value waits for the device: all is computed there, and read in one go at the end.
 """
 
@@ -33,7 +35,12 @@ __all__ = [
     "weigh_over_replicas",
 ]
 
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,8 @@ class LogCall:
     """One ``self.log(name, value, **options)``.
 
     Attributes:
-        value: A number, a tensor of one element or a Metric object; None where ``metric`` stands for it.
+        value: A number, a tensor of one element or a Metric object; None where ``metric`` stands
+            for it.
         metric: Attribute path of a Metric object on the module.
     """
 
@@ -67,7 +75,8 @@ class LogCall:
 
 @dataclass
 class StepReport:
-    """Everything that the last stage says about a step. Numbers are tensors () of float64 on the device until they are read.
+    """Everything that the last stage says about a step. Numbers are tensors () of float64 on the
+    device until they are read.
 
     Attributes:
         loss: Sum over microbatches of weight times loss.
@@ -99,16 +108,29 @@ class LogRecorder:
         """Record a call.
 
         Raises:
-            ValueError: As Lightning's, in the line that logs: the value is no number, tensor of one element or metric.
+            ValueError: As Lightning's, in the line that logs: the value is no number, tensor of one
+                element or metric.
         """
         if not isinstance(value, Number | Tensor) and not is_metric(value):
-            raise ValueError(f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged")
+            raise ValueError(
+                f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values "
+                "cannot be logged"
+            )
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
-                f"`self.log({name}, {value})` was called, but the tensor must have a single element: log its mean, or a metric"
+                f"`self.log({name}, {value})` was called, but the tensor must have a single "
+                "element: log its mean, or a metric"
             )
         if args:
-            names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
+            names = (
+                "prog_bar",
+                "logger",
+                "on_step",
+                "on_epoch",
+                "reduce_fx",
+                "enable_graph",
+                "sync_dist",
+            )
             kwargs.update(zip(names, args, strict=False))
         keeps_graph = not isinstance(value, Tensor) or kwargs.get("enable_graph", False)
         self.calls.append(LogCall(name, value if keeps_graph else value.detach(), kwargs))
@@ -141,25 +163,30 @@ def average_calls(
     counted: bool = False,
     losses: Tensor | None = None,
 ) -> list[LogCall]:
-    """One call for each call that the microbatches made: weighted mean of the values, or their sum, least or largest as ``reduce_fx``
-    asks. A ``batch_size`` that the calls give is added up, since Lightning weights the batches of an epoch by it.
+    """One call for each call that the microbatches made: weighted mean of the values, or their sum,
+    least or largest as ``reduce_fx`` asks. A ``batch_size`` that the calls give is added up, since
+    Lightning weights the batches of an epoch by it.
 
     Args:
         recorded: Calls of every microbatch, in order.
-        numbers: What they log, one microbatch after the other, (m * calls) float64; anything for a metric.
+        numbers: What they log, one microbatch after the other, (m * calls) float64; anything for a
+            metric.
         weights: Weight of every microbatch, (m) float64.
         metric_path: Attribute path of a Metric object on the module.
         counted: Whether the weights are token counts.
-        losses: Of the microbatches, (m) float64, where they are means over these tokens. What logs them is weighted by tokens, whatever its
-            ``batch_size`` says; another call that gives one, such as a mean over samples, is weighted by it.
+        losses: Of the microbatches, (m) float64, where they are means over these tokens. What logs
+            them is weighted by tokens, whatever its ``batch_size`` says; another call that gives
+            one, such as a mean over samples, is weighted by it.
 
     Raises:
-        ValueError: The microbatches logged different names, or one asks for a reduction that Lightning has not.
+        ValueError: The microbatches logged different names, or one asks for a reduction that
+            Lightning has not.
     """
     names = [[call.name for call in calls] for calls in recorded]
     if any(other != names[0] for other in names):
         raise ValueError(
-            f"self.log was called with different names in different microbatches: {names[0]} and others; log the same names"
+            f"self.log was called with different names in different microbatches: {names[0]} and "
+            "others; log the same names"
         )
     merged = []
     for place, calls in enumerate(zip(*recorded, strict=True)):
@@ -169,7 +196,11 @@ def average_calls(
             options = {**options, "batch_size": sum(own)}
             shares = numbers_on(numbers.device, own)
             if counted:
-                shares = weights if losses is None else _shares_of(numbers[place :: len(names[0])], losses, weights, shares)
+                shares = (
+                    weights
+                    if losses is None
+                    else _shares_of(numbers[place :: len(names[0])], losses, weights, shares)
+                )
         if is_metric(first.value):
             merged.append(LogCall(first.name, None, options, metric_path(first.value)))
             continue
@@ -177,7 +208,8 @@ def average_calls(
         reduction = first.reduction
         if reduction not in _REDUCTIONS:
             raise ValueError(
-                f"self.log({first.name!r}, reduce_fx={reduction}): a logged value can be reduced by {', '.join(_REDUCTIONS)}; log a "
+                f"self.log({first.name!r}, reduce_fx={reduction}): a logged value can be reduced "
+                f"by {', '.join(_REDUCTIONS)}; log a "
                 "torchmetrics.Metric instead"
             )
         value = reduce_values(numbers[place :: len(names[0])], shares, reduction)
@@ -186,21 +218,27 @@ def average_calls(
 
 
 def _shares_of(values: Tensor, losses: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
-    """Return ``tokens`` if the values are the losses, else ``own``; without reading them from the device."""
+    """Return ``tokens`` if the values are the losses, else ``own``; without reading them from the
+    device."""
     is_loss = (torch.isclose(values, losses) | (tokens == 0)).all()
     return torch.where(is_loss, tokens, own)
 
 
 def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:
-    """Numbers and tensors of one element as (n) float64 on ``device``, without waiting for it; 0 for what is neither."""
-    numbers = torch.tensor([float(v) if isinstance(v, Real) else 0.0 for v in values], dtype=torch.float64)
+    """Numbers and tensors of one element as (n) float64 on ``device``, without waiting for it; 0
+    for what is neither."""
+    numbers = torch.tensor(
+        [float(v) if isinstance(v, Real) else 0.0 for v in values], dtype=torch.float64
+    )
     numbers = numbers.to(device, non_blocking=True)
     if not any(isinstance(value, Tensor) for value in values):
         return numbers
     parts = zip(values, numbers.split(1), strict=True)
     return torch.cat(
         [
-            v.detach().to(device, torch.float64, non_blocking=True).reshape(1) if isinstance(v, Tensor) else number
+            v.detach().to(device, torch.float64, non_blocking=True).reshape(1)
+            if isinstance(v, Tensor)
+            else number
             for v, number in parts
         ]
     )
@@ -217,9 +255,12 @@ def is_metric(value: object) -> bool:
     return hasattr(value, "compute") and hasattr(value, "update")
 
 
-def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: Tensor | float = 0.0, *, group: Group) -> Tensor:
-    """Make the logged means that are shared over replicas those of all replicas' tokens, without reading values from the device;
-    collective. All replicas then log the same value, which is what Lightning's own mean over them leaves.
+def weigh_over_replicas(
+    calls: list[LogCall], weight: Tensor, loss: Tensor | float = 0.0, *, group: Group
+) -> Tensor:
+    """Make the logged means that are shared over replicas those of all replicas' tokens, without
+    reading values from the device; collective. All replicas then log the same value, which is what
+    Lightning's own mean over them leaves.
 
     Args:
         calls: Of this replica, changed in place.
@@ -232,7 +273,10 @@ def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: Tensor | flo
     """
     count = weight.detach().double()
     chosen = [i for i, call in enumerate(calls) if call.is_shared_mean]
-    means = [torch.as_tensor(calls[i].value, device=weight.device).detach().double().reshape(()) for i in chosen]
+    means = [
+        torch.as_tensor(calls[i].value, device=weight.device).detach().double().reshape(())
+        for i in chosen
+    ]
     # Without a token a mean may be 0/0.
     loss = loss if isinstance(loss, Tensor) else torch.full_like(count, loss)
     row = torch.stack([count, loss, *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
@@ -243,9 +287,12 @@ def weigh_over_replicas(calls: list[LogCall], weight: Tensor, loss: Tensor | flo
 
 
 def reduce_values(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
-    """Combine values logged by parts of a step, (n), to one value, (): their weighted mean, sum, minimum or maximum."""
+    """Combine values logged by parts of a step, (n), to one value, (): their weighted mean, sum,
+    minimum or maximum."""
     if reduction != "mean":
         return _REDUCTIONS[reduction](values)
     total = weights.sum()
     # What weighs nothing may be 0/0.
-    return torch.where(total != 0, torch.where(weights != 0, values * weights, 0.0).sum() / total, values.mean())
+    return torch.where(
+        total != 0, torch.where(weights != 0, values * weights, 0.0).sum() / total, values.mean()
+    )

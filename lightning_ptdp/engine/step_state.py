@@ -1,11 +1,13 @@
-"""Changes that a step makes on the module: attributes and metrics that only the last stage's run of the step changed.
+"""Changes that a step makes on the module: attributes and metrics that only the last stage's run of
+the step changed.
 
-The user's step runs once on every stage, and only the last run gets to its end. So what the other runs changed on the way is put back,
-and what the last stage's run changed is told to the other ranks as a list of changes: a list that grew is sent as its new items.
+The user's step runs once on every stage, and only the last run gets to its end. So what the other
+runs changed on the way is put back, and what the last stage's run changed is told to the other
+ranks as a list of changes: a list that grew is sent as its new items.
 
-Watched are the LightningModule's own attributes and buffers, and its torchmetrics objects: numbers, strings, tensors and arrays, in
-lists, dictionaries and plain objects. Of containers with more than ``_WATCHED`` items only what is added at the end is seen.
-"""
+Watched are the LightningModule's own attributes and buffers, and its torchmetrics objects: numbers,
+strings, tensors and arrays, in lists, dictionaries and plain objects. Of containers with more than
+``_WATCHED`` items only what is added at the end is seen."""
 
 from __future__ import annotations
 
@@ -24,7 +26,23 @@ __all__ = ["Change", "Owner", "StepState", "apply_changes", "find_owners"]
 _WATCHED = 256
 _DEPTH = 3
 _ARRAY_ITEMS = 65536
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, np.ndarray, np.generic, list, tuple, dict, set, deque)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Tensor,
+    np.ndarray,
+    np.generic,
+    list,
+    tuple,
+    dict,
+    set,
+    deque,
+)
 _LIBRARIES = (
     "builtins", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "tokenizers", "torch", "torchmetrics", "transformers",
 )  # fmt: skip
@@ -50,15 +68,22 @@ class Owner:
     ignored: frozenset[str]
 
     def attributes(self) -> dict[str, object]:
-        """Watched attributes and buffers; containers that a class holds for all of its objects are appended to as if they were."""
+        """Watched attributes and buffers; containers that a class holds for all of its objects are
+        appended to as if they were."""
         found = (_class_containers(type(self.module)) if not self.name else {}) | vars(self.module)
-        return {name: value for name, value in found.items() if name not in self.ignored} | self.module._buffers
+        return {
+            name: value for name, value in found.items() if name not in self.ignored
+        } | self.module._buffers
 
 
 def _class_containers(kind: type) -> dict[str, object]:
     bodies = [vars(base) for base in reversed(kind.__mro__) if not _is_of_a_library(base)]
-    named = {name: value for body in bodies for name, value in body.items() if not name.startswith("__")}
-    return {name: value for name, value in named.items() if isinstance(value, (list, dict, set, deque))}
+    named = {
+        name: value for body in bodies for name, value in body.items() if not name.startswith("__")
+    }
+    return {
+        name: value for name, value in named.items() if isinstance(value, (list, dict, set, deque))
+    }
 
 
 def _is_of_a_library(kind: type) -> bool:
@@ -69,11 +94,20 @@ def find_owners(module: nn.Module) -> list[Owner]:
     """The LightningModule itself and its metrics, wherever they are in it."""
     from torchmetrics import Metric, MetricCollection, SumMetric
 
-    base = next((kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule"), nn.Module)
-    metrics = [(n, child) for n, child in module.named_modules() if n and isinstance(child, (Metric, MetricCollection))]
+    base = next(
+        (kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule"), nn.Module
+    )
+    metrics = [
+        (n, child)
+        for n, child in module.named_modules()
+        if n and isinstance(child, (Metric, MetricCollection))
+    ]
     # What every metric has is how it works, not what it has seen.
     ignored = _attributes_of(SumMetric) - _OF_METRICS - {"sum_value"}
-    return [Owner("", module, _attributes_of(base) | _NOT_STATE), *(Owner(name, child, ignored) for name, child in metrics)]
+    return [
+        Owner("", module, _attributes_of(base) | _NOT_STATE),
+        *(Owner(name, child, ignored) for name, child in metrics),
+    ]
 
 
 @cache
@@ -86,7 +120,8 @@ class Change:
     """One change: ``path`` is the name of an owner, that of its attribute, and keys into that.
 
     Attributes:
-        how: "set", "extend" (a list or dictionary, by items at its end), "delete", or "alias": what ``value``, a path, leads to.
+        how: "set", "extend" (a list or dictionary, by items at its end), "delete", or "alias": what
+            ``value``, a path, leads to.
     """
 
     path: Path
@@ -97,7 +132,9 @@ class Change:
     def name(self) -> str:
         """As the user wrote it."""
         owner, attribute, *keys = self.path
-        return ".".join(part for part in ("self", owner, attribute) if part) + "".join(f"[{key!r}]" for key in keys)
+        return ".".join(part for part in ("self", owner, attribute) if part) + "".join(
+            f"[{key!r}]" for key in keys
+        )
 
 
 @dataclass(frozen=True)
@@ -105,8 +142,8 @@ class _Seen:
     """A value as it was.
 
     Attributes:
-        mark: The version of a tensor; a copy of an array or set; the items of a deque that drops some; how many items another container
-            had.
+        mark: The version of a tensor; a copy of an array or set; the items of a deque that drops
+            some; how many items another container had.
         items: What a container held, by key; None if that was too much.
     """
 
@@ -119,7 +156,10 @@ class StepState:
     """Snapshot of the watched attributes, to compare with later."""
 
     def __init__(self, owners: Sequence[Owner]) -> None:
-        self._seen = [(owner, {name: _see(value) for name, value in owner.attributes().items()}) for owner in owners]
+        self._seen = [
+            (owner, {name: _see(value) for name, value in owner.attributes().items()})
+            for owner in owners
+        ]
 
     def changes(self) -> list[Change]:
         """Return the changes since the snapshot."""
@@ -129,7 +169,8 @@ class StepState:
         return search.found
 
     def restore(self) -> None:
-        """Put back what was added, removed or bound to something else; a tensor that was changed in place stays as it is."""
+        """Put back what was added, removed or bound to something else; a tensor that was changed in
+        place stays as it is."""
         for owner, seen in self._seen:
             now = owner.attributes()
             for name in _added(seen, now):
@@ -151,7 +192,13 @@ def _see(value: object, depth: int = 0) -> _Seen:
         return _Seen(value, set(value))
     if isinstance(value, deque) and value.maxlen is not None:
         return _Seen(value, tuple(value))
-    held = value if isinstance(value, _CONTAINERS) else vars(value) if depth == 0 and _is_object(value) else None
+    held = (
+        value
+        if isinstance(value, _CONTAINERS)
+        else vars(value)
+        if depth == 0 and _is_object(value)
+        else None
+    )
     if held is None:
         return _Seen(value)
     if len(held) > _WATCHED or depth > _DEPTH:
@@ -163,7 +210,9 @@ def _see(value: object, depth: int = 0) -> _Seen:
 def _is_object(value: object) -> bool:
     """Return True for an object of the user's that holds data, such as a running average."""
     kind = type(value)
-    if _is_of_a_library(kind) or getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+    if _is_of_a_library(kind) or getattr(
+        getattr(kind, "__dataclass_params__", None), "frozen", False
+    ):
         return False
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
 
@@ -190,7 +239,9 @@ class _Search:
                 self.found.append(Change(path, "alias", first))
             return
         count = len(self.found)
-        if seen is None or (not _is_same_number(seen.value, now) if rebound else self._has_changed(seen, now, path)):
+        if seen is None or (
+            not _is_same_number(seen.value, now) if rebound else self._has_changed(seen, now, path)
+        ):
             self.found.append(Change(path, "set", now))
         if isinstance(now, (Tensor, set, *_CONTAINERS)):
             self._met[id(now)] = path, len(self.found) > count
@@ -209,7 +260,8 @@ class _Search:
         return seen.mark is not None and self._container(seen, now, path)
 
     def _container(self, seen: _Seen, now: Any, path: Path) -> bool:
-        """Return True if a container has to be sent as a whole, because it lost items of which no record exists."""
+        """Return True if a container has to be sent as a whole, because it lost items of which no
+        record exists."""
         ordered = isinstance(now, (list, deque))
         if not ordered and seen.items is not None:
             self.mapping(seen.items, now if isinstance(now, dict) else vars(now), path)
@@ -225,11 +277,17 @@ class _Search:
 
 
 def _are_same(items: Sequence[object], now: Sequence[object]) -> bool:
-    return len(items) == len(now) and all(item is other for item, other in zip(items, now, strict=True))
+    return len(items) == len(now) and all(
+        item is other for item, other in zip(items, now, strict=True)
+    )
 
 
 def _is_same_number(before: object, now: object) -> bool:
-    return type(before) is type(now) and isinstance(now, (bool, int, float, complex, str, bytes)) and before == now
+    return (
+        type(before) is type(now)
+        and isinstance(now, (bool, int, float, complex, str, bytes))
+        and before == now
+    )
 
 
 def _added(seen: Mapping[Any, _Seen], now: Mapping[Any, object]) -> list[Any]:
@@ -258,7 +316,9 @@ def _restore(before: _Seen) -> None:
     if items is None:
         return
     if isinstance(value, (list, deque)):
-        if len(value) != len(items) or any(item is not items[key].value for key, item in enumerate(value)):
+        if len(value) != len(items) or any(
+            item is not items[key].value for key, item in enumerate(value)
+        ):
             value.clear()
             value.extend(item.value for item in items.values())
     else:
@@ -283,7 +343,8 @@ def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
             _apply(module, change)
         except (LookupError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"the step changed {change.name} on the last pipeline stage, but here it is something else ({error}): what a step "
+                f"the step changed {change.name} on the last pipeline stage, but here it is "
+                f"something else ({error}): what a step "
                 "changes must be changed by hooks on all ranks alike"
             ) from error
 

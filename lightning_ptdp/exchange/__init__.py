@@ -1,11 +1,16 @@
-"""Between our checkpoints and everybody else's files: Hugging Face folders, state dicts, Lightning's single file.
+"""Between our checkpoints and everybody else's files: Hugging Face folders, state dicts,
+Lightning's single file.
 
-All of it runs in one process, without the whole model in memory (but for ``torch.save``'s formats on the way out).
-"""
+All of it runs in one process, without the whole model in memory (but for ``torch.save``'s formats
+on the way out)."""
 
 from lightning_ptdp.exchange.converter import Kind, convert, kind_of, kind_of_result
 from lightning_ptdp.exchange.export import SHARD_BYTES, FolderExport, to_huggingface, verify_export
-from lightning_ptdp.exchange.export_content import Described, described_by_module, described_by_state
+from lightning_ptdp.exchange.export_content import (
+    Described,
+    described_by_module,
+    described_by_state,
+)
 from lightning_ptdp.exchange.folder_weights import (
     HuggingFaceNames,
     HuggingFaceWeights,

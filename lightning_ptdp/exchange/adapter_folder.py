@@ -26,7 +26,13 @@ _UNSUPPORTED = (
     "layer_replication",
 )
 _PREFIX = "base_model.model."
-_WRAPPED = (".lora_A.", ".lora_B.", ".lora_embedding_A", ".lora_embedding_B", ".lora_magnitude_vector")
+_WRAPPED = (
+    ".lora_A.",
+    ".lora_B.",
+    ".lora_embedding_A",
+    ".lora_embedding_B",
+    ".lora_magnitude_vector",
+)
 
 
 def is_adapter_folder(path: Path) -> bool:
@@ -34,15 +40,20 @@ def is_adapter_folder(path: Path) -> bool:
     return (path / ADAPTER_FILE).is_file() and not (path / "config.json").exists()
 
 
-def read_adapter_folder(path: Path, *, base: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the arguments of a ``LitCausalLM`` with these adapters, and their tensors by the names in that module.
+def read_adapter_folder(
+    path: Path, *, base: str | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the arguments of a ``LitCausalLM`` with these adapters, and their tensors by the names
+    in that module.
 
     Args:
         path: The folder.
-        base: Folder or hub name of the base model; None: the one that ``adapter_config.json`` names.
+        base: Folder or hub name of the base model; None: the one that ``adapter_config.json``
+            names.
 
     Raises:
-        CheckpointError: The folder is damaged, names no base model, or holds other adapters than LoRA's.
+        CheckpointError: The folder is damaged, names no base model, or holds other adapters than
+            LoRA's.
     """
     linked = hub_blobs(path)
     try:
@@ -54,19 +65,26 @@ def read_adapter_folder(path: Path, *, base: str | None = None) -> tuple[dict[st
         raise CheckpointError(f"{path / ADAPTER_FILE} holds no mapping")
     found = base if base is not None else given.get("base_model_name_or_path")
     if not isinstance(found, str) or not found:
-        raise CheckpointError(f"{path / ADAPTER_FILE} names no base model (base_model_name_or_path)")
+        raise CheckpointError(
+            f"{path / ADAPTER_FILE} names no base model (base_model_name_or_path)"
+        )
     if given.get("peft_type") != "LORA" or given.get("bias", "none") != "none":
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: peft_type={given.get('peft_type')!r}, bias={given.get('bias')!r}; only LoRA without biases is read. "
+            f"{path / ADAPTER_FILE}: peft_type={given.get('peft_type')!r}, "
+            f"bias={given.get('bias')!r}; only LoRA without biases is read. "
             "Merge these adapters with peft (merge_and_unload), and use the merged model"
         )
     for name in _UNSUPPORTED:
         if given.get(name):
             raise CheckpointError(
-                f"{path / ADAPTER_FILE}: {name} is not supported; use the model that peft's merge_and_unload gives"
+                f"{path / ADAPTER_FILE}: {name} is not supported; use the model that peft's "
+                "merge_and_unload gives"
             )
     adapter = _options(path, given)
-    tensors = {_module_name(name, adapter): value.clone() for name, value in open_safetensors(path / ADAPTER_WEIGHTS).items()}
+    tensors = {
+        _module_name(name, adapter): value.clone()
+        for name, value in open_safetensors(path / ADAPTER_WEIGHTS).items()
+    }
     return {"path": found, "adapter": adapter}, tensors
 
 
@@ -75,7 +93,9 @@ def _options(path: Path, given: Mapping[str, Any]) -> LoraOptions:
     options = {ours: given[theirs] for theirs, ours in _OPTIONS.items() if theirs in given}
     try:
         return LoraOptions(
-            target_modules=targets if isinstance(targets, str) else tuple(targets or ()), modules_to_save=tuple(whole), **options
+            target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
+            modules_to_save=tuple(whole),
+            **options,
         )
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path / ADAPTER_FILE}: {error}") from error
@@ -89,4 +109,8 @@ def _module_name(name: str, adapter: LoraOptions) -> str:
         if found:
             return f"{head}{part.rstrip('.')}.default" + (f".{tail}" if tail else "")
     owner, _, leaf = short.rpartition(".")
-    return f"{owner}.modules_to_save.default.{leaf}" if any(owner.endswith(one) for one in adapter.modules_to_save) else short
+    return (
+        f"{owner}.modules_to_save.default.{leaf}"
+        if any(owner.endswith(one) for one in adapter.modules_to_save)
+        else short
+    )

@@ -1,4 +1,5 @@
-"""Out of a checkpoint of adapters: a folder of peft's, or the whole model with the adapters merged into its weights."""
+"""Out of a checkpoint of adapters: a folder of peft's, or the whole model with the adapters merged
+into its weights."""
 
 from __future__ import annotations
 
@@ -27,12 +28,19 @@ _OURS, _THEIRS = "model/model.", "base_model.model."
 
 
 def base_of_adapters(state: Mapping[str, Any]) -> str | None:
-    """The path of the weights beside which a checkpoint's adapters were trained; None: it holds a whole model."""
+    """The path of the weights beside which a checkpoint's adapters were trained; None: it holds a
+    whole model."""
     return state[BASE_WEIGHTS]["path"] if BASE_WEIGHTS in state else None
 
 
-def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Write what ``PeftModel.from_pretrained(base, destination)`` reads, from a checkpoint of a ``LitCausalLM`` with adapters.
+def to_adapters(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write what ``PeftModel.from_pretrained(base, destination)`` reads, from a checkpoint of a
+    ``LitCausalLM`` with adapters.
 
     Args:
         source: The checkpoint folder.
@@ -42,15 +50,23 @@ def to_adapters(source: str | os.PathLike[str], destination: str | os.PathLike[s
     Raises:
         CheckpointError: The checkpoint is damaged; nothing is left at ``destination``.
     """
-    state, reader, target = read_state(source), TensorReader(source), Path(os.path.abspath(destination))
+    state, reader, target = (
+        read_state(source),
+        TensorReader(source),
+        Path(os.path.abspath(destination)),
+    )
     base, adapter = state[BASE_WEIGHTS], as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
     config = adapter.config(
-        base_model_name_or_path=base["path"].removeprefix("tiny:"), task_type=base["task"], inference_mode=True
+        base_model_name_or_path=base["path"].removeprefix("tiny:"),
+        task_type=base["task"],
+        inference_mode=True,
     )
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
     held = {new: reader.tensors[name] for new, name in sorted(names.items())}
-    entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
+    entries = {
+        name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()
+    }
     files.check_replaceable(target, marker=files.EXPORT_MARK)
     with files.replacing(target) as part:
         part.mkdir()
@@ -73,8 +89,8 @@ def merge_adapters(
     dtype: torch.dtype | None = None,
     shard_bytes: int,
 ) -> None:
-    """Write the whole Hugging Face folder with the adapters merged into the weights beside which they were trained; the process holds
-    the model.
+    """Write the whole Hugging Face folder with the adapters merged into the weights beside which
+    they were trained; the process holds the model.
 
     Args:
         source: The checkpoint folder, of a ``LitCausalLM`` with adapters.
@@ -84,7 +100,8 @@ def merge_adapters(
         shard_bytes: Most bytes in one file.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or the weights are others; nothing is left at ``destination``.
+        CheckpointError: The checkpoint is damaged, or the weights are others; nothing is left at
+            ``destination``.
     """
     peft = import_optional("peft")
     transformers = import_optional("transformers")
@@ -92,14 +109,25 @@ def merge_adapters(
     told, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
     folder = local_folder(str(base or told["path"]))
     if fingerprint(folder) != told["fingerprint"]:
-        raise CheckpointError(f"{folder} has other weights than those beside which the adapters of {source} were trained")
+        raise CheckpointError(
+            f"{folder} has other weights than those beside which the adapters of {source} were "
+            "trained"
+        )
     files.check_apart(target, [folder])
     files.check_replaceable(target, marker=files.EXPORT_MARK)
-    kind: Any = transformers.AutoModelForCausalLM if told["task"] == "CAUSAL_LM" else transformers.AutoModelForMaskedLM
-    model = kind.from_pretrained(folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False)
+    kind: Any = (
+        transformers.AutoModelForCausalLM
+        if told["task"] == "CAUSAL_LM"
+        else transformers.AutoModelForMaskedLM
+    )
+    model = kind.from_pretrained(
+        folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
+    )
     with tempfile.TemporaryDirectory() as place:
         to_adapters(source, Path(place) / "adapter")
-        model = peft.PeftModel.from_pretrained(model, str(Path(place) / "adapter")).merge_and_unload()
+        model = peft.PeftModel.from_pretrained(
+            model, str(Path(place) / "adapter")
+        ).merge_and_unload()
     with files.replacing(target) as part:
         model.save_pretrained(part, max_shard_size=shard_bytes)
         (part / files.EXPORT_MARK).touch()
@@ -109,6 +137,9 @@ def merge_adapters(
 
 
 def _peft_name(name: str) -> str:
-    """``model/model.h.q_proj.lora_A.default.weight`` -> ``base_model.model.h.q_proj.lora_A.weight``."""
+    """``model/model.h.q_proj.lora_A.default.weight`` ->
+    ``base_model.model.h.q_proj.lora_A.weight``."""
     name = _THEIRS + re.sub(r"\.modules_to_save\.[^.]+", "", name.removeprefix(_OURS))
-    return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")
+    return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(
+        ".default", ""
+    )

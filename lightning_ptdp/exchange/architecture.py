@@ -1,4 +1,5 @@
-"""Checks of an exported folder with transformers: names and shapes of its architecture before the export, logits after it."""
+"""Checks of an exported folder with transformers: names and shapes of its architecture before the
+export, logits after it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ __all__ = ["check_architecture", "verify_huggingface"]
 _SHOWN = 3
 _LENGTH = 16
 _CLOSE = 1e-4
-"""Tolerance of logits, relative to the largest: in float32 two implementations of a model add in different orders."""
+"""Tolerance of logits, relative to the largest: in float32 two implementations of a model add in
+different orders."""
 
 
 def check_architecture(
@@ -34,7 +36,8 @@ def check_architecture(
     *,
     in_files: bool = False,
 ) -> Any:
-    """Compare what is to be written with the architecture that its configuration names, built on the meta device.
+    """Compare what is to be written with the architecture that its configuration names, built on
+    the meta device.
 
     Args:
         description: The ``config.json``.
@@ -47,7 +50,8 @@ def check_architecture(
         The architecture.
 
     Raises:
-        CheckpointError: transformers has no such architecture or is not installed; a name is missing or unknown; a shape differs.
+        CheckpointError: transformers has no such architecture or is not installed; a name is
+            missing or unknown; a shape differs.
     """
     name, kind = _architecture(description) if kind is None else (kind.__name__, kind)
     try:
@@ -59,7 +63,10 @@ def check_architecture(
         raise CheckpointError(f"{name} cannot be built from the configuration: {error}") from error
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     first: dict[int, str] = {}
-    tied = {key: first.setdefault(id(value), key) for key, value in model.named_parameters(remove_duplicate=False)}
+    tied = {
+        key: first.setdefault(id(value), key)
+        for key, value in model.named_parameters(remove_duplicate=False)
+    }
     if in_files:
         once = {key: shape for key, shape in wanted.items() if tied.get(key, key) == key}
         wanted = {key: view.shape for key, view in views_in_files(model, once).items()}
@@ -67,23 +74,32 @@ def check_architecture(
     lacks = sorted(key for key in wanted if key not in stored and tied.get(key, key) not in there)
     unknown = sorted(stored.keys() - wanted.keys())
     if lacks or unknown:
-        parts = [f"lacks {_listed(lacks)}"] * bool(lacks) + [f"has {_listed(unknown)}, which it does not know"] * bool(unknown)
+        parts = [f"lacks {_listed(lacks)}"] * bool(lacks) + [
+            f"has {_listed(unknown)}, which it does not know"
+        ] * bool(unknown)
         raise CheckpointError(
-            f"{source} does not fit {name}: it {' and '.join(parts)}. Nothing was written: merge adapters into the weights first, or name "
+            f"{source} does not fit {name}: it {' and '.join(parts)}. Nothing was written: merge "
+            "adapters into the weights first, or name "
             "the configuration and the prefix of the model that was trained"
         )
     for key, shape in stored.items():
         if wanted[key] != shape:
             raise CheckpointError(
-                f"{source} does not fit {name}: {key!r} has the shape {shape}, and its configuration makes it {wanted[key]}"
+                f"{source} does not fit {name}: {key!r} has the shape {shape}, and its "
+                f"configuration makes it {wanted[key]}"
             )
     return model
 
 
 def verify_huggingface(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, prefix: str, model: Model | None
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    prefix: str,
+    model: Model | None,
 ) -> str:
-    """Load an exported folder as its users do, and compare it with the checkpoint. Needs memory for two whole models.
+    """Load an exported folder as its users do, and compare it with the checkpoint. Needs memory for
+    two whole models.
 
     Args:
         source: The checkpoint folder.
@@ -99,7 +115,10 @@ def verify_huggingface(
     """
     name, kind = _architecture(read_config(Path(folder)))
     theirs, said = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = {key: sorted(map(str, said.get(key, ()))) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    wrong = {
+        key: sorted(map(str, said.get(key, ())))
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
     if any(wrong.values()):
         found = "; ".join(f"{key} {_listed(names)}" for key, names in wrong.items() if names)
         raise CheckpointError(f"{folder}: {name}.from_pretrained finds {found}")
@@ -107,20 +126,35 @@ def verify_huggingface(
         state, reader = theirs.state_dict(), TensorReader(source)
         for stored in sorted(reader.metadata.names("model/")):
             key = stored.removeprefix(f"model/{prefix}")
-            if key in state and not torch.equal(state[key], reader.read(stored).to(state[key].dtype)):
+            if key in state and not torch.equal(
+                state[key], reader.read(stored).to(state[key].dtype)
+            ):
                 raise CheckpointError(f"{folder}: {key!r} differs from {source}")
         return f"{name}.from_pretrained loads it, every tensor equal"
-    weights = {key.removeprefix(prefix): value for key, value in read_full(source).items() if key.startswith(prefix)}
+    weights = {
+        key.removeprefix(prefix): value
+        for key, value in read_full(source).items()
+        if key.startswith(prefix)
+    }
     ours = model.family.build(model.config)
     ours.load_state_dict(weights)
-    ids = torch.arange(min(_LENGTH, model.config.sequence_length))[None] * 7 % model.config.vocabulary_size
+    ids = (
+        torch.arange(min(_LENGTH, model.config.sequence_length))[None]
+        * 7
+        % model.config.vocabulary_size
+    )
     with torch.no_grad():
         mine, answer = ours.to(theirs.dtype).float().eval()(ids), theirs.float().eval()(ids)
-    other = answer["logits"] if "logits" in answer else answer["prediction_logits"]  # a BERT has two heads
+    other = (
+        answer["logits"] if "logits" in answer else answer["prediction_logits"]
+    )  # a BERT has two heads
     mine = mine[0] if isinstance(mine, tuple) else mine
     gap = float((mine - other).abs().max() / mine.abs().max())
     if not gap < _CLOSE:
-        raise CheckpointError(f"{folder}: the logits of {name} differ from those of {source} by {gap:.1e} of the largest")
+        raise CheckpointError(
+            f"{folder}: the logits of {name} differ from those of {source} by {gap:.1e} of the "
+            "largest"
+        )
     return f"the logits of {name} are equal, to {gap:.0e} of the largest"
 
 
@@ -131,7 +165,8 @@ def _architecture(description: Mapping[str, Json]) -> tuple[str, Any]:
     kind = getattr(transformers, name, None) if name else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise CheckpointError(
-            f"the configuration's architectures={names!r} is none that transformers {transformers.__version__} has"
+            f"the configuration's architectures={names!r} is none that transformers "
+            f"{transformers.__version__} has"
         )
     return name, kind
 

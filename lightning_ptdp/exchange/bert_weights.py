@@ -1,8 +1,8 @@
 """BERT: our two orders of LayerNorm and the two models that Hugging Face has for them.
 
-LayerNorm behind the sums (``norm_order="post"``) is ``BertForPreTraining``, in front (``"pre"``) ``MegatronBertForPreTraining``. Both have
-the heads for masked tokens and for the order of two sentences.
-"""
+LayerNorm behind the sums (``norm_order="post"``) is ``BertForPreTraining``, in front (``"pre"``)
+``MegatronBertForPreTraining``. Both have the heads for masked tokens and for the order of two
+sentences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ _ROWS = (
     Row(ours="blocks.*.mlp.down", theirs=f"{_LAYER}.output.dense"),
     Row(ours="masked_head.dense", theirs="cls.predictions.transform.dense"),
     Row(ours="masked_head.norm", theirs="cls.predictions.transform.LayerNorm"),
-    Row(ours="masked_head.decoder", theirs="cls.predictions"),  # its bias; the weight is the embedding's
+    Row(
+        ours="masked_head.decoder", theirs="cls.predictions"
+    ),  # its bias; the weight is the embedding's
     Row(ours="order_head.pooler", theirs="bert.pooler.dense"),
     Row(ours="order_head.classifier", theirs="cls.seq_relationship"),
 )
@@ -50,11 +52,21 @@ _PRE_ROWS = (
     Row(ours="blocks.*.norm_2", theirs=f"{_LAYER}.ln"),
     Row(ours="norm", theirs="bert.encoder.ln"),
 )
-_GELU: Mapping[str, Literal["exact", "tanh"]] = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+_GELU: Mapping[str, Literal["exact", "tanh"]] = {
+    "gelu": "exact",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+}
 _FIELDS = (
     *SIZES,
     Field(theirs="type_vocab_size", ours="num_segments", check=SIZE, default=2),
-    Field(theirs="hidden_act", ours="gelu", check=one_of(_GELU, f"one of {sorted(_GELU)}"), default="exact", written=None),
+    Field(
+        theirs="hidden_act",
+        ours="gelu",
+        check=one_of(_GELU, f"one of {sorted(_GELU)}"),
+        default="exact",
+        written=None,
+    ),
     Field(theirs="hidden_dropout_prob", ours="dropout", check=SHARE, default=0.1),
     Field(
         theirs="attention_probs_dropout_prob",
@@ -75,17 +87,23 @@ _FIXED = {
 
 
 def _written(ours: BertConfig) -> dict[str, object]:
-    return {"hidden_act": "gelu" if ours.gelu == "exact" else "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    return {
+        "hidden_act": "gelu" if ours.gelu == "exact" else "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    }
 
 
-def _family(model_type: str, architecture: str, norm_order: Literal["post", "pre"], rows: tuple[Row, ...]) -> Family:
+def _family(
+    model_type: str, architecture: str, norm_order: Literal["post", "pre"], rows: tuple[Row, ...]
+) -> Family:
     return Family(
         model_type=model_type,
         architecture=architecture,
         rows=_ROWS + rows,
         fields=_FIELDS,
         base="bert.",
-        # Files may repeat what is tied: the decoder's weight is the embedding's, its bias the head's.
+        # Files may repeat what is tied: the decoder's weight is the embedding's, its bias the
+        # head's.
         ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
         tied={"masked_head.decoder.weight": "embeddings.token.weight"},
         older={"gamma": "weight", "beta": "bias"},

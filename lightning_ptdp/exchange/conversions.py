@@ -1,6 +1,5 @@
-"""Names of tensors in transformers' files where they differ from the model's: some are renamed, and experts that are computed together
-are stored apart.
-"""
+"""Names of tensors in transformers' files where they differ from the model's: some are renamed, and
+experts that are computed together are stored apart."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ class View:
     Attributes:
         name: The model's.
         place: Where it lies in that.
-        dims: For each dimension of the file's, which of the model's it is; the others are of extent 1.
+        dims: For each dimension of the file's, which of the model's it is; the others are of extent
+            1.
     """
 
     name: str
@@ -35,7 +35,9 @@ class View:
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> View:
         """All of a tensor."""
-        return cls(name=name, place=Rectangle.at((0,) * len(shape), shape), dims=tuple(range(len(shape))))
+        return cls(
+            name=name, place=Rectangle.at((0,) * len(shape), shape), dims=tuple(range(len(shape)))
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,7 +46,9 @@ class View:
 
     def in_file(self, place: Rectangle) -> Rectangle:
         """Return the position in the file's tensor of the rectangle ``place`` of the model's."""
-        begin, end = (tuple(ends[dim] for dim in self.dims) for ends in place.seen_from(self.place.begin))
+        begin, end = (
+            tuple(ends[dim] for dim in self.dims) for ends in place.seen_from(self.place.begin)
+        )
         return Rectangle(begin, end)
 
     def turned(self, values: torch.Tensor) -> torch.Tensor:
@@ -54,7 +58,8 @@ class View:
 
 
 def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
-    """Return the tensors that ``save_pretrained`` would write, by their names in the files, each as a part of one of the model's.
+    """Return the tensors that ``save_pretrained`` would write, by their names in the files, each as
+    a part of one of the model's.
 
     Tensors that are no such parts stay as in the model, which ``from_pretrained`` reads as well.
 
@@ -68,7 +73,9 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     for name in names:
         begins.append(end)
         end += max(math.prod(shapes[name]), 1)
-    flat = torch.empty(end, device="meta")  # all of them in one: where a view of it begins says of which it is a part
+    flat = torch.empty(
+        end, device="meta"
+    )  # all of them in one: where a view of it begins says of which it is a part
     wholes = {
         stored: flat[begin : begin + math.prod(shapes[name])].view(shapes[name])
         for (stored, name), begin in zip(own.items(), begins, strict=True)
@@ -89,9 +96,8 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) -> View | None:
-    """Return ``value`` as a view of a tensor of ``shape`` that lies row by row and begins ``first`` elements before it; None if it is
-    no rectangle.
-    """
+    """Return ``value`` as a view of a tensor of ``shape`` that lies row by row and begins ``first``
+    elements before it; None if it is no rectangle."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = (
         tuple(first // stride % extent for stride, extent in zip(strides, shape, strict=True))
@@ -101,7 +107,11 @@ def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) ->
     dims: list[int] = []
     for extent, stride in zip(value.shape, value.stride(), strict=True):
         free = [dim for dim in range(len(shape)) if dim not in dims]
-        fitting = [dim for dim in free if (shape[dim] == 1 if extent == 1 else strides[dim] == stride and shape[dim] > 1)]
+        fitting = [
+            dim
+            for dim in free
+            if (shape[dim] == 1 if extent == 1 else strides[dim] == stride and shape[dim] > 1)
+        ]
         if not fitting:
             return None
         dims.append(fitting[0])

@@ -1,4 +1,5 @@
-"""One function for all conversions: what the two sides are is seen from what is there and from the names."""
+"""One function for all conversions: what the two sides are is seen from what is there and from the
+names."""
 
 from __future__ import annotations
 
@@ -16,12 +17,22 @@ from lightning_ptdp.exchange.adapter_weights import base_of_adapters, merge_adap
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
 from lightning_ptdp.exchange.model_folder import reads_as_huggingface
-from lightning_ptdp.exchange.state_dict_files import as_folder, from_state_dict, is_trained_file, open_state_dict, to_state_dict
+from lightning_ptdp.exchange.state_dict_files import (
+    as_folder,
+    from_state_dict,
+    is_trained_file,
+    open_state_dict,
+    to_state_dict,
+)
 
 __all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
 
 Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
-_MARKERS: Mapping[Kind, str] = {"checkpoint": METADATA_FILE, "huggingface": files.EXPORT_MARK, "adapter": files.EXPORT_MARK}
+_MARKERS: Mapping[Kind, str] = {
+    "checkpoint": METADATA_FILE,
+    "huggingface": files.EXPORT_MARK,
+    "adapter": files.EXPORT_MARK,
+}
 """File by which a folder is known as one that may be replaced."""
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
@@ -46,38 +57,65 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     if not place.exists():
         raise CheckpointError(f"{place} does not exist")
     raise CheckpointError(
-        f"{place} is not a checkpoint folder ({METADATA_FILE}), not a Hugging Face folder (config.json and *.safetensors), and not a "
+        f"{place} is not a checkpoint folder ({METADATA_FILE}), not a Hugging Face folder "
+        "(config.json and *.safetensors), and not a "
         f"{', '.join(_STATE_DICTS)} or .ckpt file"
     )
 
 
 def kind_of_result(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, to: Kind | None = None, merge: bool = False
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: Kind | None = None,
+    merge: bool = False,
 ) -> Kind:
     """Return the kind of the result that ``convert`` makes of these arguments.
 
     Raises:
-        CheckpointError: It cannot be made of ``source``, or would replace something else at ``destination``.
+        CheckpointError: It cannot be made of ``source``, or would replace something else at
+            ``destination``.
     """
     kind = kind_of(source)
-    state = read_state(source) if kind == "checkpoint" else open_state_dict(source)[1] if kind == "lightning" else {}
+    state = (
+        read_state(source)
+        if kind == "checkpoint"
+        else open_state_dict(source)[1]
+        if kind == "lightning"
+        else {}
+    )
     wanted = to or _wanted(kind, Path(destination), is_trained_file(state))
     holds_adapters = base_of_adapters(state) is not None
     if holds_adapters and wanted == "huggingface" and not merge:
         wanted = "adapter"
     if merge and holds_adapters and wanted != "huggingface":
-        raise CheckpointError(f"merge makes a Hugging Face folder, and {destination} would be a {wanted}: leave one of them out")
+        raise CheckpointError(
+            f"merge makes a Hugging Face folder, and {destination} would be a {wanted}: leave one "
+            "of them out"
+        )
     if (wanted == "adapter" or merge) and not holds_adapters:
-        raise CheckpointError(f"{source} holds no adapters beside the weights of a folder: leave out --merge and --to adapter")
+        raise CheckpointError(
+            f"{source} holds no adapters beside the weights of a folder: leave out --merge and "
+            "--to adapter"
+        )
     if wanted not in get_args(Kind):
         raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
-    makes = {"checkpoint": get_args(Kind)[1:], "lightning": [one for one in get_args(Kind) if one != "lightning"]}
+    makes = {
+        "checkpoint": get_args(Kind)[1:],
+        "lightning": [one for one in get_args(Kind) if one != "lightning"],
+    }
     if wanted not in makes.get(kind, ["checkpoint"]):
-        hint = "there is nothing to convert" if kind == wanted else "convert to a checkpoint first, and that on"
+        hint = (
+            "there is nothing to convert"
+            if kind == wanted
+            else "convert to a checkpoint first, and that on"
+        )
         raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
     files.check_apart(destination, [source])
     if wanted in _MARKERS:
-        files.check_replaceable(destination, marker=_MARKERS[wanted], or_file=zipfile.is_zipfile(destination))  # as torch.save's
+        files.check_replaceable(
+            destination, marker=_MARKERS[wanted], or_file=zipfile.is_zipfile(destination)
+        )  # as torch.save's
     return wanted
 
 
@@ -93,22 +131,28 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     merge: bool = False,
 ) -> Kind:
-    """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's single file.
+    """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's
+    single file.
 
     Args:
-        source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``, ``.safetensors``, ``.ckpt``). What is
-            made of a ``.ckpt`` file is what is made of a folder.
+        source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``,
+            ``.safetensors``, ``.ckpt``). What is made of a ``.ckpt`` file is what is made of a
+            folder.
         destination: What to write. A file, a checkpoint or an earlier export there is replaced.
-        to: What to make. Default: a checkpoint out of anything else; out of a checkpoint a state dict or Lightning's file if the
-            destination ends like one, else a Hugging Face folder. Out of a ``.ckpt`` file a state dict if the destination ends like
-            one; else a checkpoint, but a Hugging Face folder if training under this strategy has written the file and the destination
-            does not end with ``.ckpt``.
-        names: From a Hugging Face folder: "ptdp" for our own model, "hf" for a LightningModule that wraps theirs.
-        prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." for Hugging Face, none for state dicts.
+        to: What to make. Default: a checkpoint out of anything else; out of a checkpoint a state
+            dict or Lightning's file if the destination ends like one, else a Hugging Face folder.
+            Out of a ``.ckpt`` file a state dict if the destination ends like one; else a
+            checkpoint, but a Hugging Face folder if training under this strategy has written the
+            file and the destination does not end with ``.ckpt``.
+        names: From a Hugging Face folder: "ptdp" for our own model, "hf" for a LightningModule that
+            wraps theirs.
+        prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." for
+            Hugging Face, none for state dicts.
         config: See :func:`to_huggingface`.
         dtype: What floating-point tensors are converted to on the way out.
         shard_bytes: Most bytes in one file of a Hugging Face folder.
-        merge: Of a checkpoint of adapters, make the whole model with them in its weights, and not a folder of peft's.
+        merge: Of a checkpoint of adapters, make the whole model with them in its weights, and not a
+            folder of peft's.
 
     Returns:
         What was made.
@@ -119,11 +163,19 @@ def convert(
     kind, wanted = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
     if kind == "lightning" and wanted != "checkpoint":
-        given: Any = {"prefix": prefix, "config": config, "dtype": dtype, "shard_bytes": shard_bytes, "merge": merge}
+        given: Any = {
+            "prefix": prefix,
+            "config": config,
+            "dtype": dtype,
+            "shard_bytes": shard_bytes,
+            "merge": merge,
+        }
         with as_folder(source, beside=destination) as folder:
             return convert(folder, destination, to=wanted, **given)
     if kind == "huggingface":
-        from_huggingface(source, destination, names=names, prefix="model." if prefix is None else prefix)
+        from_huggingface(
+            source, destination, names=names, prefix="model." if prefix is None else prefix
+        )
     elif kind != "checkpoint":
         from_state_dict(source, destination, prefix=prefix or "")
     elif wanted == "adapter":
@@ -131,7 +183,9 @@ def convert(
     elif merge:
         merge_adapters(source, destination, base=config, dtype=dtype, shard_bytes=shard_bytes)
     elif wanted == "huggingface":
-        to_huggingface(source, destination, config=config, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes)
+        to_huggingface(
+            source, destination, config=config, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes
+        )
     elif wanted == "state_dict":
         to_state_dict(source, destination, prefix=prefix or "", dtype=dtype)
     else:

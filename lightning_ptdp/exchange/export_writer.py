@@ -1,4 +1,5 @@
-"""A Hugging Face folder, written by all who hold a part of the model: where each byte goes follows from names, shapes and dtypes alone."""
+"""A Hugging Face folder, written by all who hold a part of the model: where each byte goes follows
+from names, shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from lightning_ptdp.exchange.safetensors import header_of
 __all__ = ["FolderPlan", "Item"]
 
 _BLOCK = 1 << 24
-"""Bytes of a rectangle that are in memory a second time, converted and gathered, while they are written."""
+"""Bytes of a rectangle that are in memory a second time, converted and gathered, while they are
+written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +56,25 @@ class FolderPlan:
 
     @classmethod
     def of(cls, items: Mapping[str, Item], *, shard_bytes: int) -> FolderPlan:
-        """The tensors in their order, with at most ``shard_bytes`` bytes of them in a file, or one larger tensor.
+        """The tensors in their order, with at most ``shard_bytes`` bytes of them in a file, or one
+        larger tensor.
 
         Raises:
             CheckpointError: ``shard_bytes`` is not positive, or a dtype cannot be stored.
         """
         shards = _shards(items, shard_bytes)
         count = len(shards)
-        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)] if count > 1 else [ONE_FILE]
+        names = (
+            [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+            if count > 1
+            else [ONE_FILE]
+        )
         heads: dict[str, bytes] = {}
         places: dict[str, tuple[str, int]] = {}
         for file, shard in zip(names, shards, strict=True):
-            heads[file], begins = header_of({name: items[name].entry for name in shard}, metadata={"format": "pt"})
+            heads[file], begins = header_of(
+                {name: items[name].entry for name in shard}, metadata={"format": "pt"}
+            )
             places |= {name: (file, begin) for name, begin in begins.items()}
         return cls(items, heads, places)
 
@@ -94,12 +103,16 @@ class FolderPlan:
         for name, content in {files.EXPORT_MARK: b"", **self.heads, **documents}.items():
             with files.open_synced(folder / name) as stream:
                 stream.write(content)
-        ends = {file: begin + self.items[name].entry.num_bytes for name, (file, begin) in self.places.items()}
+        ends = {
+            file: begin + self.items[name].entry.num_bytes
+            for name, (file, begin) in self.places.items()
+        }
         for file, end in ends.items():
             os.truncate(folder / file, end)
 
     def fill(self, folder: Path, rectangles: Iterable[LocalRectangle]) -> None:
-        """Write the values of rectangles of ours, a block after the other, where they belong; what is in no item is left out.
+        """Write the values of rectangles of ours, a block after the other, where they belong; what
+        is in no item is left out.
 
         Raises:
             CheckpointError: What another rank has made is not seen here.
@@ -109,16 +122,24 @@ class FolderPlan:
         for one in rectangles:
             ours.setdefault(one.name, []).append(one)
         for file in self.heads:
-            mine = [name for name, (there, _) in self.places.items() if there == file and self.items[name].stored in ours]
+            mine = [
+                name
+                for name, (there, _) in self.places.items()
+                if there == file and self.items[name].stored in ours
+            ]
             if not mine:
                 continue
             try:
                 handle = os.open(folder / file, os.O_WRONLY)
             except FileNotFoundError:
                 raise CheckpointError(
-                    f"{folder / file} was made but is not seen here: all ranks must write to one shared file system"
+                    f"{folder / file} was made but is not seen here: all ranks must write to one "
+                    "shared file system"
                 ) from None
-            with os.fdopen(handle, "wb", buffering=0) as stream, closing(files.EarlySync(stream)) as sync:
+            with (
+                os.fdopen(handle, "wb", buffering=0) as stream,
+                closing(files.EarlySync(stream)) as sync,
+            ):
                 done = 0
                 for name in mine:
                     for one in ours[self.items[name].stored]:
@@ -131,9 +152,13 @@ class FolderPlan:
     def _write(self, handle: int, name: str, block: LocalRectangle) -> int:
         item, (_, begin) = self.items[name], self.places[name]
         there = item.view.in_file(block.place)
-        content = as_bytes(item.view.turned(block.to_write().to(item.entry.dtype)).cpu().contiguous())
+        content = as_bytes(
+            item.view.turned(block.to_write().to(item.entry.dtype)).cpu().contiguous()
+        )
         done = 0
-        for first, last in runs(item.entry.shape, there.begin, there.shape, itemsize=item.entry.dtype.itemsize, gap=1):
+        for first, last in runs(
+            item.entry.shape, there.begin, there.shape, itemsize=item.entry.dtype.itemsize, gap=1
+        ):
             while first < last:
                 count = os.pwrite(handle, content[done : done + last - first], begin + first)
                 first, done = first + count, done + count

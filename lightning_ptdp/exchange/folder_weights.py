@@ -1,5 +1,5 @@
-"""The weights of a Hugging Face folder for a module that wraps the model, or for our own: each rank reads its own part, without a
-conversion before."""
+"""The weights of a Hugging Face folder for a module that wraps the model, or for our own: each rank
+reads its own part, without a conversion before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, Stored, TensorEntry, rectangles_of
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    LocalRectangle,
+    Stored,
+    TensorEntry,
+    rectangles_of,
+)
 from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.rectangles import check_cover
 from lightning_ptdp.exchange.conversions import View, views_in_files
@@ -24,7 +30,14 @@ from lightning_ptdp.exchange.safetensors import StoredTensor, read_stored
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
 
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "OurWeights", "models_in", "names_in", "weights_opener"]
+__all__ = [
+    "HuggingFaceNames",
+    "HuggingFaceWeights",
+    "OurWeights",
+    "models_in",
+    "names_in",
+    "weights_opener",
+]
 
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
@@ -38,12 +51,15 @@ class HuggingFaceNames:
     Attributes:
         prefix: What stands before all names of the model: the attribute that it is, with a dot.
         base: The attribute of the model without its head ("transformer"), if this one has a head.
-        own_base: The same attribute, if this is a model without a head: its names are stored without it, or with it beside a head's.
+        own_base: The same attribute, if this is a model without a head: its names are stored
+            without it, or with it beside a head's.
         aliases: Name of a tied tensor -> the name under which it is known.
-        wrapped: Name of a tensor in the model -> those that it has now, in what an adapter put around its module.
+        wrapped: Name of a tensor in the model -> those that it has now, in what an adapter put
+            around its module.
         known: Names of the module's tensors, as far as it has them here.
         ignored: What is found in other names that are left out, as regular expressions.
-        views: Name in the files -> what of the model it is, where transformers calls it otherwise in the model or has it in a part.
+        views: Name in the files -> what of the model it is, where transformers calls it otherwise
+            in the model or has it in a part.
     """
 
     prefix: str = ""
@@ -56,22 +72,40 @@ class HuggingFaceNames:
     views: Mapping[str, View] = field(default_factory=dict)
 
     def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Parts]:
-        """Return the tensors in ``stored`` by their names in the module, with their positions there; a tied tensor once."""
+        """Return the tensors in ``stored`` by their names in the module, with their positions
+        there; a tied tensor once."""
         if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
-            stored = {name.removeprefix(f"{self.own_base}."): value for name, value in stored.items()}
+            stored = {
+                name.removeprefix(f"{self.own_base}."): value for name, value in stored.items()
+            }
         parts: dict[str, list[tuple[StoredTensor, View]]] = {}
         for name, value in stored.items():
             view = self.views.get(name, View.whole(name, value.entry.shape))
             view = (
-                view if view.shape == value.entry.shape else View.whole(view.name, value.entry.shape)
+                view
+                if view.shape == value.entry.shape
+                else View.whole(view.name, value.entry.shape)
             )  # to be refused by its shape
             parts.setdefault(view.name, []).append((value, view))
-        named = {self.prefix + now: value for name, value in parts.items() for now in self.wrapped.get(name, (name,))}
-        named = {name: value for name, value in named.items() if name in self.known or not self._is_ignored(name)}
-        tied: dict[str, Parts] = {self.aliases[name]: value for name, value in named.items() if name in self.aliases}
-        return {**tied, **{name: value for name, value in named.items() if name not in self.aliases}}
+        named = {
+            self.prefix + now: value
+            for name, value in parts.items()
+            for now in self.wrapped.get(name, (name,))
+        }
+        named = {
+            name: value
+            for name, value in named.items()
+            if name in self.known or not self._is_ignored(name)
+        }
+        tied: dict[str, Parts] = {
+            self.aliases[name]: value for name, value in named.items() if name in self.aliases
+        }
+        return {
+            **tied,
+            **{name: value for name, value in named.items() if name not in self.aliases},
+        }
 
     def _is_ignored(self, name: str) -> bool:
         return any(re.search(one, name) for one in self.ignored)
@@ -79,20 +113,32 @@ class HuggingFaceNames:
 
 @dataclass(frozen=True)
 class HuggingFaceWeights:
-    """The tensors of a folder, by the names that a module has for them, of which any rectangle can be read."""
+    """The tensors of a folder, by the names that a module has for them, of which any rectangle can
+    be read."""
 
     stored: Mapping[str, Parts]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
-        """Open the folder ``path``, with the names that its tensors have in a module that wraps the model, each behind ``model/``.
+        """Open the folder ``path``, with the names that its tensors have in a module that wraps the
+        model, each behind ``model/``.
 
         Raises:
             CheckpointError: Files are missing or damaged.
         """
-        found = cls({f"model/{name}": parts for name, parts in names.of(list_huggingface(Path(path))).items()})
+        found = cls(
+            {
+                f"model/{name}": parts
+                for name, parts in names.of(list_huggingface(Path(path))).items()
+            }
+        )
         for name, entry in found.tensors.items():
-            check_cover(name.removeprefix("model/"), entry.shape, [view.place for _, view in found.stored[name]], "to load")
+            check_cover(
+                name.removeprefix("model/"),
+                entry.shape,
+                [view.place for _, view in found.stored[name]],
+                "to load",
+            )
         return found
 
     @property
@@ -120,10 +166,14 @@ class HuggingFaceWeights:
             if common.numel:
                 there = wanted.within(common)
                 offset, values = view.in_file(common).begin, view.turned(there.values)
-                yield stored, replace(there, full_shape=stored.entry.shape, offset=offset, values=values)
+                yield (
+                    stored,
+                    replace(there, full_shape=stored.entry.shape, offset=offset, values=values),
+                )
 
     def check(self, model: nn.Module, *, may_lack: Sequence[str] = ()) -> None:
-        """Compare names and shapes with those of the whole ``model``, which may be on the meta device.
+        """Compare names and shapes with those of the whole ``model``, which may be on the meta
+        device.
 
         Args:
             may_lack: Patterns of the model's names that need not be stored.
@@ -138,7 +188,11 @@ class HuggingFaceWeights:
             for name, value in model.state_dict(keep_vars=True).items()
             if first.setdefault(id(value), name) == name
         }
-        lacks = [name for name in wanted if name not in found and not any(fnmatchcase(name, one) for one in may_lack)]
+        lacks = [
+            name
+            for name in wanted
+            if name not in found and not any(fnmatchcase(name, one) for one in may_lack)
+        ]
         others = [name for name in found if name not in wanted]
         shapes = [
             f"{name!r} is {found[name]} there and {shape} in the model"
@@ -156,8 +210,8 @@ class HuggingFaceWeights:
 
 @dataclass(frozen=True)
 class OurWeights:
-    """The mapped tensors of a folder, as parts of our own model's: for each of its tensors, whose names begin with ``model/``, the
-    rectangles that it is made of."""
+    """The mapped tensors of a folder, as parts of our own model's: for each of its tensors, whose
+    names begin with ``model/``, the rectangles that it is made of."""
 
     parts: Mapping[str, Sequence[LocalRectangle]]
 
@@ -176,7 +230,10 @@ class OurWeights:
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Return the entries of the stored tensors by name."""
-        return {name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype) for name, parts in self.parts.items()}
+        return {
+            name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype)
+            for name, parts in self.parts.items()
+        }
 
     def fill(self, tensors: Tensors) -> None:
         """Read this process's rectangles, converted to the dtype of their targets."""
@@ -191,7 +248,8 @@ class OurWeights:
 def weights_opener(
     module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
 ) -> Callable[[str | os.PathLike[str]], Stored]:
-    """Return a function that opens a Hugging Face folder for ``module``, which wraps such a model or is one of ours.
+    """Return a function that opens a Hugging Face folder for ``module``, which wraps such a model
+    or is one of ours.
 
     If it is cut, ``names`` are those of all parameters.
 
@@ -204,9 +262,14 @@ def weights_opener(
 
 
 def names_in(
-    module: nn.Module, aliases: Mapping[str, str], *, ignored: Sequence[str] = (), names: Iterable[str] | None = None
+    module: nn.Module,
+    aliases: Mapping[str, str],
+    *,
+    ignored: Sequence[str] = (),
+    names: Iterable[str] | None = None,
 ) -> HuggingFaceNames:
-    """Return the names of the tensors of the one Hugging Face model in ``module``, without those that match an ``ignored`` expression.
+    """Return the names of the tensors of the one Hugging Face model in ``module``, without those
+    that match an ``ignored`` expression.
 
     If the module is cut, ``names`` are those of all parameters.
 
@@ -216,14 +279,19 @@ def names_in(
     found = models_in(module)
     if len(found) != 1:
         raise CheckpointError(
-            f"{type(module).__name__} holds {len(found)} Hugging Face models, and the folder has the tensors of one: say what its names "
+            f"{type(module).__name__} holds {len(found)} Hugging Face models, and the folder has "
+            "the tensors of one: say what its names "
             "are called there, InitFrom(path, strict=False, rename={'student.': ''})"
         )
     ((name, model),) = found.items()
     base = str(model.base_model_prefix)
     has_head = base in model._modules
     prefix = f"{name}." if name else ""
-    every = names if names is not None else (key for key, _ in module.named_parameters(remove_duplicate=False))
+    every = (
+        names
+        if names is not None
+        else (key for key, _ in module.named_parameters(remove_duplicate=False))
+    )
     return HuggingFaceNames(
         prefix=prefix,
         base=base if has_head else "",
@@ -237,7 +305,8 @@ def names_in(
 
 
 def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """The Hugging Face models in ``module`` by their names there, without those that are parts of others."""
+    """The Hugging Face models in ``module`` by their names there, without those that are parts of
+    others."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         if hasattr(type(child), "base_model_prefix") and not any(
@@ -248,19 +317,22 @@ def models_in(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _views(model: nn.Module) -> dict[str, View]:
-    """Return the tensors that the model's files name differently or store apart; ``model`` may be a part of the whole."""
+    """Return the tensors that the model's files name differently or store apart; ``model`` may be a
+    part of the whole."""
     try:
         with torch.device("meta"):
             whole = type(model)(model.config)
     except TypeError:  # a class of the user's own, which is built in another way
         return {}
-    views = views_in_files(whole, {name: tuple(value.shape) for name, value in whole.state_dict().items()})
+    views = views_in_files(
+        whole, {name: tuple(value.shape) for name, value in whole.state_dict().items()}
+    )
     return {name: view for name, view in views.items() if view != View.whole(name, view.shape)}
 
 
 def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names that peft has moved: a layer with an adapter holds the one that it was, and a module that is trained beside it is there
-    twice."""
+    """Names that peft has moved: a layer with an adapter holds the one that it was, and a module
+    that is trained beside it is there twice."""
     found: dict[str, list[str]] = {}
     for name in names:
         if (before := plain_name(name)) != name:
@@ -270,4 +342,6 @@ def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _listed(entries: Iterable[str]) -> str:
     found = list(entries)
-    return ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    return ", ".join(found[:_SHOWN]) + (
+        f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    )

@@ -15,7 +15,9 @@ _ROWS = (
     Row(ours="wpe", theirs="transformer.wpe"),
     Row(ours="blocks.*.norm_1", theirs="transformer.h.*.ln_1"),
     Row(ours="blocks.*.attention.qkv", theirs="transformer.h.*.attn.c_attn", transposed=True),
-    Row(ours="blocks.*.attention.projection", theirs="transformer.h.*.attn.c_proj", transposed=True),
+    Row(
+        ours="blocks.*.attention.projection", theirs="transformer.h.*.attn.c_proj", transposed=True
+    ),
     Row(ours="blocks.*.norm_2", theirs="transformer.h.*.ln_2"),
     Row(ours="blocks.*.mlp.up", theirs="transformer.h.*.mlp.c_fc", transposed=True),
     Row(ours="blocks.*.mlp.down", theirs="transformer.h.*.mlp.c_proj", transposed=True),
@@ -41,7 +43,8 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 def _written(ours: GPTConfig) -> dict[str, object]:
     if not ours.bias or ours.kv_heads != ours.num_heads:
         raise CheckpointError(
-            f"Hugging Face's GPT-2 has biases and a key/value head for each head; this model has bias={ours.bias} and "
+            "Hugging Face's GPT-2 has biases and a key/value head for each head; this model has "
+            f"bias={ours.bias} and "
             f"num_kv_heads={ours.kv_heads} of num_heads={ours.num_heads}"
         )
     return {
@@ -49,7 +52,11 @@ def _written(ours: GPTConfig) -> dict[str, object]:
         "embd_pdrop": ours.dropout,
         "attn_pdrop": ours.dropout,
         # Left out, they would be the end of GPT-2's own vocabulary.
-        **({} if ours.vocabulary_size > _END_OF_TEXT else {"bos_token_id": None, "eos_token_id": None}),
+        **(
+            {}
+            if ours.vocabulary_size > _END_OF_TEXT
+            else {"bos_token_id": None, "eos_token_id": None}
+        ),
     }
 
 
@@ -65,8 +72,16 @@ GPT2 = Family(
     make=GPTConfig.gpt2,
     config_class=GPTConfig,
     choices={"norm": "layer", "position": "learned", "mlp": "gelu"},
-    fixed={"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "add_cross_attention": False},
-    checks={"activation_function": one_of(dict.fromkeys(_TANH_GELU, "tanh"), f"GELU in the tanh approximation ({_TANH_GELU})")},
+    fixed={
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "add_cross_attention": False,
+    },
+    checks={
+        "activation_function": one_of(
+            dict.fromkeys(_TANH_GELU, "tanh"), f"GELU in the tanh approximation ({_TANH_GELU})"
+        )
+    },
     written=_written,
     is_tied=lambda config: config.tie_embeddings,
 )

@@ -36,33 +36,48 @@ def from_huggingface(
 
     Args:
         source: The folder.
-        destination: The checkpoint folder to make. It holds weights and no state of training: start from it with
-            ``init_from`` (``ptdp fit --init_from``) or :func:`lightning_ptdp.checkpoint.load_tensors`.
-        names: "ptdp" for our own model of that kind (``LitGPT``, ``LitBert``), "hf" to keep their names, for a LightningModule that
-            wraps the Hugging Face model; then any architecture will do.
+        destination: The checkpoint folder to make. It holds weights and no state of training: start
+            from it with ``init_from`` (``ptdp fit --init_from``) or
+            :func:`lightning_ptdp.checkpoint.load_tensors`.
+        names: "ptdp" for our own model of that kind (``LitGPT``, ``LitBert``), "hf" to keep their
+            names, for a LightningModule that wraps the Hugging Face model; then any architecture
+            will do.
         prefix: Name of the model's attribute in the LightningModule, with a dot.
 
     Raises:
-        CheckpointError: The folder is damaged, lacks tensors, is of an unsupported architecture (lists the supported), or has
-            choices that our model does not know. Nothing is left at ``destination``.
+        CheckpointError: The folder is damaged, lacks tensors, is of an unsupported architecture
+            (lists the supported), or has choices that our model does not know. Nothing is left at
+            ``destination``.
     """
     folder = Path(source)
     if names == "hf":
         config, tensors = read_config(folder), open_huggingface(folder)
-        tied = HF_TIED.get(config.get("model_type") or "", {}) if config.get("tie_word_embeddings", True) else {}
-        aliases = {alias: name for alias, name in tied.items() if alias not in tensors and name in tensors}
-        rectangles = [LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items()]
+        tied = (
+            HF_TIED.get(config.get("model_type") or "", {})
+            if config.get("tie_word_embeddings", True)
+            else {}
+        )
+        aliases = {
+            alias: name for alias, name in tied.items() if alias not in tensors and name in tensors
+        }
+        rectangles = [
+            LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items()
+        ]
         state = weights_only_state({})
     else:
         model, rectangles = our_rectangles(folder, f"model/{prefix}")
         aliases = model.aliases
         state = weights_only_state({"config": asdict(model.config)})
-    metadata = {"aliases": {prefix + alias: prefix + name for alias, name in aliases.items()}, "converted_from": str(folder)}
+    metadata = {
+        "aliases": {prefix + alias: prefix + name for alias, name in aliases.items()},
+        "converted_from": str(folder),
+    }
     write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
 
 
 def our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangle]]:
-    """The model of ours that a Hugging Face folder holds, and its mapped tensors as parts of ours; names begin with ``prefix``.
+    """The model of ours that a Hugging Face folder holds, and its mapped tensors as parts of ours;
+    names begin with ``prefix``.
 
     Raises:
         CheckpointError: As of ``from_huggingface``.
@@ -76,7 +91,9 @@ def our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangl
     return model, rectangles
 
 
-def _rectangles(model: Model, tensors: Mapping[str, torch.Tensor], prefix: str) -> Iterator[LocalRectangle]:
+def _rectangles(
+    model: Model, tensors: Mapping[str, torch.Tensor], prefix: str
+) -> Iterator[LocalRectangle]:
     """Every tensor of theirs as a rectangle of one of ours."""
     family = model.family
     bare = not any(name.startswith(family.base) for name in tensors)
@@ -91,26 +108,52 @@ def _rectangles(model: Model, tensors: Mapping[str, torch.Tensor], prefix: str) 
         if part.ours in model.aliases:
             continue
         if value.dim() != 2 if part.transposed else part.rows is not None and not value.dim():
-            raise CheckpointError(f"{name!r} has the shape {tuple(value.shape)}, which is not that of a matrix")
+            raise CheckpointError(
+                f"{name!r} has the shape {tuple(value.shape)}, which is not that of a matrix"
+            )
         values = value.t() if part.transposed else value
         if part.rows is not None and values.shape[0] != part.rows:
-            raise CheckpointError(f"{name!r} has {values.shape[0]} rows, but {CONFIG_FILE} says {part.rows}")
-        full_shape = tuple(values.shape) if part.full_rows is None else (part.full_rows, *values.shape[1:])
+            raise CheckpointError(
+                f"{name!r} has {values.shape[0]} rows, but {CONFIG_FILE} says {part.rows}"
+            )
+        full_shape = (
+            tuple(values.shape) if part.full_rows is None else (part.full_rows, *values.shape[1:])
+        )
         if part.experts is not None:
             if part.expert >= part.experts:
-                raise CheckpointError(f"{name!r} is of an expert that {CONFIG_FILE}, with {part.experts} of them, does not have")
+                raise CheckpointError(
+                    f"{name!r} is of an expert that {CONFIG_FILE}, with {part.experts} of them, "
+                    "does not have"
+                )
             full_shape, values = (part.experts, *full_shape), values[None]
-        yield LocalRectangle(name=prefix + part.ours, full_shape=full_shape, offset=part.at(full_shape)[0].begin, values=values)
+        yield LocalRectangle(
+            name=prefix + part.ours,
+            full_shape=full_shape,
+            offset=part.at(full_shape)[0].begin,
+            values=values,
+        )
     if unknown:
-        raise CheckpointError(f"the table of {family.model_type!r} has no place for {', '.join(map(repr, unknown[:_SHOWN]))}")
+        raise CheckpointError(
+            f"the table of {family.model_type!r} has no place for "
+            f"{', '.join(map(repr, unknown[:_SHOWN]))}"
+        )
 
 
-def _check_complete(model: Model, rectangles: list[LocalRectangle], prefix: str, folder: Path) -> None:
+def _check_complete(
+    model: Model, rectangles: list[LocalRectangle], prefix: str, folder: Path
+) -> None:
     """Compare with the model that the configuration describes."""
     wanted = model.shapes(stored=len(rectangles))
-    twice = [place for place, count in Counter((one.name, one.offset) for one in rectangles).items() if count > 1]
+    twice = [
+        place
+        for place, count in Counter((one.name, one.offset) for one in rectangles).items()
+        if count > 1
+    ]
     if twice:
-        raise CheckpointError(f"{folder} has {twice[0][0].removeprefix(prefix)!r} more than once, under different names")
+        raise CheckpointError(
+            f"{folder} has {twice[0][0].removeprefix(prefix)!r} more than once, under different "
+            "names"
+        )
     found = {one.name.removeprefix(prefix): one.full_shape for one in rectangles}
     missing, other = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or other:
@@ -119,5 +162,10 @@ def _check_complete(model: Model, rectangles: list[LocalRectangle], prefix: str,
         raise CheckpointError(f"{folder} {f'lacks {theirs}' if missing else more}")
     for name, shape in wanted.items():
         if found[name] != shape:
-            raise CheckpointError(f"{folder}: {name!r} would have the shape {found[name]}, but {CONFIG_FILE} makes it {shape}")
-        check_cover(name, shape, [one.place for one in rectangles if one.name == prefix + name], "to load")
+            raise CheckpointError(
+                f"{folder}: {name!r} would have the shape {found[name]}, but {CONFIG_FILE} makes "
+                f"it {shape}"
+            )
+        check_cover(
+            name, shape, [one.place for one in rectangles if one.name == prefix + name], "to load"
+        )

@@ -21,7 +21,8 @@ _BERT_TIED = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 
-# Names that Hugging Face ties and leaves out of its files: model_type -> alias -> the name that is stored.
+# Names that Hugging Face ties and leaves out of its files: model_type -> alias -> the name that is
+# stored.
 HF_TIED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
@@ -42,8 +43,10 @@ def family_of_config_json(config: Mapping[str, object], file: Path) -> Family:
             return family
     known = ", ".join(f"{family.model_type!r}" for family in FAMILIES)
     raise CheckpointError(
-        f"{file} has model_type={config.get('model_type')!r}; our own models are read from and written to {known}. A "
-        "LightningModule that wraps a Hugging Face model takes any: convert with their names (names='hf')"
+        f"{file} has model_type={config.get('model_type')!r}; our own models are read from and "
+        f"written to {known}. A "
+        "LightningModule that wraps a Hugging Face model takes any: convert with their names "
+        "(names='hf')"
     )
 
 
@@ -56,7 +59,8 @@ def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
     stored = hyper_parameters.get("config")
     if not isinstance(stored, Mapping):
         raise CheckpointError(
-            "the checkpoint's hyperparameters name no configuration of one of our models. If its module wraps a Hugging Face model, "
+            "the checkpoint's hyperparameters name no configuration of one of our models. If its "
+            "module wraps a Hugging Face model, "
             "name that model's config.json"
         )
     config = _config(stored)
@@ -65,7 +69,9 @@ def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
             return Model(family, config)
     alike = [family for family in FAMILIES if isinstance(config, family.config_class)]
     known = "; ".join(f"{family.model_type!r} has {_shown(family.choices)}" for family in alike)
-    raise CheckpointError(f"Hugging Face has no model with {_shown(_choices(config, *alike))}: {known}")
+    raise CheckpointError(
+        f"Hugging Face has no model with {_shown(_choices(config, *alike))}: {known}"
+    )
 
 
 def _choices(config: object, *families: Family) -> dict[str, object]:
@@ -80,9 +86,14 @@ def _config(stored: Mapping[str, object]) -> object:
             try:
                 return config_class(**stored)
             except (ValueError, TypeError) as error:
-                raise CheckpointError(f"the checkpoint's configuration is not a {config_class.__name__}: {error}") from error
+                raise CheckpointError(
+                    f"the checkpoint's configuration is not a {config_class.__name__}: {error}"
+                ) from error
     names = " or ".join(config_class.__name__ for config_class in classes)
-    raise CheckpointError(f"the checkpoint's configuration is not one of our models' ({names}): its fields are {sorted(stored)}")
+    raise CheckpointError(
+        f"the checkpoint's configuration is not one of our models' ({names}): its fields are "
+        f"{sorted(stored)}"
+    )
 
 
 def _shown(choices: Mapping[str, object]) -> str:

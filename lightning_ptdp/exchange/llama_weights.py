@@ -1,4 +1,5 @@
-"""Llama: our ``GPTConfig.llama`` and Hugging Face's ``LlamaForCausalLM``; with experts, ``MixtralForCausalLM``."""
+"""Llama: our ``GPTConfig.llama`` and Hugging Face's ``LlamaForCausalLM``; with experts,
+``MixtralForCausalLM``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from typing import Any
 
 from lightning_ptdp.base.checked_json import Check, flag, integer, optional, record, text
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange.name_tables import NUMBER, SHARE, SIZE, SIZES, Family, Field, Row, check_choices
+from lightning_ptdp.exchange.name_tables import (
+    NUMBER,
+    SHARE,
+    SIZE,
+    SIZES,
+    Family,
+    Field,
+    Row,
+    check_choices,
+)
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 
@@ -24,18 +34,28 @@ def _gate_up(config: GPTConfig) -> tuple[int, int]:
     return config.expert_size, config.expert_size
 
 
-_ATTENTION, _MLP, _MOE = "model.layers.*.self_attn", "model.layers.*.mlp", "model.layers.*.block_sparse_moe"
+_ATTENTION, _MLP, _MOE = (
+    "model.layers.*.self_attn",
+    "model.layers.*.mlp",
+    "model.layers.*.block_sparse_moe",
+)
 _BESIDE = (
     Row(ours="wte", theirs="model.embed_tokens"),
     Row(ours="blocks.*.norm_1", theirs="model.layers.*.input_layernorm"),
-    Row(ours="blocks.*.attention.qkv", theirs=tuple(f"{_ATTENTION}.{name}_proj" for name in "qkv"), sizes=_qkv),
+    Row(
+        ours="blocks.*.attention.qkv",
+        theirs=tuple(f"{_ATTENTION}.{name}_proj" for name in "qkv"),
+        sizes=_qkv,
+    ),
     Row(ours="blocks.*.attention.projection", theirs=f"{_ATTENTION}.o_proj"),
     Row(ours="blocks.*.norm_2", theirs="model.layers.*.post_attention_layernorm"),
     Row(ours="norm", theirs="model.norm"),
     Row(ours="head", theirs="lm_head"),
 )
 _DENSE = (
-    Row(ours="blocks.*.mlp.gate_up", theirs=(f"{_MLP}.gate_proj", f"{_MLP}.up_proj"), sizes=_gate_up),
+    Row(
+        ours="blocks.*.mlp.gate_up", theirs=(f"{_MLP}.gate_proj", f"{_MLP}.up_proj"), sizes=_gate_up
+    ),
     Row(ours="blocks.*.mlp.down", theirs=f"{_MLP}.down_proj"),
 )
 _MIXTURE = (
@@ -49,19 +69,36 @@ _MIXTURE = (
     Row(ours="blocks.*.mixture.experts.down_proj", theirs=f"{_MOE}.experts.*.w2", of_experts=True),
 )
 _FIELDS = (
-    Field(theirs="num_key_value_heads", ours="num_kv_heads", check=SIZE, default=None, written="kv_heads"),
+    Field(
+        theirs="num_key_value_heads",
+        ours="num_kv_heads",
+        check=SIZE,
+        default=None,
+        written="kv_heads",
+    ),
     Field(theirs="tie_word_embeddings", ours="tie_embeddings", check=flag, default=False),
     Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),
     Field(theirs="rms_norm_eps", ours="norm_eps", check=NUMBER, default=1e-6),
 )
-_ROPE = record(others=True, rope_type=optional(text()), type=optional(text()), rope_theta=optional(NUMBER))
+_ROPE = record(
+    others=True, rope_type=optional(text()), type=optional(text()), rope_theta=optional(NUMBER)
+)
 
 
-_CHECKS: Mapping[str, Check[object]] = {"rope_parameters": _ROPE, "rope_scaling": _ROPE, "rope_theta": NUMBER, "head_dim": SIZE}
+_CHECKS: Mapping[str, Check[object]] = {
+    "rope_parameters": _ROPE,
+    "rope_scaling": _ROPE,
+    "rope_theta": NUMBER,
+    "head_dim": SIZE,
+}
 
 
 def _further(theirs: Mapping[str, Any]) -> dict[str, object]:
-    rope = theirs["rope_parameters"] or theirs["rope_scaling"] or dict.fromkeys(("rope_type", "type", "rope_theta"))
+    rope = (
+        theirs["rope_parameters"]
+        or theirs["rope_scaling"]
+        or dict.fromkeys(("rope_type", "type", "rope_theta"))
+    )
     head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
     check_choices(
         GPTConfig,
@@ -95,7 +132,8 @@ def _written_with_experts(ours: GPTConfig) -> dict[str, object]:
     }
     for name in (name for name, is_lacking in lacks.items() if is_lacking):
         raise CheckpointError(
-            f"Hugging Face's Mixtral, which else has the same experts, has nothing like {name}={getattr(ours, name)!r}"
+            "Hugging Face's Mixtral, which else has the same experts, has nothing like "
+            f"{name}={getattr(ours, name)!r}"
         )
     return _written(ours)
 
@@ -104,7 +142,11 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     rows=(*_BESIDE, *_DENSE),
-    fields=(*SIZES, *_FIELDS, Field(theirs="attention_bias", ours="bias", check=flag, default=False)),
+    fields=(
+        *SIZES,
+        *_FIELDS,
+        Field(theirs="attention_bias", ours="bias", check=flag, default=False),
+    ),
     base="model.",
     ignored=(r"\.rotary_emb\.inv_freq$",),
     tied={"head.weight": "wte.weight"},
@@ -125,9 +167,16 @@ MIXTRAL = replace(
     rows=(*_BESIDE, *_MIXTURE),
     fields=(
         *(one for one in SIZES if one.ours != "ffn_hidden_size"),
-        Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="expert_size"),
+        Field(
+            theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="expert_size"
+        ),
         Field(theirs="num_local_experts", ours="num_experts", check=SIZE, default=8),
-        Field(theirs="num_experts_per_tok", ours="experts_per_token", check=integer(2, 1 << 28), default=2),
+        Field(
+            theirs="num_experts_per_tok",
+            ours="experts_per_token",
+            check=integer(2, 1 << 28),
+            default=2,
+        ),
         *_FIELDS,
     ),
     choices={**LLAMA.choices, "has_experts": True},

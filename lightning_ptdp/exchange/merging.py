@@ -1,4 +1,5 @@
-"""A model with adapters as it is without them: each rank adds what it has of B A to what it has of the weight, a few rows at a time."""
+"""A model with adapters as it is without them: each rank adds what it has of B A to what it has of
+the weight, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ __all__ = ["merged_rectangles"]
 _BASE = "base_layer.weight"
 
 
-def merged_rectangles(module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sharding]]) -> list[LocalRectangle]:
-    """This rank's rectangles of a module, with peft's adapters merged into the weights beside which they are.
+def merged_rectangles(
+    module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sharding]]
+) -> list[LocalRectangle]:
+    """This rank's rectangles of a module, with peft's adapters merged into the weights beside which
+    they are.
 
     Args:
         module: What is here of it.
@@ -29,7 +33,11 @@ def merged_rectangles(module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sha
     Raises:
         CheckpointError: An adapter is more than a product of two matrices.
     """
-    wrappers = {f"{name}.": child for name, child in module.named_modules() if replaced_by(child) is not None}
+    wrappers = {
+        f"{name}.": child
+        for name, child in module.named_modules()
+        if replaced_by(child) is not None
+    }
     found: list[LocalRectangle] = []
     for name, (tensor, sharding) in tensors.items():
         around = max((outer for outer in wrappers if name.startswith(outer)), key=len, default="")
@@ -39,27 +47,40 @@ def merged_rectangles(module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sha
         whole = rectangles_of({plain_name(name): (tensor, sharding)})
         if around and rest == _BASE and adapters_of(wrappers[around]):
             pairs = [*_pairs(wrappers[around], around.removesuffix("."))]
-            pieces = [piece for piece in sharding.pieces if piece.full in {one.offset for one in whole}]
+            pieces = [
+                piece for piece in sharding.pieces if piece.full in {one.offset for one in whole}
+            ]
             assert len(pieces) == len(whole), name
-            whole = [replace(one, read=partial(_sum, tensor, piece, pairs)) for one, piece in zip(whole, pieces, strict=True)]
+            whole = [
+                replace(one, read=partial(_sum, tensor, piece, pairs))
+                for one, piece in zip(whole, pieces, strict=True)
+            ]
         found += whole
     return found
 
 
 def _stays(wrapper: nn.Module, name: str) -> bool:
-    """Return True if a tensor inside peft's wrapper belongs to the module: a trained copy stands for the original."""
+    """Return True if a tensor inside peft's wrapper belongs to the module: a trained copy stands
+    for the original."""
     inner = next(copies_of(wrapper), replaced_by(wrapper))
     return name.startswith(f"{inner}.")
 
 
 def _pairs(layer: Any, name: str) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
-    """B, A, their scale, and whether the weight is stored as (in, out), of each adapter of a layer."""
+    """B, A, their scale, and whether the weight is stored as (in, out), of each adapter of a
+    layer."""
     for adapter in adapters_of(layer) or ():
         if adapter not in layer.lora_A or adapter in getattr(layer, "lora_magnitude_vector", {}):
             raise CheckpointError(
-                f"the adapter of {name!r} is more than a product of two matrices: save a checkpoint, and merge it by ptdp convert"
+                f"the adapter of {name!r} is more than a product of two matrices: save a "
+                "checkpoint, and merge it by ptdp convert"
             )
-        yield layer.lora_B[adapter].weight, layer.lora_A[adapter].weight, layer.scaling[adapter], layer.fan_in_fan_out
+        yield (
+            layer.lora_B[adapter].weight,
+            layer.lora_A[adapter].weight,
+            layer.scaling[adapter],
+            layer.fan_in_fan_out,
+        )
 
 
 @torch.no_grad()
@@ -70,9 +91,15 @@ def _sum(
     offset: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> Tensor:
-    """The rectangle of ``shape`` at ``offset`` of the whole weight, which lies in ``piece``, with the adapters."""
-    begins = [local + place - full for local, place, full in zip(piece.local, offset, piece.full, strict=True)]
-    rows, columns = (slice(begin, begin + extent) for begin, extent in zip(begins, shape, strict=True))
+    """The rectangle of ``shape`` at ``offset`` of the whole weight, which lies in ``piece``, with
+    the adapters."""
+    begins = [
+        local + place - full
+        for local, place, full in zip(piece.local, offset, piece.full, strict=True)
+    ]
+    rows, columns = (
+        slice(begin, begin + extent) for begin, extent in zip(begins, shape, strict=True)
+    )
     value = weight.detach()[rows, columns]
     for up, down, scale, turned in pairs:
         product = (up[columns] @ down[:, rows]).T if turned else up[rows] @ down[:, columns]

@@ -1,4 +1,5 @@
-"""Content of a Hugging Face folder: ``config.json``, and the weights as safetensors in one file or several with an index."""
+"""Content of a Hugging Face folder: ``config.json``, and the weights as safetensors in one file or
+several with an index."""
 
 from __future__ import annotations
 
@@ -15,14 +16,24 @@ from lightning_ptdp.checkpoint import CheckpointError, reading
 from lightning_ptdp.exchange.safetensors import StoredTensor, list_safetensors, open_safetensors
 from lightning_ptdp.models.checked_config import check_quantization, check_sizes
 
-__all__ = ["CONFIG_FILE", "INDEX_FILE", "ONE_FILE", "list_huggingface", "open_huggingface", "read_config", "reads_as_huggingface"]
+__all__ = [
+    "CONFIG_FILE",
+    "INDEX_FILE",
+    "ONE_FILE",
+    "list_huggingface",
+    "open_huggingface",
+    "read_config",
+    "reads_as_huggingface",
+]
 
 CONFIG_FILE = "config.json"
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 3
 _T = TypeVar("_T")
 _MOST_INDEX = 1 << 26  # bytes
-_WEIGHT_MAP = record(others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text()))
+_WEIGHT_MAP = record(
+    others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text())
+)
 _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embeddings=optional(flag))
 
 
@@ -32,7 +43,8 @@ def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Json]:
-    """Return the content of a ``config.json``, or of the one in a folder, after checks of the fields that every model has.
+    """Return the content of a ``config.json``, or of the one in a folder, after checks of the
+    fields that every model has.
 
     Raises:
         CheckpointError: It is missing or damaged.
@@ -51,7 +63,8 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a folder, mapped.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or do not hold what the index or the configuration says.
+        CheckpointError: Files are missing or damaged, or do not hold what the index or the
+            configuration says.
     """
     found = _by_name(folder, open_safetensors)
     _check_dtypes(folder, {value.dtype for value in found.values()})
@@ -82,22 +95,28 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
             raise CheckpointError(f"{folder} {_why_no_weights(folder)}")
         return open_file(_checked(folder, ONE_FILE))
     with reading(folder / INDEX_FILE):
-        where = _WEIGHT_MAP(read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder)))["weight_map"]
+        where = _WEIGHT_MAP(
+            read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
+        )["weight_map"]
     if not where:
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it names no tensors")
     absent = sorted({name for name in where.values() if not os.path.lexists(folder / name)})
     if absent:
         count, be = len(set(where.values())), "is" if len(absent) == 1 else "are"
         raise CheckpointError(
-            f"{folder} is damaged: {INDEX_FILE} names {count} files, of which {len(absent)} {be} not there "
-            f"({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}): download or copy the folder again"
+            f"{folder} is damaged: {INDEX_FILE} names {count} files, of which {len(absent)} {be} "
+            "not there "
+            f"({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}): download or "
+            "copy the folder again"
         )
     found: dict[str, _T] = {}
     for name in sorted(set(where.values())):
         found |= open_file(_checked(folder, name))
     missing = sorted(where.keys() - found.keys())
     if missing:
-        raise CheckpointError(f"{folder} is damaged: {INDEX_FILE} names {missing[:_SHOWN]}, which no file holds")
+        raise CheckpointError(
+            f"{folder} is damaged: {INDEX_FILE} names {missing[:_SHOWN]}, which no file holds"
+        )
     return {name: found[name] for name in where}
 
 
@@ -108,11 +127,15 @@ def _checked(folder: Path, name: str) -> Path:
 
 
 def _why_no_weights(folder: Path) -> str:
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    pickled = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+    )
     lacks = f"has neither {ONE_FILE} nor {INDEX_FILE}"
     if not pickled:
         return f"{lacks}: put the weights there, as save_pretrained writes them"
     return (
-        f"{lacks}, and {pickled[0]} is a pickle, which is not read: where you trust it, write safetensors once by "
-        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained(another folder)"
+        f"{lacks}, and {pickled[0]} is a pickle, which is not read: where you trust it, write "
+        "safetensors once by "
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, "
+        "use_safetensors=False).save_pretrained(another folder)"
     )

@@ -1,9 +1,8 @@
 """Files of safetensors: read by the library of that name, written one tensor at a time.
 
-A file is: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, byte range), the values one after the other
-(https://github.com/huggingface/safetensors, "Format"). The library saves tensors that are all in memory; here a tensor is asked for when
-it is its turn.
-"""
+A file is: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, byte
+range), the values one after the other (https://github.com/huggingface/safetensors, "Format"). The
+library saves tensors that are all in memory; here a tensor is asked for when it is its turn."""
 
 from __future__ import annotations
 
@@ -23,7 +22,14 @@ from lightning_ptdp.base.untrusted import parse_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, reading
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 
-__all__ = ["StoredTensor", "header_of", "list_safetensors", "open_safetensors", "read_stored", "write_safetensors"]
+__all__ = [
+    "StoredTensor",
+    "header_of",
+    "list_safetensors",
+    "open_safetensors",
+    "read_stored",
+    "write_safetensors",
+]
 
 _CODES = {
     torch.float64: "F64",
@@ -65,7 +71,8 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """The tensors of a file by name, from its header alone.
 
     Raises:
-        CheckpointError: The file is not of this format, is cut off, its header does not fit it, or names a dtype that is not known.
+        CheckpointError: The file is not of this format, is cut off, its header does not fit it, or
+            names a dtype that is not known.
     """
     with _whole(path):
         regular_size(Path(path))
@@ -77,7 +84,8 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         if unknown := {one["dtype"] for one in header.values()} - _DTYPES.keys():
             raise ValueError(
-                f"it has tensors of the dtypes {sorted(unknown)}, which are not read; those that are: {sorted(_DTYPES)}"
+                f"it has tensors of the dtypes {sorted(unknown)}, which are not read; those that "
+                f"are: {sorted(_DTYPES)}"
             )
     return {
         name: StoredTensor(
@@ -90,8 +98,8 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
-    """Fill rectangles of tensors, converted to the dtype of each; reads little more than their bytes, in the order of the files, and maps
-    nothing.
+    """Fill rectangles of tensors, converted to the dtype of each; reads little more than their
+    bytes, in the order of the files, and maps nothing.
 
     Raises:
         CheckpointError: A file cannot be read, or is shorter than it was.
@@ -104,7 +112,14 @@ def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
             file = _File(stream.fileno())
             for stored, one in sorted(parts, key=lambda part: (part[0].begin, part[1].offset)):
                 shape, dtype = stored.entry.shape, stored.entry.dtype
-                read_rectangle(file, one.values, begin=stored.begin, dtype=dtype, shape=shape, offset=one.offset)
+                read_rectangle(
+                    file,
+                    one.values,
+                    begin=stored.begin,
+                    dtype=dtype,
+                    shape=shape,
+                    offset=one.offset,
+                )
 
 
 class _File:
@@ -127,7 +142,8 @@ class _File:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name, mapped: their values are read from the disk when they are used, and must not be written to.
+    """The tensors of a file by name, mapped: their values are read from the disk when they are
+    used, and must not be written to.
 
     Raises:
         CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
@@ -146,12 +162,20 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
-    except (MemoryError, RuntimeError) as error:  # of mapping a file that is larger than the address space
-        raise CheckpointError(f"{path} cannot be mapped into memory: {error}".rstrip(": ")) from error
+    except (
+        MemoryError,
+        RuntimeError,
+    ) as error:  # of mapping a file that is larger than the address space
+        raise CheckpointError(
+            f"{path} cannot be mapped into memory: {error}".rstrip(": ")
+        ) from error
 
 
-def header_of(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with the tensors ``entries``, and by name the byte of the file at which each tensor's values begin.
+def header_of(
+    entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file with the tensors ``entries``, and by name the byte of the file at
+    which each tensor's values begin.
 
     Raises:
         CheckpointError: A dtype has no code in the format.
@@ -162,10 +186,15 @@ def header_of(entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str]
     for name, entry in entries.items():
         if entry.dtype not in _CODES:
             raise CheckpointError(
-                f"{name!r} is {entry.dtype}, which safetensors does not store; there are {sorted(_CODES.values())}"
+                f"{name!r} is {entry.dtype}, which safetensors does not store; there are "
+                f"{sorted(_CODES.values())}"
             )
         begins[name], end = end, end + entry.num_bytes
-        header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begins[name], end]}
+        header[name] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begins[name], end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text

@@ -1,4 +1,5 @@
-"""State dicts in one file: ``.pt``, ``.safetensors``, and the ``.ckpt`` that Lightning writes on one device."""
+"""State dicts in one file: ``.pt``, ``.safetensors``, and the ``.ckpt`` that Lightning writes on
+one device."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ __all__ = [
 ]
 
 _SAFETENSORS = ".safetensors"
-# What another run can use of a Lightning checkpoint; loops and callbacks belong to the optimizer's states, which are keyed by index.
+# What another run can use of a Lightning checkpoint; loops and callbacks belong to the optimizer's
+# states, which are keyed by index.
 _KEPT = (
     "epoch",
     "global_step",
@@ -59,11 +61,14 @@ _KEPT = (
 )
 
 
-def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+def open_state_dict(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """The tensors of a file, mapped, and what else a Lightning checkpoint says of itself.
 
     Raises:
-        CheckpointError: The file is damaged, holds something else, or classes that ``weights_only=True`` refuses.
+        CheckpointError: The file is damaged, holds something else, or classes that
+            ``weights_only=True`` refuses.
     """
     file = Path(path)
     if file.suffix == _SAFETENSORS:
@@ -74,7 +79,9 @@ def open_state_dict(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tenso
         raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}")
+            raise CheckpointError(
+                f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}"
+            )
     with reading(file):
         return state, with_types({key: content[key] for key in _KEPT if key in content}, file)
 
@@ -101,19 +108,28 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     for number, optimizer in enumerate(_content(file).get("optimizer_states", ())):
         for index, entries in optimizer["state"].items():
             named = {f"optimizer/{number}/{key}/{index}": value for key, value in entries.items()}
-            values |= {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+            values |= {
+                name: value for name, value in named.items() if isinstance(value, torch.Tensor)
+            }
     found = file.stat()
     return CheckpointMetadata(
-        run={**{key: value for key, value in said.items() if isinstance(value, int)}, "aliases": aliases},
+        run={
+            **{key: value for key, value in said.items() if isinstance(value, int)},
+            "aliases": aliases,
+        },
         packages={"lightning": str(said.get("pytorch-lightning_version", "unknown"))},
-        tensors={name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in values.items()},
+        tensors={
+            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
+            for name, value in values.items()
+        },
         files={file.name: FileEntry(size=found.st_size)},
         created=found.st_mtime,
     )
 
 
 def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
-    """Read every byte of a single file, compare it with the checksums that ``torch.save`` wrote, and return its ``file_metadata``.
+    """Read every byte of a single file, compare it with the checksums that ``torch.save`` wrote,
+    and return its ``file_metadata``.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -127,13 +143,15 @@ def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
 
 
 def is_trained_file(state: Mapping[str, object]) -> bool:
-    """Return True for what a single file says of itself if training under this strategy has written it."""
+    """Return True for what a single file says of itself if training under this strategy has written
+    it."""
     return PARAMETER_NAMES in state
 
 
 @contextmanager
 def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Path]:
-    """Return a context with a checkpoint folder of the same weights: ``source`` itself, or what is made of a single file for that time.
+    """Return a context with a checkpoint folder of the same weights: ``source`` itself, or what is
+    made of a single file for that time.
 
     Args:
         source: A checkpoint folder, or a Lightning ``.ckpt`` file.
@@ -153,23 +171,35 @@ def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str])
         yield Path(scratch) / place.name
 
 
-def from_state_dict(source: str | os.PathLike[str], destination: str | os.PathLike[str], *, prefix: str = "") -> None:
-    """Write a checkpoint of ours from a ``.pt``, ``.safetensors`` or Lightning ``.ckpt`` file; bit for bit the same values.
+def from_state_dict(
+    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, prefix: str = ""
+) -> None:
+    """Write a checkpoint of ours from a ``.pt``, ``.safetensors`` or Lightning ``.ckpt`` file; bit
+    for bit the same values.
 
     Args:
         source: The file. Names that share their memory in it are tied.
-        destination: The checkpoint folder to make. It holds weights and hyperparameters, no state of training.
-        prefix: Put in front of every name: the attribute that holds the model in the LightningModule, with a dot.
+        destination: The checkpoint folder to make. It holds weights and hyperparameters, no state
+            of training.
+        prefix: Put in front of every name: the attribute that holds the model in the
+            LightningModule, with a dot.
 
     Raises:
         CheckpointError: The file cannot be read.
     """
     tensors, state = open_state_dict(source)
     tied = _tied(tensors)
-    rectangles = [LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items() if name not in tied]
+    rectangles = [
+        LocalRectangle.whole(f"model/{prefix}{name}", value)
+        for name, value in tensors.items()
+        if name not in tied
+    ]
     aliases = {prefix + name: prefix + known for name, known in tied.items()}
     metadata = {"aliases": aliases, "converted_from": str(source)}
-    state = {**weights_only_state({}), **{key: value for key, value in state.items() if key != PARAMETER_NAMES}}
+    state = {
+        **weights_only_state({}),
+        **{key: value for key, value in state.items() if key != PARAMETER_NAMES},
+    }
     write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
 
 
@@ -192,7 +222,8 @@ def to_state_dict(
     prefix: str = "",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model of a checkpoint of ours as one state dict: ``.safetensors`` tensor by tensor, any other suffix by ``torch.save``.
+    """Write the model of a checkpoint of ours as one state dict: ``.safetensors`` tensor by tensor,
+    any other suffix by ``torch.save``.
 
     Args:
         source: The checkpoint folder.
@@ -207,20 +238,38 @@ def to_state_dict(
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder; name the file to write")
     stored = {name.removeprefix("model/"): name for name in sorted(reader.metadata.names("model/"))}
-    stored |= {alias: stored[name] for alias, name in reader.metadata.aliases.items() if name in stored}
-    names = {name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)}
+    stored |= {
+        alias: stored[name] for alias, name in reader.metadata.aliases.items() if name in stored
+    }
+    names = {
+        name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)
+    }
     if not names:
-        raise CheckpointError(f"{source} holds no tensor whose name begins with {prefix!r}; there are {sorted(stored)[:3]}")
+        raise CheckpointError(
+            f"{source} holds no tensor whose name begins with {prefix!r}; there are "
+            f"{sorted(stored)[:3]}"
+        )
     with files.replacing(target) as part:
         if target.suffix == _SAFETENSORS:
             held = {name: reader.metadata.tensors[full] for name, full in names.items()}
-            entries = {name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()}
-            write_safetensors(part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype))
+            entries = {
+                name: replace(entry, dtype=converted(entry.dtype, dtype))
+                for name, entry in held.items()
+            }
+            write_safetensors(
+                part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype)
+            )
         else:
             whole = read_full(source)
             values = {name: whole[full.removeprefix("model/")] for name, full in names.items()}
             with files.open_synced(part) as stream:
-                torch.save({name: value.to(converted(value.dtype, dtype)) for name, value in values.items()}, stream)
+                torch.save(
+                    {
+                        name: value.to(converted(value.dtype, dtype))
+                        for name, value in values.items()
+                    },
+                    stream,
+                )
 
 
 def common_prefix(names: set[str]) -> str:

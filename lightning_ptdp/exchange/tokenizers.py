@@ -38,7 +38,8 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dict[str, bytes]:
     """Return the files of a tokenizer and of generation beside a ``config.json``, by name.
 
-    The tokenizer and the chat template are those of the data where ``state`` (of a checkpoint) names them.
+    The tokenizer and the chat template are those of the data where ``state`` (of a checkpoint)
+    names them.
 
     Raises:
         CheckpointError: A file is a pipe or larger than a tokenizer's, or a link to another folder.
@@ -55,11 +56,12 @@ def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dic
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
-    """By name, files from which transformers reads the tokenizer that a model was trained with; nothing where its folder is not
-    there any more.
+    """By name, files from which transformers reads the tokenizer that a model was trained with;
+    nothing where its folder is not there any more.
 
-    It gives the same ids, but for the character U+2581, which it takes for a space, and for a text that spells a special piece. With
-    that of a BERT a text becomes [CLS] text [SEP], and a pair [CLS] text [SEP] text [SEP], as in training.
+    It gives the same ids, but for the character U+2581, which it takes for a space, and for a text
+    that spells a special piece. With that of a BERT a text becomes [CLS] text [SEP], and a pair
+    [CLS] text [SEP] text [SEP], as in training.
 
     Args:
         state: Of the checkpoint.
@@ -77,14 +79,22 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         return {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return {name: content for name, content in tokenizer.files.items() if name != "config.json"}
-    document, settings, inputs = _document(tokenizer), dict[str, Json](_SETTINGS), ["input_ids", "attention_mask"]
+    document, settings, inputs = (
+        _document(tokenizer),
+        dict[str, Json](_SETTINGS),
+        ["input_ids", "attention_mask"],
+    )
     if CLS in tokenizer.pieces:
-        document["post_processor"] = _template({piece: tokenizer.control_id(piece) for piece in (CLS, SEP)}, CLS, SEP)
+        document["post_processor"] = _template(
+            {piece: tokenizer.control_id(piece) for piece in (CLS, SEP)}, CLS, SEP
+        )
         settings |= {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK}
         inputs.insert(1, "token_type_ids")
     settings["model_input_names"] = inputs
     written = {"tokenizer.json": document, "tokenizer_config.json": settings}
-    described = {name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in written.items()}
+    described = {
+        name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in written.items()
+    }
     return described | {"tokenizer.model": tokenizer.model}  # for what reads sentencepiece's
 
 
@@ -95,16 +105,30 @@ def _document(tokenizer: Tokenizer) -> dict[str, Json]:
         [piece[:cut], piece[cut:]]
         for piece, index in ids.items()
         if tokenizer.is_text(index) and not _BYTE.fullmatch(piece)
-        for cut in sorted(range(1, len(piece)), key=lambda cut: (ids.get(piece[:cut], 0), ids.get(piece[cut:], 0)))
+        for cut in sorted(
+            range(1, len(piece)), key=lambda cut: (ids.get(piece[:cut], 0), ids.get(piece[cut:], 0))
+        )
         if piece[:cut] in ids and piece[cut:] in ids
     ]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    whole = {piece: index for piece, index in ids.items() if piece == "\n" or not tokenizer.is_text(index)}
+    whole = {
+        piece: index
+        for piece, index in ids.items()
+        if piece == "\n" or not tokenizer.is_text(index)
+    }
     return {
         "version": "1.0",
-        "added_tokens": [{"id": index, "content": piece, "special": piece != "\n", **flags} for piece, index in whole.items()],
+        "added_tokens": [
+            {"id": index, "content": piece, "special": piece != "\n", **flags}
+            for piece, index in whole.items()
+        ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "never", "split": False},
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": _SPACE,
+            "prepend_scheme": "never",
+            "split": False,
+        },
         "post_processor": None,
         "decoder": {
             "type": "Sequence",
@@ -114,7 +138,13 @@ def _document(tokenizer: Tokenizer) -> dict[str, Json]:
                 {"type": "Fuse"},
             ],
         },
-        "model": {"type": "BPE", "fuse_unk": True, "byte_fallback": True, "vocab": ids, "merges": merges},
+        "model": {
+            "type": "BPE",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": ids,
+            "merges": merges,
+        },
     }
 
 
@@ -129,7 +159,9 @@ def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
         "type": "TemplateProcessing",
         "single": single,
         "pair": [*single, part("Sequence", "B", 1), part("SpecialToken", end, 1)],
-        "special_tokens": {piece: {"id": piece, "ids": [index], "tokens": [piece]} for piece, index in ids.items()},
+        "special_tokens": {
+            piece: {"id": piece, "ids": [index], "tokens": [piece]} for piece, index in ids.items()
+        },
     }
 
 

@@ -1,15 +1,18 @@
 """Tokens to the ranks of their experts, and back: one all-to-all of uneven sizes each way.
 
-Shapes: n tokens here, k experts a token, h features; E experts, e ranks; r rows that came here, each for one of the E/e experts here.
+Shapes: n tokens here, k experts a token, h features; E experts, e ranks; r rows that came here,
+each for one of the E/e experts here.
 
-    forward    all-to-all of counts    all-to-all of rows       experts    all-to-all of their outputs    weighted sum of k
-    backward                           all-to-all of gradients             all-to-all of gradients
+    forward    all-to-all of counts    all-to-all of rows       experts    all-to-all of their
+    outputs    weighted sum of k backward                           all-to-all of gradients
+    all-to-all of gradients
 
-How many rows come from whom for which expert are numbers that the host has to know before it can ask for them: one wait for the device a
-layer. Together with them comes what a router may have done wrong.
+How many rows come from whom for which expert are numbers that the host has to know before it can
+ask for them: one wait for the device a layer. Together with them comes what a router may have done
+wrong.
 
-Whatever is put into another order is read in that order, in the backward too: nothing is added up where it lands.
-"""
+Whatever is put into another order is read in that order, in the backward too: nothing is added up
+where it lands."""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ class Dispatched:
         rows_rh: (r, h), by expert, and of each in the order of the ranks that sent them.
         counts: (E/e,) int64, how many each expert here has.
         sizes: The same for the host.
-        faults: What the router here did wrong; rows of choices that do not exist went to the last expert.
+        faults: What the router here did wrong; rows of choices that do not exist went to the last
+            expert.
     """
 
     rows_rh: Tensor
@@ -79,27 +83,40 @@ class Dispatched:
 
     def combine(self, outputs_rh: Tensor, weights_nk: Tensor) -> Tensor:
         """For each token here the weighted sum of what its experts made of it, (n, h)."""
-        back = _exchange(_reordered(outputs_rh, self.arrived and self.arrived.undone), self.received, self.sent, self.group)
+        back = _exchange(
+            _reordered(outputs_rh, self.arrived and self.arrived.undone),
+            self.received,
+            self.sent,
+            self.group,
+        )
         combined: Tensor = _Combine.apply(back, weights_nk, self.going)
         return combined
 
 
-def dispatch(x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts: int, group: Group) -> Dispatched:
+def dispatch(
+    x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts: int, group: Group
+) -> Dispatched:
     """Send each token to the ranks of its experts; collective over ``group``, forward and backward.
 
     Args:
         x_nh: Tokens.
         index_nk: int64, the experts of each, 0 to E - 1.
         weights_nk: Of each of them.
-        num_experts: E, a multiple of the group's size; the group's i-th rank has the i-th part of them.
+        num_experts: E, a multiple of the group's size; the group's i-th rank has the i-th part of
+            them.
         group: e ranks.
     """
     chosen = index_nk.reshape(-1)
     exists = (chosen >= 0) & (chosen < num_experts)
     chosen = torch.where(exists, chosen, num_experts - 1)
     order = chosen.argsort(stable=True)
-    going = _Order(order=order, places=torch.empty_like(order).scatter_(0, order, _numbers(order.numel(), order)))
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=x_nh.device).scatter_add_(0, chosen, torch.ones_like(chosen))
+    going = _Order(
+        order=order,
+        places=torch.empty_like(order).scatter_(0, order, _numbers(order.numel(), order)),
+    )
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=x_nh.device).scatter_add_(
+        0, chosen, torch.ones_like(chosen)
+    )
     theirs = counts
     if group.size > 1:
         theirs = torch.empty_like(counts)
@@ -107,7 +124,10 @@ def dispatch(x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts:
     wrong = torch.stack([(~exists).sum(), (~weights_nk.isfinite()).sum()])
     *numbers, nowhere, not_finite = torch.cat([counts, theirs, wrong]).tolist()
     here = num_experts // group.size
-    sent, received = ([sum(part[at : at + here]) for at in range(0, num_experts, here)] for part in _halves(numbers))
+    sent, received = (
+        [sum(part[at : at + here]) for at in range(0, num_experts, here)]
+        for part in _halves(numbers)
+    )
     rows = _exchange(_Take.apply(x_nh, going, index_nk.size(1)), sent, received, group)
     theirs = theirs.view(group.size, here)
     arrived = _by_expert(theirs, sum(received)) if min(theirs.shape) > 1 else None
@@ -134,14 +154,16 @@ def _numbers(count: int, like: Tensor) -> Tensor:
 
 
 def _by_expert(counts: Tensor, rows: int) -> _Order:
-    """From the order of ranks, and of each by expert, to the order of experts; ``counts`` (e, E/e) of ``rows`` in all."""
+    """From the order of ranks, and of each by expert, to the order of experts; ``counts`` (e, E/e)
+    of ``rows`` in all."""
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     by_expert = counts.t().reshape(-1)
     new = (by_expert.cumsum(0) - by_expert).view(counts.size(1), counts.size(0))
     at = _numbers(rows, counts)
     return _Order(
         order=at + (starts.t() - new).flatten().repeat_interleave(by_expert, output_size=rows),
-        places=at + (new.t() - starts).flatten().repeat_interleave(counts.flatten(), output_size=rows),
+        places=at
+        + (new.t() - starts).flatten().repeat_interleave(counts.flatten(), output_size=rows),
     )
 
 
@@ -151,7 +173,8 @@ def _reordered(x: Tensor, order: _Order | None) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Rows in another order, each of ``times`` as often; the gradient of each is gathered from where it went."""
+    """Rows in another order, each of ``times`` as often; the gradient of each is gathered from
+    where it went."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: _Order, times: int) -> Tensor:
@@ -163,7 +186,11 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         found = grad.index_select(0, places)
-        return found if ctx.times == 1 else found.view(-1, ctx.times, grad.size(1)).sum(1), None, None
+        return (
+            found if ctx.times == 1 else found.view(-1, ctx.times, grad.size(1)).sum(1),
+            None,
+            None,
+        )
 
 
 class _Combine(torch.autograd.Function):
@@ -182,7 +209,13 @@ class _Combine(torch.autograd.Function):
         rows, weights_nk, order, places = ctx.saved_tensors
         grad_rows = grad.index_select(0, order // weights_nk.size(1))
         grad_rows = grad_rows.to(torch.promote_types(rows.dtype, weights_nk.dtype))
-        grad_weights = (grad_rows * rows).sum(1).index_select(0, places).view_as(weights_nk).to(weights_nk.dtype)
+        grad_weights = (
+            (grad_rows * rows)
+            .sum(1)
+            .index_select(0, places)
+            .view_as(weights_nk)
+            .to(weights_nk.dtype)
+        )
         weights = weights_nk.reshape(-1, 1).index_select(0, order)
         return grad_rows.mul_(weights).to(rows.dtype), grad_weights, None
 

@@ -1,13 +1,15 @@
-"""The backward of a matrix product in two halves: the input's gradient at once, the weight's gradient when the schedule has time.
+"""The backward of a matrix product in two halves: the input's gradient at once, the weight's
+gradient when the schedule has time.
 
-Zero-bubble schedules (arXiv 2401.10241, section 3) put the weight gradients of a microbatch into an action of their own. The gradient
-of y = x W^T with respect to W needs only x and the gradient of y, so a linear layer can keep these two and hand the product in
-later; the rest of the graph is freed in between.
+Zero-bubble schedules (arXiv 2401.10241, section 3) put the weight gradients of a microbatch into an
+action of their own. The gradient of y = x W^T with respect to W needs only x and the gradient of y,
+so a linear layer can keep these two and hand the product in later; the rest of the graph is freed
+in between.
 
-Nothing in a model has to change: while a forward runs under ``intercepting``, products with a parameter (``F.linear``,
-``torch.addmm`` and ``torch.matmul``) become ones that know how to wait. Gradients of other operations (norms, embeddings) are cheap and
-stay in the first half. So a model that this file understands only in part, or not at all, still gets the right gradients.
-"""
+Nothing in a model has to change: while a forward runs under ``intercepting``, products with a
+parameter (``F.linear``, ``torch.addmm`` and ``torch.matmul``) become ones that know how to wait.
+Gradients of other operations (norms, embeddings) are cheap and stay in the first half. So a model
+that this file understands only in part, or not at all, still gets the right gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient, autocast_dtype, bias_gradient
+from lightning_ptdp.forward.matrix_product import (
+    MatrixProduct,
+    add_to_gradient,
+    autocast_dtype,
+    bias_gradient,
+)
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_gradient_hooks, has_saved_tensor_hooks
 
@@ -37,16 +44,17 @@ Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]
 
 
 Start = Callable[[], Callable[[], None]]
-"""Starts to fetch what a gradient needs; returns what waits for that and adds to the parameter's gradient."""
+"""Starts to fetch what a gradient needs; returns what waits for that and adds to the parameter's
+gradient."""
 
 
 @dataclass(eq=False)
 class WeightGradients(Surrounding):
     """Deferred weight gradients of one rank, by (stage, microbatch).
 
-    A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first): when the schedule splits the
-    backward it is set to this object, and the module's autograd function may call ``defer`` where ``waits`` is true.
-    """
+    A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first):
+    when the schedule splits the backward it is set to this object, and the module's autograd
+    function may call ``defer`` where ``waits`` is true."""
 
     _kept: dict[Hashable, list[tuple[Tensor, Start]]] = field(default_factory=dict)
     _collecting: list[tuple[Tensor, Start]] | None = None
@@ -67,7 +75,8 @@ class WeightGradients(Surrounding):
             self._collecting = None
 
     def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Add ``compute()`` (shape and dtype of the parameter) to the parameter's gradient later."""
+        """Add ``compute()`` (shape and dtype of the parameter) to the parameter's gradient
+        later."""
         self._defer(parameter, lambda: lambda: add_to_gradient(parameter, compute()))
 
     def defer_product(self, product: MatrixProduct, grad: Tensor, x: Operand) -> None:
@@ -76,7 +85,8 @@ class WeightGradients(Surrounding):
         Args:
             product: Whose weight is the parameter.
             grad: (..., o), the output's gradient.
-            x: (..., i), the input. What has to be gathered is started while the product before runs.
+            x: (..., i), the input. What has to be gathered is started while the product before
+                runs.
         """
 
         def start() -> Callable[[], None]:
@@ -117,7 +127,9 @@ class WeightGradients(Surrounding):
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Let modules that know how to defer do so."""
-        takers: list[Any] = [child for child in module.modules() if "weight_gradients" in vars(child)]
+        takers: list[Any] = [
+            child for child in module.modules() if "weight_gradients" in vars(child)
+        ]
         for child in takers:
             child.weight_gradients = self
 
@@ -139,7 +151,8 @@ class WeightGradients(Surrounding):
         return _Intercept(self)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """A product inside somebody else's checkpoint does not wait: its recomputation would run without ``intercepting``."""
+        """A product inside somebody else's checkpoint does not wait: its recomputation would run
+        without ``intercepting``."""
         return (self._within_recomputation(), self._again()) if forward.deferred is self else None
 
     @contextlib.contextmanager
@@ -168,7 +181,9 @@ class _Intercept(TorchFunctionMode):
         super().__init__()
         self._store = store
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if torch.compiler.is_compiling():  # its backward is compiled as one
             return function(*args, **(kwargs or {}))
         found = _READERS.get(function)
@@ -205,8 +220,11 @@ _READERS: dict[Any, Callable[..., Operands | None]] = {
 
 
 def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
-    """A parameter's gradient may come later if nobody watches it arrive; other tensors' gradients are needed further down."""
-    if not (torch.is_grad_enabled() and type(x) is Tensor and x.dim() > 1 and x.is_floating_point()):
+    """A parameter's gradient may come later if nobody watches it arrive; other tensors' gradients
+    are needed further down."""
+    if not (
+        torch.is_grad_enabled() and type(x) is Tensor and x.dim() > 1 and x.is_floating_point()
+    ):
         return False
     if not (_is_leaf(weight) and weight.dim() == 2 and weight.requires_grad):
         return False
@@ -226,11 +244,19 @@ def multiply(
     transposed: bool = False,
     store: WeightGradients | None = None,
 ) -> Tensor:
-    """x W^T + bias, under autocast in its dtype; the gradients of a parameter may wait in ``store``."""
+    """x W^T + bias, under autocast in its dtype; the gradients of a parameter may wait in
+    ``store``."""
     dtype = autocast_dtype(x)
     store = store if _can_wait(x, weight, bias) else None
     return cast(
-        Tensor, _Product.apply(x if dtype is None else x.to(dtype), weight, bias, products(weight, dtype, transposed), store)
+        Tensor,
+        _Product.apply(
+            x if dtype is None else x.to(dtype),
+            weight,
+            bias,
+            products(weight, dtype, transposed),
+            store,
+        ),
     )
 
 
@@ -239,7 +265,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: MatrixProduct, store: WeightGradients | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: MatrixProduct,
+        store: WeightGradients | None,
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product, ctx.bias, ctx.store = product, bias, store

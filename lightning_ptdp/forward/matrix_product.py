@@ -1,4 +1,5 @@
-"""The product of activations with a weight, and its gradients: the one place in which they are computed, and in which precision."""
+"""The product of activations with a weight, and its gradients: the one place in which they are
+computed, and in which precision."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ class MatrixProduct:
     """y = x W^T, (..., i) -> (..., o).
 
     Attributes:
-        weight: (o, i), the parameter itself: under recomputation a saved tensor comes back as another object.
-        dtype: In which the product is computed; None: in the weight's. The weight is cast by each product, so that a microbatch in
-            flight keeps the parameter and not its own cast copy.
+        weight: (o, i), the parameter itself: under recomputation a saved tensor comes back as
+            another object.
+        dtype: In which the product is computed; None: in the weight's. The weight is cast by each
+            product, so that a microbatch in flight keeps the parameter and not its own cast copy.
         transposed: The weight is stored as (i, o).
     """
 
@@ -37,12 +39,14 @@ class MatrixProduct:
         return grad.matmul(self.matrix)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the input (..., i)."""
+        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the
+        input (..., i)."""
         left, right = self._factors(grad, x)
         return left.mm(right)
 
     def give_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """``weight_gradient`` for the backward that runs to add to ``weight.grad``; None where that is done, in fewer passes."""
+        """``weight_gradient`` for the backward that runs to add to ``weight.grad``; None where that
+        is done, in fewer passes."""
         if torch.compiler.is_compiling():  # a graph has no effects beside what it returns
             return self.weight_gradient(grad, x)
         if self.weight.grad is None or not adds_to_gradient(self.weight):
@@ -51,7 +55,8 @@ class MatrixProduct:
         return None
 
     def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
-        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes and the device allow that."""
+        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes and the
+        device allow that."""
         left, right = self._factors(grad, x)
         if self.weight.grad is None:
             add_to_gradient(self.weight, left.mm(right))
@@ -78,7 +83,8 @@ def bias_gradient(grad: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right to ``total``, in one pass over it where the dtypes and the device allow that."""
+    """Add left right to ``total``, in one pass over it where the dtypes and the device allow
+    that."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif _multiplies_into(total, left):
@@ -96,18 +102,22 @@ def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast, which cannot see into a custom function, would cast its inputs (float64 is exempt)."""
+    """Return the dtype to which autocast, which cannot see into a custom function, would cast its
+    inputs (float64 is exempt)."""
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
-    """Return True if torch can add a product of such factors to a wider total: on NVIDIA's GPUs (and the meta device, which stands for
-    them).
-    """
-    on_gpu = total.device.type == "meta" or (total.device.type == "cuda" and torch.version.hip is None)
-    return on_gpu and total.dtype is torch.float32 and factor.dtype in (torch.float16, torch.bfloat16)
+    """Return True if torch can add a product of such factors to a wider total: on NVIDIA's GPUs
+    (and the meta device, which stands for them)."""
+    on_gpu = total.device.type == "meta" or (
+        total.device.type == "cuda" and torch.version.hip is None
+    )
+    return (
+        on_gpu and total.dtype is torch.float32 and factor.dtype in (torch.float16, torch.bfloat16)
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Replacement of a module's forward in place, by a method bound to the instance.
 
-The module keeps its type, parameters, names, children and hooks, and can still be copied and pickled. A bound method is used because
-``torch.compile`` guards on a method's code, which is the same in every block, but on any other callable's identity.
-"""
+The module keeps its type, parameters, names, children and hooks, and can still be copied and
+pickled. A bound method is used because ``torch.compile`` guards on a method's code, which is the
+same in every block, but on any other callable's identity."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ __all__ = ["OwnForward", "give_back_forwards", "replace_forward"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnForward:
-    """The replacement of one module's forward. An object, not a closure, so that the module can be copied and pickled.
+    """The replacement of one module's forward. An object, not a closure, so that the module can be
+    copied and pickled.
 
     Attributes:
-        module: The module. The forward of its type is looked up at each call, because a stored bound method would be copied as a
-            second reference to whatever ``module.forward`` is in the middle of copying.
+        module: The module. The forward of its type is looked up at each call, because a stored
+            bound method would be copied as a second reference to whatever ``module.forward`` is in
+            the middle of copying.
         replaced: The forward that the instance had as an attribute before, or None.
         surroundings: Contexts to enter around a recomputation of this forward too, or None.
     """
@@ -35,9 +37,13 @@ class OwnForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """Return the forward that this one replaces. Not named ``__wrapped__``, which ``inspect.signature`` follows on classes
-        before CPython 3.11.7 and 3.12.1 (gh-112006)."""
-        return self.replaced if self.replaced is not None else partial(type(self.module).forward, self.module)
+        """Return the forward that this one replaces. Not named ``__wrapped__``, which
+        ``inspect.signature`` follows on classes before CPython 3.11.7 and 3.12.1 (gh-112006)."""
+        return (
+            self.replaced
+            if self.replaced is not None
+            else partial(type(self.module).forward, self.module)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward; subclasses replace this method."""
@@ -45,9 +51,12 @@ class OwnForward:
 
 
 def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
-    """Replace the forward of ``module`` by a ``kind``. Does nothing if it is one already, as for a module with several names."""
+    """Replace the forward of ``module`` by a ``kind``. Does nothing if it is one already, as for a
+    module with several names."""
     if not isinstance(_own(module), kind):
-        vars(module)["forward"] = kind(module=module, replaced=vars(module).get("forward"), **options).__call__
+        vars(module)["forward"] = kind(
+            module=module, replaced=vars(module).get("forward"), **options
+        ).__call__
 
 
 def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:

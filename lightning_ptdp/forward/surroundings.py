@@ -1,8 +1,7 @@
 """Contexts around a forward: one ordered list of objects with one small protocol.
 
-Whoever runs one forward of one stage on one microbatch enters the list around it, and recomputation enters it around running a part of
-that forward again; neither knows what is in the list.
-"""
+Whoever runs one forward of one stage on one microbatch enters the list around it, and recomputation
+enters it around running a part of that forward again; neither knows what is in the list."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ class Part(Protocol):
         """() int64, labels of this part where the model shifts them itself; else None."""
 
     def share(self, loss: Tensor) -> Tensor:
-        """Weight of this part's mean loss, so that the mean over the group is the mean over all labels; collective."""
+        """Weight of this part's mean loss, so that the mean over the group is the mean over all
+        labels; collective."""
 
 
 class Deferred(Protocol):
@@ -65,9 +65,11 @@ class Forward:
         microbatch: Its number in the batch.
         whole: The microbatch, the same on all ranks of a replica.
         seed: Of the step's random numbers; None: it draws from the process's generators.
-        splits_backward: Its backward comes in two halves, of which the second may compute what the first has deferred.
+        splits_backward: Its backward comes in two halves, of which the second may compute what the
+            first has deferred.
         draws_alike: All ranks of the replica draw from one stream now.
-        batch: What the user's step is called with; a surrounding may put this rank's part in the place of ``whole``.
+        batch: What the user's step is called with; a surrounding may put this rank's part in the
+            place of ``whole``.
         part: What a surrounding that did so has to say.
         deferred: Where a surrounding keeps what the backward leaves for later.
     """
@@ -98,11 +100,13 @@ class Surrounding:
 
     @property
     def recomputes(self) -> bool:
-        """Return True if ``recomputation`` may do something; compiled blocks are not compiled where one does."""
+        """Return True if ``recomputation`` may do something; compiled blocks are not compiled where
+        one does."""
         return type(self).recomputation is not Surrounding.recomputation
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Look at this rank's part of the LightningModule before the first forward, and follow its calls.
+        """Look at this rank's part of the LightningModule before the first forward, and follow its
+        calls.
 
         Returns:
             A function that undoes it.
@@ -117,7 +121,8 @@ class Surrounding:
         return contextlib.nullcontext()
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """Around a part of ``forward`` that will be recomputed, and around its recomputation; None if that needs nothing."""
+        """Around a part of ``forward`` that will be recomputed, and around its recomputation; None
+        if that needs nothing."""
         return None
 
 
@@ -144,7 +149,9 @@ class Surroundings:
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Show the module to all entries; returns a function that undoes it."""
         with contextlib.ExitStack() as undo:
-            for entry in reversed(self.entries):  # an outer one puts its hooks around those of an inner one
+            for entry in reversed(
+                self.entries
+            ):  # an outer one puts its hooks around those of an inner one
                 undo.callback(entry.attach(module))
             return undo.pop_all().close
 
@@ -155,14 +162,20 @@ class Surroundings:
             with self._running_in(forward, (entry.around(forward) for entry in self.entries)):
                 yield
         except Exception as error:
-            error.add_note(f"in {forward.hook}, microbatch {forward.microbatch}, stage {forward.stage}")
+            error.add_note(
+                f"in {forward.hook}, microbatch {forward.microbatch}, stage {forward.stage}"
+            )
             raise
 
     def recomputation(self) -> Contexts:
-        """Contexts of a part of the forward that runs now, and of its recomputation: the ``context_fn`` of
-        ``torch.utils.checkpoint.checkpoint``."""
+        """Contexts of a part of the forward that runs now, and of its recomputation: the
+        ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
         running = self._running
-        pairs = [] if running is None else [entry.recomputation(running) for entry in self.entries if entry.recomputes]
+        pairs = (
+            []
+            if running is None
+            else [entry.recomputation(running) for entry in self.entries if entry.recomputes]
+        )
         found = [pair for pair in pairs if pair is not None]
         if running is None or not found:
             return contextlib.nullcontext(), contextlib.nullcontext()

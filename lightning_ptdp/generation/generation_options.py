@@ -17,7 +17,8 @@ class Sampling:
         max_new_tokens: Number of tokens to write at most.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Sample among the k most likely tokens only; 0 or null: among all.
-        top_p: Sample among the most likely tokens that together have this probability only; 1: among all.
+        top_p: Sample among the most likely tokens that together have this probability only; 1:
+            among all.
         seed: Seed of the draws.
     """
 
@@ -30,6 +31,11 @@ class Sampling:
     def __post_init__(self) -> None:
         check_types(self)
         if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r} must not be negative; 0 takes the most likely token")
+            raise ValueError(
+                f"temperature={self.temperature!r} must not be negative; 0 takes the most likely "
+                "token"
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 samples among all tokens")
+            raise ValueError(
+                f"top_p={self.top_p!r} must be above 0 and at most 1; 1 samples among all tokens"
+            )

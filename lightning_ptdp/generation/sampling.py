@@ -1,8 +1,7 @@
 """Choice of the next token.
 
-A pure function of the logits and of numbers that are drawn beforehand: no random state changes, and all ranks with the same logits
-choose the same.
-"""
+A pure function of the logits and of numbers that are drawn beforehand: no random state changes, and
+all ranks with the same logits choose the same."""
 
 from __future__ import annotations
 
@@ -16,19 +15,27 @@ __all__ = ["choose", "draw_numbers"]
 
 
 def draw_numbers(sampling: Sampling, rows: int) -> Tensor:
-    """A number in [0, 1) for every row and new token, (b, n) float64 on the CPU; a row's do not depend on the others."""
-    generators = [torch.Generator().manual_seed(derive_seed(sampling.seed, row)) for row in range(rows)]
-    draws = [torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator) for generator in generators]
+    """A number in [0, 1) for every row and new token, (b, n) float64 on the CPU; a row's do not
+    depend on the others."""
+    generators = [
+        torch.Generator().manual_seed(derive_seed(sampling.seed, row)) for row in range(rows)
+    ]
+    draws = [
+        torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator)
+        for generator in generators
+    ]
     return torch.stack(draws)
 
 
 def choose(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
-    """The next token of each row, (b) int64: the one at which the cumulated probability passes the row's number."""
+    """The next token of each row, (b) int64: the one at which the cumulated probability passes the
+    row's number."""
     if sampling.temperature == 0:
         return logits_bv.argmax(-1)
     kept = min(sampling.top_k or logits_bv.size(-1), logits_bv.size(-1))
     values_bk, tokens_bk = logits_bv.topk(kept)
-    # float64: in float32 the cumulated probabilities of a large vocabulary do not reach the last draws.
+    # float64: in float32 the cumulated probabilities of a large vocabulary do not reach the last
+    # draws.
     shares_bk = (values_bk.double() / sampling.temperature).softmax(-1)
     shares_bk = shares_bk * (shares_bk.cumsum(-1) - shares_bk < sampling.top_p)
     cumulated_bk = shares_bk.cumsum(-1)

@@ -40,12 +40,14 @@ class TextTokenizer(Protocol):
         """Ids of a conversation, up to where the answer begins.
 
         Raises:
-            ValueError: The tokenizer has no chat template, or one that does not take these messages.
+            ValueError: The tokenizer has no chat template, or one that does not take these
+                messages.
         """
 
 
 def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextTokenizer:
-    """The tokenizer in ``folder``; None: that of the data, or of the Hugging Face model, which the state of a checkpoint names.
+    """The tokenizer in ``folder``; None: that of the data, or of the Hugging Face model, which the
+    state of a checkpoint names.
 
     Raises:
         ValueError: There is none.
@@ -53,19 +55,34 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     if folder is not None:
         return _load(folder)
     given = state.get("datamodule_hyper_parameters") or {}
-    template, data, model = given.get("chat_template"), tokenizer_folder(state), (state.get("hyper_parameters") or {}).get("path")
+    template, data, model = (
+        given.get("chat_template"),
+        tokenizer_folder(state),
+        (state.get("hyper_parameters") or {}).get("path"),
+    )
     if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
         # What it was trained on has the word; but a folder of conversations has no tokenizer.
-        with contextlib.nullcontext() if not isinstance(model, str) else contextlib.suppress(ValueError):
+        with (
+            contextlib.nullcontext()
+            if not isinstance(model, str)
+            else contextlib.suppress(ValueError)
+        ):
             return _load(data, template)
     if isinstance(model, str):
         return _load(local_folder(given.get("tokenizer_dir") or model), template)
-    raise ValueError("nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it (--tokenizer)")
+    raise ValueError(
+        "nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it "
+        "(--tokenizer)"
+    )
 
 
 def _load(folder: str | Path, template: str | None = None) -> TextTokenizer:
     tokenizer = load_tokenizer(folder)
-    return _HuggingFace(tokenizer, template) if isinstance(tokenizer, HuggingFaceTokenizer) else _Own(tokenizer)
+    return (
+        _HuggingFace(tokenizer, template)
+        if isinstance(tokenizer, HuggingFaceTokenizer)
+        else _Own(tokenizer)
+    )
 
 
 class _Own:
@@ -78,10 +95,15 @@ class _Own:
 
     def decode(self, ids: Sequence[int]) -> str:
         # A model may have more rows than there are pieces.
-        return self._tokenizer.decode([index for index in ids if index < self._tokenizer.vocabulary_size])
+        return self._tokenizer.decode(
+            [index for index in ids if index < self._tokenizer.vocabulary_size]
+        )
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        raise ValueError("the tokenizer of a pretraining corpus has no chat template; ptdp generate continues a text")
+        raise ValueError(
+            "the tokenizer of a pretraining corpus has no chat template; ptdp generate continues "
+            "a text"
+        )
 
 
 class _HuggingFace:
@@ -104,21 +126,37 @@ class _HuggingFace:
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         if not self._tokenizer.chat_template:
-            raise ValueError(f"the tokenizer in {self._folder} has no chat template; ptdp generate continues a text")
+            raise ValueError(
+                f"the tokenizer in {self._folder} has no chat template; ptdp generate continues a "
+                "text"
+            )
         try:
             with time_limit(LIMIT_S):
-                text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+                text = self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, tokenize=False
+                )
         except Exception as error:  # jinja's, of a template that refuses a role or an order
-            raise ValueError(f"the chat template in {self._folder} does not take this conversation: {error}") from error
-        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            raise ValueError(
+                f"the chat template in {self._folder} does not take this conversation: {error}"
+            ) from error
+        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         return found
 
 
 def _ends(folder: Path) -> list[int]:
-    """Return the ids in the model's generation config that end a text: an instruction model often has more than the tokenizer's one."""
+    """Return the ids in the model's generation config that end a text: an instruction model often
+    has more than the tokenizer's one."""
     file = folder / "generation_config.json"
     try:
-        found = read_json(file, linked=hub_blobs(folder)).get("eos_token_id") if file.is_file() else None
+        found = (
+            read_json(file, linked=hub_blobs(folder)).get("eos_token_id")
+            if file.is_file()
+            else None
+        )
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    return [index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)]
+    return [
+        index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)
+    ]

@@ -23,26 +23,35 @@ Forward = Callable[..., Tensor]
 
 @torch.no_grad()
 def generate(
-    module: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling = _DEFAULT, *, eos_ids: Collection[int] = ()
+    module: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling = _DEFAULT,
+    *,
+    eos_ids: Collection[int] = (),
 ) -> list[list[int]]:
-    """The tokens that follow each prompt; the same in every layout, and for each prompt what it would be alone.
+    """The tokens that follow each prompt; the same in every layout, and for each prompt what it
+    would be alone.
 
-    While a Trainer runs the module in a layout of ours, in a callback or a hook such as ``on_validation_epoch_end``, all ranks must call
-    this with the same arguments; the model stays where it is, every replica writes all of it, and every rank gets it. Training
+    While a Trainer runs the module in a layout of ours, in a callback or a hook such as
+    ``on_validation_epoch_end``, all ranks must call this with the same arguments; the model stays
+    where it is, every replica writes all of it, and every rank gets it. Training
     goes on as it would have without: modes and random states are put back.
 
-    A GPT of ours or a causal model of transformers (the only one in ``module``) keeps keys and values of what it has seen; any other
-    module is called with token ids (b, s) for logits (b, s, V), all of them for every token, as the others are under sequence parallelism.
-    What is older than the longest sequence of the model is forgotten.
+    A GPT of ours or a causal model of transformers (the only one in ``module``) keeps keys and
+    values of what it has seen; any other module is called with token ids (b, s) for logits (b, s,
+    V), all of them for every token, as the others are under sequence parallelism. What is older
+    than the longest sequence of the model is forgotten.
 
     Args:
         module: A LightningModule, or a model.
         prompts: Token ids; at least one each.
-        sampling: How tokens are chosen. ``temperature=0`` gives what ``transformers`` gives with ``do_sample=False``.
+        sampling: How tokens are chosen. ``temperature=0`` gives what ``transformers`` gives with
+            ``do_sample=False``.
         eos_ids: Tokens behind which a text ends; the last one is returned too.
 
     Raises:
-        ValueError: A prompt is empty, or the module cannot write, or only in a run of the Trainer, since it is cut.
+        ValueError: A prompt is empty, or the module cannot write, or only in a run of the Trainer,
+            since it is cut.
     """
     rows = [[int(token) for token in prompt] for prompt in prompts]
     if not all(rows):
@@ -52,11 +61,21 @@ def generate(
     strategy: Any = _running_strategy(module)
     with _evaluating(module):
         if strategy is None:
-            device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+            device = next(
+                (parameter.device for parameter in module.parameters()), torch.device("cpu")
+            )
             return _write(module, rows, sampling, eos_ids, _alone, device, multiple=1)
         layout = strategy.layout
         multiple = layout.size("tensor") if layout.sequence_parallel else 1
-        return _write(module, rows, sampling, eos_ids, strategy.decode, strategy.root_device, multiple=multiple)
+        return _write(
+            module,
+            rows,
+            sampling,
+            eos_ids,
+            strategy.decode,
+            strategy.root_device,
+            multiple=multiple,
+        )
 
 
 def _write(
@@ -70,19 +89,30 @@ def _write(
     multiple: int,
 ) -> list[list[int]]:
     _check_ids(module, prompts)
-    decoder, rows = decoder_of(module, sequence_multiple=multiple), [list(prompt) for prompt in prompts]
+    decoder, rows = (
+        decoder_of(module, sequence_multiple=multiple),
+        [list(prompt) for prompt in prompts],
+    )
     draws_bn = draw_numbers(sampling, len(rows)).to(device, non_blocking=True)
     lengths: list[int | None] = [None] * len(rows)
     for number in range(sampling.max_new_tokens):
         call, key = decoder.step(rows, device)
-        tokens = forward(call, partial(choose, draws_b=draws_bn[:, number], sampling=sampling), rows=len(rows), key=key)
+        tokens = forward(
+            call,
+            partial(choose, draws_b=draws_bn[:, number], sampling=sampling),
+            rows=len(rows),
+            key=key,
+        )
         for row, (tokens_of_row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             tokens_of_row.append(token)
             if token in eos_ids and lengths[row] is None:
                 lengths[row] = number + 1
         if None not in lengths:
             break
-    return [row[len(prompt) :][:length] for row, prompt, length in zip(rows, prompts, lengths, strict=True)]
+    return [
+        row[len(prompt) :][:length]
+        for row, prompt, length in zip(rows, prompts, lengths, strict=True)
+    ]
 
 
 def _check_ids(module: nn.Module, prompts: Sequence[list[int]]) -> None:
@@ -91,7 +121,8 @@ def _check_ids(module: nn.Module, prompts: Sequence[list[int]]) -> None:
     largest = max(map(max, prompts))
     if isinstance(size, int) and largest >= size:
         raise ValueError(
-            f"a prompt has the token {largest} and the model a vocabulary of {size}: use the tokenizer that it was trained with"
+            f"a prompt has the token {largest} and the model a vocabulary of {size}: use the "
+            "tokenizer that it was trained with"
         )
 
 

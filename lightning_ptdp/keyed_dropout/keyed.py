@@ -1,7 +1,8 @@
 """Puts dropout by key in the place of torch's, for the time of a forward.
 
-An element's key is made of: the run's seed and the step; its sample; the module that asks and how often that has asked in this call; its
-place in the whole activation, of which this rank may hold a part::
+An element's key is made of: the run's seed and the step; its sample; the module that asks and how
+often that has asked in this call; its place in the whole activation, of which this rank may hold a
+part::
 
     activation                          dimension 1               the last dimension
     (b, ..., h)  hidden state           positions in the sequence channels; from r h on behind a column layer
@@ -44,7 +45,8 @@ class KeyedDropoutError(PTDPError, ValueError):
 
 @dataclass
 class _Running:
-    """One forward: of which samples, and who is being called (name, dropouts so far), outermost first."""
+    """One forward: of which samples, and who is being called (name, dropouts so far), outermost
+    first."""
 
     seed: int
     samples: Tensor
@@ -58,12 +60,20 @@ class KeyedDropout(Surrounding):
     Args:
         tensor: The tensor group.
         context: The context group.
-        sequence_parallel: Whether activations are split along the sequence outside of tensor-parallel regions.
+        sequence_parallel: Whether activations are split along the sequence outside of
+            tensor-parallel regions.
         seed: Of the run.
     """
 
-    def __init__(self, *, tensor: Group, context: Group, sequence_parallel: bool, seed: int) -> None:
-        self._tensor, self._context, self._sequence_parallel, self._seed = tensor, context, sequence_parallel, seed
+    def __init__(
+        self, *, tensor: Group, context: Group, sequence_parallel: bool, seed: int
+    ) -> None:
+        self._tensor, self._context, self._sequence_parallel, self._seed = (
+            tensor,
+            context,
+            sequence_parallel,
+            seed,
+        )
         self._inside = False
         self._running: _Running | None = None
 
@@ -72,7 +82,9 @@ class KeyedDropout(Surrounding):
         undo = contextlib.ExitStack()
         undo.callback(give_randomness(module, self))
         for name, child in module.named_modules():
-            undo.enter_context(child.register_forward_pre_hook(partial(self._entered, name), prepend=True))
+            undo.enter_context(
+                child.register_forward_pre_hook(partial(self._entered, name), prepend=True)
+            )
             undo.enter_context(child.register_forward_hook(self._left, always_call=True))
         return undo.close
 
@@ -108,7 +120,8 @@ class KeyedDropout(Surrounding):
             count = batch_size(batch)
         except ValueError as error:
             raise KeyedDropoutError(
-                "keyed_dropout=True drops by sample, but the batch has no samples along dimension 0 of its tensors, as a batch of graphs. "
+                "keyed_dropout=True drops by sample, but the batch has no samples along dimension "
+                "0 of its tensors, as a batch of graphs. "
                 "Use keyed_dropout=False"
             ) from error
         samples = sample_keys(iterate_tensors(batch), count)
@@ -120,7 +133,9 @@ class KeyedDropout(Surrounding):
         running = self._running
         if running is None:
             return None
-        again = _Running(running.seed, running.samples, running.length, [list(call) for call in running.calls])
+        again = _Running(
+            running.seed, running.samples, running.length, [list(call) for call in running.calls]
+        )
         return contextlib.nullcontext(), self._dropping(again, inside=self._inside)
 
     @contextlib.contextmanager
@@ -147,9 +162,11 @@ class KeyedDropout(Surrounding):
         if self._running is not None and self._running.calls:
             self._running.calls.pop()
 
-    # ---- what torch's functions become --------------------------------------------------------------------------------
+    # ---- what torch's functions become -----------------------------------------------------------
 
-    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         """``F.dropout``."""
         if not training or p == 0.0 or self._running is None:
             return input
@@ -167,24 +184,39 @@ class KeyedDropout(Surrounding):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``, with its weights written out where some of them are dropped."""
+        """``F.scaled_dot_product_attention``, with its weights written out where some of them are
+        dropped."""
         if dropout_p == 0.0:
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
             )
         if self._context.size > 1:
             raise KeyedDropoutError(
-                f"keyed_dropout=True with attention dropout of {dropout_p} and context_parallel_size={self._context.size}: no rank "
+                f"keyed_dropout=True with attention dropout of {dropout_p} and "
+                f"context_parallel_size={self._context.size}: no rank "
                 "holds the attention weights of a whole row; set the attention's dropout "
                 "to 0, or use keyed_dropout=False"
             )
         copies = query.size(1) // key.size(1)
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+        scores = (
+            query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+        )
         if is_causal:
             attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
         if attn_mask is not None:
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
+            scores = (
+                scores.masked_fill(~attn_mask, -torch.inf)
+                if attn_mask.dtype is torch.bool
+                else scores + attn_mask
+            )
         weights = scores.softmax(-1)
         return (weights * self._kept(weights, dropout_p)) @ value
 
@@ -201,11 +233,15 @@ class KeyedDropout(Surrounding):
             return torch.zeros_like(x)
         if x.dim() < 2 or x.size(0) != samples.numel():
             raise KeyedDropoutError(
-                f"keyed_dropout=True: dropout on {tuple(x.shape)} in '{caller[0]}', where a microbatch has {samples.numel()} "
+                f"keyed_dropout=True: dropout on {tuple(x.shape)} in '{caller[0]}', where a "
+                f"microbatch has {samples.numel()} "
                 "samples: samples must be along dimension 0; use keyed_dropout=False"
             )
         key = derive_seed(running.seed, *caller)
-        indices = [self._places(x, dim).view([-1 if d == dim else 1 for d in range(x.dim())]) for dim in range(1, x.dim())]
+        indices = [
+            self._places(x, dim).view([-1 if d == dim else 1 for d in range(x.dim())])
+            for dim in range(1, x.dim())
+        ]
         drawn = uniform(samples.view([-1] + [1] * (x.dim() - 1)) ^ key, indices)
         return (drawn >= p).to(x.dtype) / (1 - p)
 
@@ -251,7 +287,8 @@ def _without_dropout(*args: Any, **kwargs: Any) -> object:
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("training", True) and given["dropout_p"]:
         raise KeyedDropoutError(
-            "keyed_dropout=True does not see the dropout inside of nn.MultiheadAttention on one process; build it with dropout=0, or "
+            "keyed_dropout=True does not see the dropout inside of nn.MultiheadAttention on one "
+            "process; build it with dropout=0, or "
             "use keyed_dropout=False"
         )
     return F.multi_head_attention_forward(*args, **kwargs)
@@ -259,5 +296,7 @@ def _without_dropout(*args: Any, **kwargs: Any) -> object:
 
 def _unknown(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     if kwargs.get("training", True):
-        raise KeyedDropoutError(f"keyed_dropout=True does not know {function.__name__}; use keyed_dropout=False")
+        raise KeyedDropoutError(
+            f"keyed_dropout=True does not know {function.__name__}; use keyed_dropout=False"
+        )
     return function(*args, **kwargs)

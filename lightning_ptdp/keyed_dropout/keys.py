@@ -1,8 +1,7 @@
 """Random numbers as a function of indices: no stream, no state.
 
-The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), applied once an
-index, in int64 whose products wrap around.
-"""
+The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014), applied once an index, in int64 whose products wrap around."""
 
 from __future__ import annotations
 
@@ -14,7 +13,10 @@ from torch import Tensor
 __all__ = ["mix", "sample_keys", "uniform"]
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
-_FIRST, _SECOND = -4658895280553007687, -7723592293110705685  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST, _SECOND = (
+    -4658895280553007687,
+    -7723592293110705685,
+)  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -31,14 +33,16 @@ def mix(key: Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(key: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """Numbers in [0, 1), float32, one for each combination of ``indices``, tensors that broadcast against each other and ``key``."""
+    """Numbers in [0, 1), float32, one for each combination of ``indices``, tensors that broadcast
+    against each other and ``key``."""
     for index in indices:
         key = mix(key, index)
     return _shifted(key, 40).to(torch.float32) * 2.0**-24
 
 
 def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
-    """A key (b) int64 of each sample's content: the same for the same sample, in whatever batch and place it is.
+    """A key (b) int64 of each sample's content: the same for the same sample, in whatever batch and
+    place it is.
 
     Args:
         tensors: Of a batch; those with b entries along dimension 0 count.
@@ -55,7 +59,8 @@ def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
         keys = part if keys is None else mix(keys, part)
     if keys is None:
         raise ValueError(
-            f"keyed_dropout=True tells samples apart by their content, but the batch holds no tensor of {samples} samples; use a batch of "
+            "keyed_dropout=True tells samples apart by their content, but the batch holds no "
+            f"tensor of {samples} samples; use a batch of "
             "tensors with samples along dimension 0, or keyed_dropout=False"
         )
     return keys

@@ -11,7 +11,8 @@ __all__ = ["AbsentRun", "is_unanswered"]
 
 
 class AbsentRun:
-    """A run of a server that does not answer, in the place of Lightning's logger: nothing is sent."""
+    """A run of a server that does not answer, in the place of Lightning's logger: nothing is
+    sent."""
 
     experiment_id = ""
 

@@ -1,8 +1,8 @@
 """A thread that writes what training hands it, so that training never waits for a store.
 
-Ours and not MLflow's own asynchronous queue: that one lives in a process-wide cache with its threads, which a forked process
-inherits dead (its flush then waits forever), writes every call as a transaction of its own, and drops what fails.
-"""
+Ours and not MLflow's own asynchronous queue: that one lives in a process-wide cache with its
+threads, which a forked process inherits dead (its flush then waits forever), writes every call as a
+transaction of its own, and drops what fails."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class _Task:
 class BackgroundWriter(Generic[Item]):
     """Gives items to ``write`` in order, all that are waiting at a time.
 
-    A failed write is warned about once; its items are kept and written with the next ones. A process is forked between two writes: in the
-    middle of one its child would wait for ever for locks that the store holds.
+    A failed write is warned about once; its items are kept and written with the next ones. A
+    process is forked between two writes: in the middle of one its child would wait for ever for
+    locks that the store holds.
 
     Args:
         write: Called in the thread with 1 to ``most`` items; may raise, and may take long.
@@ -56,7 +57,9 @@ class BackgroundWriter(Generic[Item]):
         self._held = False
         hold, go_on = weakref.WeakMethod(self._hold), weakref.WeakMethod(self._go_on)
         os.register_at_fork(before=partial(_call, hold), after_in_parent=partial(_call, go_on))
-        self._thread = threading.Thread(target=self._loop, name="lightning-ptdp-log-writer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop, name="lightning-ptdp-log-writer", daemon=True
+        )
         self._thread.start()
 
     def put(self, item: Item) -> None:
@@ -72,7 +75,8 @@ class BackgroundWriter(Generic[Item]):
             return tuple(self._items)
 
     def run(self, action: Callable[[], object], *, limit_s: float) -> None:
-        """Write all items, then call ``action``, in the thread too; what fails is tried again for ``limit_s``.
+        """Write all items, then call ``action``, in the thread too; what fails is tried again for
+        ``limit_s``.
 
         Raises:
             TimeoutError: One of them did not return in time.

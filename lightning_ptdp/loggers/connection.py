@@ -18,7 +18,8 @@ from lightning_ptdp.loggers.absent_server import AbsentRun, is_unanswered
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.loggers.tracking_store import sqlite_path
 
-if TYPE_CHECKING:  # imported when it is used: here, because the parser reads such imports where a class of its own is
+# imported when it is used: here, because the parser reads such imports where a class of its own is
+if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
@@ -34,7 +35,12 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{LIMIT_S:.0f}",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
-_CHATTY = ("alembic", "mlflow.store.db.utils", "mlflow.store.db", "lightning.pytorch.loggers.mlflow")
+_CHATTY = (
+    "alembic",
+    "mlflow.store.db.utils",
+    "mlflow.store.db",
+    "lightning.pytorch.loggers.mlflow",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +48,8 @@ class RunOptions:
     """Arguments of Lightning's logger that describe a run; see ``MLFlowLogger``.
 
     Attributes:
-        run_name: None: made of the experiment's name, the layout and the time. MLflow would make one up, from draws that a seed makes
-            the same in every run.
+        run_name: None: made of the experiment's name, the layout and the time. MLflow would make
+            one up, from draws that a seed makes the same in every run.
         layout: As far as it is known.
     """
 
@@ -58,7 +64,8 @@ class RunOptions:
 
 @dataclass
 class OpenRun:
-    """Open connection to a run and the process that owns it; connections and threads must not cross a fork."""
+    """Open connection to a run and the process that owns it; connections and threads must not cross
+    a fork."""
 
     inner: LightningMLFlowLogger | AbsentRun
     writer: BackgroundWriter[Metric]
@@ -68,18 +75,21 @@ class OpenRun:
 
 
 def set_defaults() -> None:
-    """Set MLflow's own variables, where the user has not: no telemetry, and a limit for every request (120 s, eight times, by default)."""
+    """Set MLflow's own variables, where the user has not: no telemetry, and a limit for every
+    request (120 s, eight times, by default)."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:
-    """Lightning's logger of a new run, or of ``run_id``, which goes on; a new database gets its tables here.
+    """Lightning's logger of a new run, or of ``run_id``, which goes on; a new database gets its
+    tables here.
 
     Args:
         options: Of the run.
         run_id: To be resumed.
-        may_be_gone: Whether a new run is started, with a warning, where the store has that one no more.
+        may_be_gone: Whether a new run is started, with a warning, where the store has that one no
+            more.
 
     Raises:
         ValueError: The run cannot be resumed.
@@ -96,7 +106,10 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
         except ValueError as error:
             if not may_be_gone:
                 raise
-            warnings.warn(f"{error.__cause__ or error}: a new run is started instead of {run_id}", stacklevel=2)
+            warnings.warn(
+                f"{error.__cause__ or error}: a new run is started instead of {run_id}",
+                stacklevel=2,
+            )
             run_id, inner = None, _find(options, None)
     if run_id is not None:
         inner.experiment.update_run(run_id, status="RUNNING")
@@ -108,19 +121,27 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
 def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
     from mlflow.exceptions import MlflowException
 
-    name = options.run_name or f"{options.experiment_name} {options.layout} {time.strftime('%Y-%m-%d %H:%M:%S')}".replace(
-        "  ", " "
+    name = (
+        options.run_name
+        or f"{options.experiment_name} {options.layout} {time.strftime('%Y-%m-%d %H:%M:%S')}".replace(
+            "  ", " "
+        )
     )
     given = {key: value for key, value in asdict(options).items() if key != "layout"}
     inner = LightningMLFlowLogger(**{**given, "run_name": name}, run_id=run_id)
     try:
         client = inner.experiment
-        if run_id is not None and (stage := client.get_run(run_id).info.lifecycle_stage) != "active":
+        if (
+            run_id is not None
+            and (stage := client.get_run(run_id).info.lifecycle_stage) != "active"
+        ):
             raise MlflowException(f"Run '{run_id}' is {stage}")
     except MlflowException as error:
         if run_id is None or is_unanswered(error):
             raise
-        raise ValueError(f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run") from error
+        raise ValueError(
+            f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run"
+        ) from error
     return inner
 
 

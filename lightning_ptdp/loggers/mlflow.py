@@ -1,9 +1,8 @@
 """Lightning's MLflow logger, made lazy, rank-safe and safe across a fork.
 
-What Lightning's own does too early: its constructor imports mlflow and creates the database on every rank (on a fresh SQLite
-file all ranks but one crash), and starts what must not cross a fork. Here nothing is touched until the first use on global
-rank 0; the other ranks get a dummy.
-"""
+What Lightning's own does too early: its constructor imports mlflow and creates the database on
+every rank (on a fresh SQLite file all ranks but one crash), and starts what must not cross a fork.
+Here nothing is touched until the first use on global rank 0; the other ranks get a dummy."""
 
 from __future__ import annotations
 
@@ -32,7 +31,12 @@ from lightning_ptdp.loggers.connection import LIMIT_S, Client, OpenRun, RunOptio
 from lightning_ptdp.loggers.datasets import as_input
 from lightning_ptdp.loggers.mlflow_names import allowed_name, new_parameters
 from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
-from lightning_ptdp.loggers.tracking_store import SilentServerError, check_store, check_writable_folder, sqlite_uri
+from lightning_ptdp.loggers.tracking_store import (
+    SilentServerError,
+    check_store,
+    check_writable_folder,
+    sqlite_uri,
+)
 from lightning_ptdp.loggers.training_status import was_told_to_end
 from lightning_ptdp.loggers.unwritten_metrics import append_metrics, keep_metrics, unwritten_file
 
@@ -44,26 +48,33 @@ _PARAMS_PER_BATCH = 100
 class MLFlowLogger(Logger):
     """Log to MLflow, by default to an SQLite file in ``save_dir``.
 
-    Metrics, texts and tags are written by a background thread, and all of them by the end of ``finalize``; training does not wait for
-    the store. A run is FINISHED when training ends well, KILLED when Ctrl-C or SIGTERM ended it, and FAILED otherwise. Checkpoints land in
+    Metrics, texts and tags are written by a background thread, and all of them by the end of
+    ``finalize``; training does not wait for the store. A run is FINISHED when training ends well,
+    KILLED when Ctrl-C or SIGTERM ended it, and FAILED otherwise. Checkpoints land in
     ``save_dir/experiment_name/run_id/checkpoints``.
 
-    MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the environment: the variable must be
-    set before mlflow is imported, so it is set to "true" at first use. A request to a server takes at most 30 s and is repeated once,
-    unless ``MLFLOW_HTTP_REQUEST_TIMEOUT`` and ``MLFLOW_HTTP_REQUEST_MAX_RETRIES`` are set.
+    MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the
+    environment: the variable must be set before mlflow is imported, so it is set to "true" at first
+    use. A request to a server takes at most 30 s and is repeated once, unless
+    ``MLFLOW_HTTP_REQUEST_TIMEOUT`` and ``MLFLOW_HTTP_REQUEST_MAX_RETRIES`` are set.
 
     Args:
         experiment_name: Groups runs.
-        run_name: Shown in MLflow's list of runs; None: the experiment's name and the time (``ptdp fit``: recipe, layout and time).
+        run_name: Shown in MLflow's list of runs; None: the experiment's name and the time (``ptdp
+            fit``: recipe, layout and time).
         save_dir: Folder of the database, of artifacts and of the checkpoints.
         tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
         tags: Set on the run.
         prefix: Put before every metric name, joined by "-".
-        artifact_location: Where artifacts go; None: ``<save_dir>/artifacts`` for the default store, else the server's choice.
-        run_id: Resume this run: metrics are appended, only parameters that it does not have yet are logged.
-        log_model: Copy checkpoints to the artifacts, as Lightning's logger does: False, True (at the end) or "all".
-        log_system_metrics: Also log CPU, memory, disk, network and GPUs of rank 0's machine every 10 seconds, by MLflow's own monitor
-            (``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` is another interval, in seconds).
+        artifact_location: Where artifacts go; None: ``<save_dir>/artifacts`` for the default store,
+            else the server's choice.
+        run_id: Resume this run: metrics are appended, only parameters that it does not have yet are
+            logged.
+        log_model: Copy checkpoints to the artifacts, as Lightning's logger does: False, True (at
+            the end) or "all".
+        log_system_metrics: Also log CPU, memory, disk, network and GPUs of rank 0's machine every
+            10 seconds, by MLflow's own monitor (``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` is
+            another interval, in seconds).
     """
 
     def __init__(
@@ -117,7 +128,8 @@ class MLFlowLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run id; on ranks other than global 0 only known when resuming (Lightning broadcasts folders itself)."""
+        """The run id; on ranks other than global 0 only known when resuming (Lightning broadcasts
+        folders itself)."""
         return self.run_id
 
     @property
@@ -129,12 +141,14 @@ class MLFlowLogger(Logger):
 
     @property
     def url(self) -> str:
-        """Address that shows the run in a browser, in MLflow's view for training: on the server, or on that of ``mlflow ui`` if the
-        store is a file. If the server does not answer, the path of the file of metrics. Global rank 0 only.
-        """
+        """Address that shows the run in a browser, in MLflow's view for training: on the server, or
+        on that of ``mlflow ui`` if the store is a file. If the server does not answer, the path of
+        the file of metrics. Global rank 0 only."""
         if isinstance(self._open().inner, AbsentRun):
             return str(unwritten_file(self._folder))
-        server = self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
+        server = (
+            self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
+        )
         page = f"experiments/{self._open().inner.experiment_id}/runs/{self.run_id}"
         return f"{server.rstrip('/')}/#/{page}?workflowType=machine_learning"
 
@@ -149,7 +163,8 @@ class MLFlowLogger(Logger):
         return self._open().inner.experiment
 
     def continue_run_of(self, checkpoint: str | Path) -> bool:
-        """Go on with the run that wrote ``checkpoint``, if this logger did and was not told a ``run_id``; whether it will.
+        """Go on with the run that wrote ``checkpoint``, if this logger did and was not told a
+        ``run_id``; whether it will.
 
         Where the store does not have that run any more, a new one is started, with a warning.
         """
@@ -162,7 +177,8 @@ class MLFlowLogger(Logger):
     def check(self) -> None:
         """Find out that the store cannot be written before training starts; touches nothing.
 
-        A server that accepts connections and does not answer is no error: training starts without it, with a warning.
+        A server that accepts connections and does not answer is no error: training starts without
+        it, with a warning.
 
         Raises:
             ValueError: ``save_dir`` or ``tracking_uri`` cannot be used.
@@ -190,8 +206,11 @@ class MLFlowLogger(Logger):
             writer.put(Metric(allowed_name(f"{prefix}{name}"), float(value), now_ms, step or 0))
 
     @rank_zero_only
-    def log_hyperparams(self, params: Mapping[str, object] | Namespace, *args: object, **kwargs: object) -> None:
-        """Log parameters that the run does not have yet: MLflow refuses to change one. A resumed run may differ; that is a warning."""
+    def log_hyperparams(
+        self, params: Mapping[str, object] | Namespace, *args: object, **kwargs: object
+    ) -> None:
+        """Log parameters that the run does not have yet: MLflow refuses to change one. A resumed
+        run may differ; that is a warning."""
         client, run_id = self.experiment, self.run_id
         if isinstance(self._open().inner, AbsentRun):
             return
@@ -204,49 +223,61 @@ class MLFlowLogger(Logger):
         """Set tags on the run; unlike parameters they may change."""
         client, run_id = self.experiment, self.run_id
         found = {key: str(value) for key, value in tags.items()}
-        self._open().writer.later(lambda: [client.set_tag(run_id, *tag) for tag in found.items()], limit_s=LIMIT_S)
+        self._open().writer.later(
+            lambda: [client.set_tag(run_id, *tag) for tag in found.items()], limit_s=LIMIT_S
+        )
 
     @rank_zero_only
     def log_text(self, text: str, artifact_file: str) -> None:
         """Store ``text`` as an artifact of the run."""
         client, run_id = self.experiment, self.run_id
-        self._open().writer.later(lambda: client.log_text(run_id, text, artifact_file), limit_s=LIMIT_S)
+        self._open().writer.later(
+            lambda: client.log_text(run_id, text, artifact_file), limit_s=LIMIT_S
+        )
 
     @rank_zero_only
     def log_table(self, columns: Mapping[str, list[object]], artifact_file: str) -> None:
         """Append rows to a table, which MLflow's pages show."""
         client, run_id = self.experiment, self.run_id
         self._open().writer.later(
-            lambda: client.log_table(run_id, data=dict(columns), artifact_file=artifact_file), limit_s=LIMIT_S
+            lambda: client.log_table(run_id, data=dict(columns), artifact_file=artifact_file),
+            limit_s=LIMIT_S,
         )
 
     @rank_zero_only
     def log_dataset(self, dataset: DatasetRecord) -> None:
         """Note what a run reads, as MLflow's pages show datasets."""
         client, run_id = self.experiment, self.run_id
-        self._open().writer.later(lambda: client.log_inputs(run_id, datasets=[as_input(dataset)]), limit_s=LIMIT_S)
+        self._open().writer.later(
+            lambda: client.log_inputs(run_id, datasets=[as_input(dataset)]), limit_s=LIMIT_S
+        )
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Copy the checkpoint to the artifacts if ``log_model`` asks for it; where that fails there is a warning, and training goes on."""
+        """Copy the checkpoint to the artifacts if ``log_model`` asks for it; where that fails there
+        is a warning, and training goes on."""
         if self._options.log_model:
             inner = self._open().inner
             try:
                 inner.after_save_checkpoint(checkpoint_callback)
             except Exception as error:
-                warnings.warn(f"a checkpoint is not copied to run {self._run_id} in {self.tracking_uri}: {error}", stacklevel=2)
+                warnings.warn(
+                    f"a checkpoint is not copied to run {self._run_id} in {self.tracking_uri}: "
+                    f"{error}",
+                    stacklevel=2,
+                )
 
     def save(self) -> None:
         """Nothing: Lightning calls this after every metric, and would wait for the store."""
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Flush, and end the run as FINISHED, or, for any status but "success" and "finished", as KILLED if Ctrl-C or SIGTERM is what
-        ended training, and FAILED otherwise.
+        """Flush, and end the run as FINISHED, or, for any status but "success" and "finished", as
+        KILLED if Ctrl-C or SIGTERM is what ended training, and FAILED otherwise.
 
-        What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of the run's folder, with a warning; where
-        that cannot be written either, as on a disk that is full, the warning names what is lost.
-        """
+        What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of
+        the run's folder, with a warning; where that cannot be written either, as on a disk that is
+        full, the warning names what is lost."""
         run, ended = self._here(), status
         if run is None:
             return
@@ -261,7 +292,10 @@ class MLFlowLogger(Logger):
             run.writer.run(lambda: run.inner.finalize(ended), limit_s=LIMIT_S)
         except Exception as error:
             kept = keep_metrics(self._folder, run.writer.unwritten)
-            warnings.warn(f"run {self._run_id} could not be ended in {self.tracking_uri}, {kept}: {error}", stacklevel=2)
+            warnings.warn(
+                f"run {self._run_id} could not be ended in {self.tracking_uri}, {kept}: {error}",
+                stacklevel=2,
+            )
 
     def _here(self) -> OpenRun | None:
         """Return the run that was opened in this process."""
@@ -272,12 +306,14 @@ class MLFlowLogger(Logger):
         if run is None:
             run = self._run = self._connected()
             if multiprocessing.parent_process() is not None:
-                # A worker that fails ends without Lightning's finalize, and without Python's atexit.
+                # A worker that fails ends without Lightning's finalize, and without Python's
+                # atexit.
                 util.Finalize(None, self._end_at_exit, exitpriority=10)
         return run
 
     def _connected(self) -> OpenRun:
-        """Return the run in the store, or one that keeps its metrics in a file if the server does not answer."""
+        """Return the run in the store, or one that keeps its metrics in a file if the server does
+        not answer."""
         try:
             self._check_folder()
             check_store(self.tracking_uri)
@@ -289,19 +325,26 @@ class MLFlowLogger(Logger):
         self._run_id = inner.run_id
         return OpenRun(
             inner=inner,
-            writer=BackgroundWriter(lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)),
-            monitor=start_monitor(inner.run_id, self.tracking_uri) if self._log_system_metrics else None,
+            writer=BackgroundWriter(
+                lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)
+            ),
+            monitor=start_monitor(inner.run_id, self.tracking_uri)
+            if self._log_system_metrics
+            else None,
         )
 
     def _absent(self, error: Exception) -> OpenRun:
         self._run_id = self._run_id or uuid.uuid4().hex
         warnings.warn(
-            f"training goes on without the MLflow server, and metrics are kept in {unwritten_file(self._folder)}; parameters, texts and "
+            "training goes on without the MLflow server, and metrics are kept in "
+            f"{unwritten_file(self._folder)}; parameters, texts and "
             f"tables are not: {error}",
             stacklevel=2,
         )
         return OpenRun(
-            inner=AbsentRun(self._run_id), writer=BackgroundWriter(partial(append_metrics, self._folder)), monitor=None
+            inner=AbsentRun(self._run_id),
+            writer=BackgroundWriter(partial(append_metrics, self._folder)),
+            monitor=None,
         )
 
     @property

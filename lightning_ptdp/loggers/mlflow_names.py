@@ -23,15 +23,17 @@ def allowed_name(name: str) -> str:
 
 
 def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings, dataclasses and namespaces as dotted keys that MLflow accepts, with values that fit; nothing that is None, or that
-    Lightning keeps for itself (``_instantiator``)."""
+    """Nested mappings, dataclasses and namespaces as dotted keys that MLflow accepts, with values
+    that fit; nothing that is None, or that Lightning keeps for itself (``_instantiator``)."""
     if is_dataclass(params) and not isinstance(params, type):
         params = asdict(params)
     for key, value in (params if isinstance(params, Mapping) else vars(params)).items():
         if value is None or str(key).startswith("_"):
             continue
         name = allowed_name(f"{prefix}{key}")
-        if (isinstance(value, Mapping) and value) or (is_dataclass(value) and not isinstance(value, type)):
+        if (isinstance(value, Mapping) and value) or (
+            is_dataclass(value) and not isinstance(value, type)
+        ):
             yield from flat_parameters(value, f"{name}.")
         else:
             text = str(value)
@@ -39,15 +41,21 @@ def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str
 
 
 def new_parameters(params: object, known: Mapping[str, str], run_id: str | None) -> list[Param]:
-    """Return the parameters that a run does not have yet; warn of those that it has with another value, which MLflow never changes."""
+    """Return the parameters that a run does not have yet; warn of those that it has with another
+    value, which MLflow never changes."""
     from mlflow.entities import Param
 
     found = dict(flat_parameters(params))
-    changed = [f"{key}={known[key]} there, {found[key]} here" for key in found if known.get(key, found[key]) != found[key]]
+    changed = [
+        f"{key}={known[key]} there, {found[key]} here"
+        for key in found
+        if known.get(key, found[key]) != found[key]
+    ]
     if changed:
         more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         warnings.warn(
-            f"run {run_id} goes on with other parameters, of which MLflow keeps the first: {'; '.join(changed[:_MAX_LISTED])}{more}",
+            f"run {run_id} goes on with other parameters, of which MLflow keeps the first: "
+            f"{'; '.join(changed[:_MAX_LISTED])}{more}",
             stacklevel=3,
         )
     return [Param(key, value) for key, value in found.items() if key not in known]

@@ -14,11 +14,17 @@ __all__ = ["register_model", "store_of"]
 
 _DATABASE = "mlflow.db"
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
-_CHATTY = ("mlflow.pytorch", "mlflow.transformers", "mlflow.utils.environment", "mlflow.store.model_registry.abstract_store")
+_CHATTY = (
+    "mlflow.pytorch",
+    "mlflow.transformers",
+    "mlflow.utils.environment",
+    "mlflow.store.model_registry.abstract_store",
+)
 
 
 def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """The tracking URI and the run of a checkpoint that lies where ``MLFlowLogger`` has put it; None for any other."""
+    """The tracking URI and the run of a checkpoint that lies where ``MLFlowLogger`` has put it;
+    None for any other."""
     parents = Path(checkpoint).resolve().parents
     if len(parents) < 4 or not (parents[3] / _DATABASE).is_file():
         return None
@@ -26,12 +32,19 @@ def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
 
 
 def register_model(
-    folder: str | os.PathLike[str], *, name: str, tracking_uri: str, run_id: str | None = None, version_of: str = ""
+    folder: str | os.PathLike[str],
+    *,
+    name: str,
+    tracking_uri: str,
+    run_id: str | None = None,
+    version_of: str = "",
 ) -> str:
     """Offer a Hugging Face folder as the next version of a registered model.
 
-    A language model with its tokenizer is stored as safetensors, for ``mlflow.transformers``, which gives a pipeline. Anything else
-    ``mlflow.pytorch`` keeps as a pickle of transformers' class: load those only from a registry that you trust.
+    A language model with its tokenizer is stored as safetensors, for ``mlflow.transformers``, which
+    gives a pipeline. Anything else
+    ``mlflow.pytorch`` keeps as a pickle of transformers' class: load those only from a registry
+    that you trust.
 
     Args:
         folder: What ``AutoModel`` would read, with the name of the class in its ``config.json``.
@@ -59,8 +72,19 @@ def register_model(
     ):
         warnings.simplefilter("ignore")
         if kind.endswith(_LANGUAGE_MODELS) and Path(folder, "tokenizer_config.json").is_file():
-            parts = {"model": model, "tokenizer": transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)}
-            logged, flavor = mlflow.transformers.log_model(parts, task="text-generation", **options), "transformers"
+            parts = {
+                "model": model,
+                "tokenizer": transformers.AutoTokenizer.from_pretrained(
+                    folder, trust_remote_code=False
+                ),
+            }
+            logged, flavor = (
+                mlflow.transformers.log_model(parts, task="text-generation", **options),
+                "transformers",
+            )
         else:
-            logged, flavor = mlflow.pytorch.log_model(model, serialization_format="pickle", **options), "pytorch"
+            logged, flavor = (
+                mlflow.pytorch.log_model(model, serialization_format="pickle", **options),
+                "pytorch",
+            )
     return f"mlflow.{flavor}.load_model('models:/{name}/{logged.registered_model_version}')"

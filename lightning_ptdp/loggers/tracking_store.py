@@ -1,7 +1,7 @@
 """Checks of a tracking store that do not modify it.
 
-MLflow itself retries an unusable store for up to 100 seconds, and creates databases merely to look at them.
-"""
+MLflow itself retries an unusable store for up to 100 seconds, and creates databases merely to look
+at them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,18 @@ from lightning_ptdp.base.option_types import nearest
 
 __all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path", "sqlite_uri"]
 
-_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "databricks", "databricks-uc", "uc")
+_SCHEMES = (
+    "http",
+    "https",
+    "sqlite",
+    "postgresql",
+    "mysql",
+    "mssql",
+    "file",
+    "databricks",
+    "databricks-uc",
+    "uc",
+)
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
@@ -26,12 +37,14 @@ _SQLITE = "sqlite:///"
 
 
 def sqlite_uri(path: Path) -> str:
-    """Return the tracking URI of a database file, with the characters quoted that have a meaning in a URI."""
+    """Return the tracking URI of a database file, with the characters quoted that have a meaning in
+    a URI."""
     return _SQLITE + quote(str(path))
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
-    """Return the file of ``sqlite:///relative.db`` or ``sqlite:////absolute.db``, as MLflow reads it; None for any other store."""
+    """Return the file of ``sqlite:///relative.db`` or ``sqlite:////absolute.db``, as MLflow reads
+    it; None for any other store."""
     if not tracking_uri.startswith(_SQLITE):
         return None
     quoted, _, _ = tracking_uri.removeprefix(_SQLITE).partition("?")
@@ -46,12 +59,15 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
     """Raise if the store cannot work; nothing is created or changed.
 
     Args:
-        tracking_uri: ``sqlite:///path``, ``http(s)://host:port`` or any other store of MLflow's, of which only the scheme is checked.
-        timeout_s: How long a server may take to accept a connection, and then to answer, in seconds.
+        tracking_uri: ``sqlite:///path``, ``http(s)://host:port`` or any other store of MLflow's, of
+            which only the scheme is checked.
+        timeout_s: How long a server may take to accept a connection, and then to answer, in
+            seconds.
 
     Raises:
         SilentServerError: A server accepts the connection and does not answer.
-        ValueError: MLflow has no such store; the folder or database cannot be written, the file is not a database, or there is no server.
+        ValueError: MLflow has no such store; the folder or database cannot be written, the file is
+            not a database, or there is no server.
     """
     _check_scheme(tracking_uri)
     path = sqlite_path(tracking_uri)
@@ -62,7 +78,8 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
 
 
 def check_writable_folder(folder: Path, what: str) -> None:
-    """Raise if ``folder`` cannot be written or made; ``what`` names the field and value for the message.
+    """Raise if ``folder`` cannot be written or made; ``what`` names the field and value for the
+    message.
 
     Raises:
         ValueError: The nearest existing parent is a file or is not writable.
@@ -71,7 +88,9 @@ def check_writable_folder(folder: Path, what: str) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise ValueError(f"{what}: {existing} is a file, so no folder can be made there; give another folder")
+        raise ValueError(
+            f"{what}: {existing} is a file, so no folder can be made there; give another folder"
+        )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{what}: {existing} is not writable; give a folder that you may write to")
 
@@ -80,15 +99,21 @@ def _check_database(path: Path, tracking_uri: str) -> None:
     what = f"tracking_uri={tracking_uri!r}"
     check_writable_folder(path.absolute().parent, what)
     if path.is_dir():
-        raise ValueError(f"{what}: {path} is a folder; name a file in it, such as {path / 'mlflow.db'}")
+        raise ValueError(
+            f"{what}: {path} is a folder; name a file in it, such as {path / 'mlflow.db'}"
+        )
     if not path.exists():
         return
     if not os.access(path, os.R_OK | os.W_OK):
-        raise ValueError(f"{what}: {path} is not readable and writable; give a database that you may write to")
+        raise ValueError(
+            f"{what}: {path} is not readable and writable; give a database that you may write to"
+        )
     with path.open("rb") as file:
         start = file.read(len(_SQLITE_MAGIC))
     if start not in (b"", _SQLITE_MAGIC):
-        raise ValueError(f"{what}: {path} is not an SQLite database; give another file, or move this one away")
+        raise ValueError(
+            f"{what}: {path} is not an SQLite database; give another file, or move this one away"
+        )
 
 
 def _check_scheme(tracking_uri: str) -> None:
@@ -101,8 +126,10 @@ def _check_scheme(tracking_uri: str) -> None:
     known = [*_SCHEMES, *plugins]
     if scheme.partition("+")[0] not in known:
         raise ValueError(
-            f"tracking_uri={tracking_uri!r}: MLflow has no store {scheme}:{nearest(scheme, known)}; give http://HOST:PORT, "
-            "sqlite:///FILE or another of its stores, or leave tracking_uri out to log to a local file"
+            f"tracking_uri={tracking_uri!r}: MLflow has no store "
+            f"{scheme}:{nearest(scheme, known)}; give http://HOST:PORT, "
+            "sqlite:///FILE or another of its stores, or leave tracking_uri out to log to a local "
+            "file"
         )
 
 
@@ -114,7 +141,8 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.netloc} ({error}); start it, or leave "
+            f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.netloc} "
+            f"({error}); start it, or leave "
             "tracking_uri out to log to a local file"
         ) from error
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -124,7 +152,8 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
             connection.getresponse()
     except TimeoutError as error:
         raise SilentServerError(
-            f"tracking_uri={tracking_uri!r}: the server at {parts.netloc} accepts connections and does not answer within {timeout_s:g} s; "
+            f"tracking_uri={tracking_uri!r}: the server at {parts.netloc} accepts connections and "
+            f"does not answer within {timeout_s:g} s; "
             "start it again, or leave tracking_uri out to log to a local file"
         ) from error
     except (OSError, http.client.HTTPException):

@@ -28,13 +28,22 @@ def append_metrics(folder: Path, metrics: Sequence[Metric]) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    rows = [{"key": metric.key, "value": metric.value, "timestamp": metric.timestamp, "step": metric.step} for metric in metrics]
+    rows = [
+        {
+            "key": metric.key,
+            "value": metric.value,
+            "timestamp": metric.timestamp,
+            "step": metric.step,
+        }
+        for metric in metrics
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     _append(unwritten_file(folder), "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
-    """Append metrics as ``append_metrics`` does, and return a sentence about it that names the metrics which are lost. Never raises."""
+    """Append metrics as ``append_metrics`` does, and return a sentence about it that names the
+    metrics which are lost. Never raises."""
     if not metrics:
         return "which has all its metrics"
     try:
@@ -42,8 +51,10 @@ def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
     except OSError as error:
         steps = sorted({metric.step for metric in metrics})
         return (
-            f"and {len(metrics)} metrics are lost, which it did not take and {unwritten_file(folder)} did not either ({error}): "
-            f"{', '.join(sorted({metric.key for metric in metrics}))} of steps {steps[0]} to {steps[-1]}"
+            f"and {len(metrics)} metrics are lost, which it did not take and "
+            f"{unwritten_file(folder)} did not either ({error}): "
+            f"{', '.join(sorted({metric.key for metric in metrics}))} of steps {steps[0]} to "
+            f"{steps[-1]}"
         )
     return f"and {len(metrics)} metrics that it did not take are kept in {unwritten_file(folder)}"
 

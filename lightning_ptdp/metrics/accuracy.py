@@ -10,7 +10,8 @@ __all__ = ["TokenAccuracy"]
 
 
 class TokenAccuracy(Metric):
-    """Share of counted tokens whose prediction equals the label, over all updates and ranks; NaN before the first.
+    """Share of counted tokens whose prediction equals the label, over all updates and ranks; NaN
+    before the first.
 
     Args:
         ignore_index: Label of tokens that do not count.
@@ -27,10 +28,13 @@ class TokenAccuracy(Metric):
         super().__init__()
         self.ignore_index = ignore_index
         self.add_state("correct", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("num_tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state(
+            "num_tokens", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum"
+        )
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
-        """Add predicted token ids, of the shape of ``labels``, or logits with a dimension more, the vocabulary.
+        """Add predicted token ids, of the shape of ``labels``, or logits with a dimension more, the
+        vocabulary.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -39,8 +43,10 @@ class TokenAccuracy(Metric):
             predictions = predictions.argmax(-1)
         if predictions.shape != labels.shape:
             raise ValueError(
-                f"predictions of shape {tuple(predictions.shape)} do not fit labels of shape {tuple(labels.shape)}: pass token "
-                "ids of the same shape, or logits with the vocabulary as one more dimension at the end"
+                f"predictions of shape {tuple(predictions.shape)} do not fit labels of shape "
+                f"{tuple(labels.shape)}: pass token "
+                "ids of the same shape, or logits with the vocabulary as one more dimension at "
+                "the end"
             )
         counted = labels != self.ignore_index
         self.correct += ((predictions == labels) & counted).sum()

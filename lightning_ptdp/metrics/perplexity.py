@@ -13,10 +13,11 @@ _LARGEST_EXPONENT = 88.0
 
 
 class Perplexity(MeanLoss):
-    """exp(sum of token NLL / number of tokens), over all updates and ranks, as exact as ``MeanLoss``.
+    """exp(sum of token NLL / number of tokens), over all updates and ranks, as exact as
+    ``MeanLoss``.
 
-    The result is capped at exp(88), the largest that float32 can hold, and is NaN if no token has been counted or a loss was NaN.
-    """
+    The result is capped at exp(88), the largest that float32 can hold, and is NaN if no token has
+    been counted or a loss was NaN."""
 
     def compute(self) -> Tensor:
         """The perplexity, a float64 scalar."""

@@ -1,4 +1,5 @@
-"""Models as plain single-device PyTorch, a parallel plan beside each, and the LightningModule around them."""
+"""Models as plain single-device PyTorch, a parallel plan beside each, and the LightningModule
+around them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,12 @@ __all__ = [
     "num_parameters",
 ]
 
-_LIT = {"LitBert": "lit_bert", "LitCausalLM": "lit_huggingface", "LitGPT": "lit_gpt", "LitMaskedLM": "lit_huggingface"}
+_LIT = {
+    "LitBert": "lit_bert",
+    "LitCausalLM": "lit_huggingface",
+    "LitGPT": "lit_gpt",
+    "LitMaskedLM": "lit_huggingface",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft, put into a model of Hugging Face; its other weights are frozen."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft, put into a model of Hugging Face; its other
+weights are frozen."""
 
 from __future__ import annotations
 
@@ -20,18 +21,21 @@ _ALL = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters that are trained beside a model's frozen weights W: W + alpha / r B A, B (o, r) and A (r, i).
+    """Adapters that are trained beside a model's frozen weights W: W + alpha / r B A, B (o, r) and
+    A (r, i).
 
     Args:
         r: Rank of the adapters.
         alpha: Their scale, times r.
         dropout: Of their input.
-        target_modules: Names of the modules that get one (``q_proj``), or a regular expression of whole names; "all-linear": all linear
-            layers but the head.
+        target_modules: Names of the modules that get one (``q_proj``), or a regular expression of
+            whole names; "all-linear": all linear layers but the head.
         modules_to_save: Names of modules that are trained whole, and saved with the adapters.
-        bias: Whether biases are trained: "none", "all", or those of the target modules, "lora_only".
+        bias: Whether biases are trained: "none", "all", or those of the target modules,
+            "lora_only".
         use_rslora: The scale is alpha / sqrt(r) (arXiv 2312.03732).
-        use_dora: A magnitude for each output is trained beside (DoRA, arXiv 2402.09353); not under tensor parallelism.
+        use_dora: A magnitude for each output is trained beside (DoRA, arXiv 2402.09353); not under
+            tensor parallelism.
         init: Of A as an ``nn.Linear`` is ("default") or "gaussian"; B is zero.
 
     Raises:
@@ -81,19 +85,29 @@ class LoraOptions:
         """
         names = [name for name, _ in model.named_modules() if name]
         if isinstance(self.target_modules, str):
-            found = self.target_modules == _ALL or any(re.fullmatch(self.target_modules, name) for name in names)
+            found = self.target_modules == _ALL or any(
+                re.fullmatch(self.target_modules, name) for name in names
+            )
             lost = [] if found else [("target_modules", self.target_modules)]
         else:
-            lost = [("target_modules", one) for one in self.target_modules if not _matches(one, names)]
-        lost += [("modules_to_save", one) for one in self.modules_to_save if not any(name.endswith(one) for name in names)]
+            lost = [
+                ("target_modules", one) for one in self.target_modules if not _matches(one, names)
+            ]
+        lost += [
+            ("modules_to_save", one)
+            for one in self.modules_to_save
+            if not any(name.endswith(one) for name in names)
+        ]
         for field, one in lost:
             short = dict.fromkeys(name.rpartition(".")[2] for name in names)
             near = nearest_names(one, [name for name in short if not name.isdigit()])
-            raise ValueError(f"adapter.{field}: {one!r} is no module of {type(model).__name__}; {near}")
+            raise ValueError(
+                f"adapter.{field}: {one!r} is no module of {type(model).__name__}; {near}"
+            )
 
     def inject(self, model: nn.Module, **more: Any) -> nn.Module:
-        """Put the adapters into ``model``, in place, and freeze everything else. Adapters are float32 where the model is in half
-        precision, as peft has them.
+        """Put the adapters into ``model``, in place, and freeze everything else. Adapters are
+        float32 where the model is in half precision, as peft has them.
 
         Raises:
             ValueError: Of ``check``.

@@ -1,11 +1,14 @@
-"""BERT: a bidirectional encoder with its two pretraining heads, in the order in which data flows through it.
+"""BERT: a bidirectional encoder with its two pretraining heads, in the order in which data flows
+through it.
 
-A plain single-device model that knows no process group and no degree. It keeps the habits of ``gpt.py`` that let it be cut from outside
-(``bert_plan``), and one more: beside the hidden state a block is given only the attention mask, which every pipeline stage makes for
-itself from its batch, so that nothing but the hidden state crosses.
+A plain single-device model that knows no process group and no degree. It keeps the habits of
+``gpt.py`` that let it be cut from outside
+(``bert_plan``), and one more: beside the hidden state a block is given only the attention mask,
+which every pipeline stage makes for itself from its batch, so that nothing but the hidden state
+crosses.
 
-Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V vocabulary, k predicted positions.
-"""
+Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V
+vocabulary, k predicted positions."""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
+from lightning_ptdp.models.layers import (
+    AttentionCore,
+    GeluMLP,
+    NormalEmbedding,
+    NormalLinear,
+    TiedLinear,
+    Transformer,
+)
 from lightning_ptdp.models.model_config import BertConfig
 
 __all__ = [
@@ -34,8 +44,8 @@ class BertOutput(NamedTuple):
     """Logits of both heads.
 
     Attributes:
-        masked: Of the original tokens (b, s, V), or (b, k, V) at the positions that were asked for; without ``logits`` what the decoder
-            would be called with, (b, s, h) or (b, k, h).
+        masked: Of the original tokens (b, s, V), or (b, k, V) at the positions that were asked for;
+            without ``logits`` what the decoder would be called with, (b, s, h) or (b, k, h).
         order: Of the pair (b, 2): index 0 is "the second follows the first", 1 is "it does not".
     """
 
@@ -78,10 +88,12 @@ class Bert(Transformer):
         Args:
             input_ids: Tokens (b, s) int64; the first one is [CLS].
             token_type_ids: Segment of each token (b, s) int64; None: all in segment 0.
-            attention_mask: Nonzero for tokens, 0 for padding (b, s) of any integer type or bool; None: no padding.
-            masked_positions: Where tokens are to be predicted (b, k) int64; None: everywhere. The head takes the part k/s of its
-                cost for all positions.
-            position_ids: Places of the tokens in their sequence (s), (1, s) or (b, s) int64; None: 0 .. s-1.
+            attention_mask: Nonzero for tokens, 0 for padding (b, s) of any integer type or bool;
+                None: no padding.
+            masked_positions: Where tokens are to be predicted (b, k) int64; None: everywhere. The
+                head takes the part k/s of its cost for all positions.
+            position_ids: Places of the tokens in their sequence (s), (1, s) or (b, s) int64; None:
+                0 .. s-1.
             logits: False for a loss that calls the decoder (``linear_cross_entropy``).
         """
         self.check_sequence_length(input_ids.size(1))
@@ -91,15 +103,20 @@ class Bert(Transformer):
             x_bsh = block(x_bsh, mask_b11s)
         if self.norm is not None:
             x_bsh = self.norm(x_bsh)
-        return BertOutput(masked=self.masked_head(x_bsh, masked_positions, logits=logits), order=self.order_head(x_bsh))
+        return BertOutput(
+            masked=self.masked_head(x_bsh, masked_positions, logits=logits),
+            order=self.order_head(x_bsh),
+        )
 
     def tie_weights(self) -> None:
-        """Point the decoder at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
+        """Point the decoder at the embedding's weight again, after a call (``to_empty``) that
+        replaced parameters."""
         self.masked_head.decoder.weight = self.embeddings.token.weight
 
 
 class BertEmbeddings(nn.Module):
-    """Sum of token, position and segment embeddings, normalized in the original order; (b, s) -> (b, s, h)."""
+    """Sum of token, position and segment embeddings, normalized in the original order; (b, s) ->
+    (b, s, h)."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -110,15 +127,25 @@ class BertEmbeddings(nn.Module):
         self.norm = make_norm(config) if config.norm_order == "post" else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
-        places = torch.arange(input_ids.size(1), device=input_ids.device) if position_ids is None else position_ids
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        places = (
+            torch.arange(input_ids.size(1), device=input_ids.device)
+            if position_ids is None
+            else position_ids
+        )
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x_bsh = self.token(input_ids) + self.position(places) + self.segment(segments)
         return self.dropout(x_bsh if self.norm is None else self.norm(x_bsh))
 
 
 class BertBlock(nn.Module):
-    """Attention and feed-forward part with residual sums, LayerNorm behind (post) or in front of each (pre); (b, s, h) -> (b, s, h)."""
+    """Attention and feed-forward part with residual sums, LayerNorm behind (post) or in front of
+    each (pre); (b, s, h) -> (b, s, h)."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -126,7 +153,10 @@ class BertBlock(nn.Module):
         self.norm_1 = make_norm(config)
         self.attention = BertAttention(config)
         self.norm_2 = make_norm(config)
-        up, down = make_linear(config, config.hidden_size, config.ffn_size), residual_projection(config, config.ffn_size)
+        up, down = (
+            make_linear(config, config.hidden_size, config.ffn_size),
+            residual_projection(config, config.ffn_size),
+        )
         self.mlp = GeluMLP(up, down, approximate=gelu_name(config))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -139,7 +169,8 @@ class BertBlock(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Self-attention over all tokens that are no padding, with as many heads as ``qkv`` gives it; (b, s, h) -> (b, s, h)."""
+    """Self-attention over all tokens that are no padding, with as many heads as ``qkv`` gives it;
+    (b, s, h) -> (b, s, h)."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -150,15 +181,19 @@ class BertAttention(nn.Module):
 
     def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
         # After qkv, since under sequence parallelism only what leaves it spans the whole sequence.
-        q_bsnd, k_bsnd, v_bsnd = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in self.qkv(x_bsh).chunk(3, dim=-1))
+        q_bsnd, k_bsnd, v_bsnd = (
+            torch.unflatten(part, -1, (-1, self.head_dim))
+            for part in self.qkv(x_bsh).chunk(3, dim=-1)
+        )
         return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, mask_b11s).flatten(2))
 
 
 class MaskedHead(nn.Module):
-    """Logits of the original tokens: norm(gelu(dense(x))), times the token embedding's weight, plus a bias.
+    """Logits of the original tokens: norm(gelu(dense(x))), times the token embedding's weight, plus
+    a bias.
 
-    (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k); without ``logits`` what the decoder would be called with.
-    """
+    (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k); without ``logits`` what the
+    decoder would be called with."""
 
     def __init__(self, config: BertConfig, weight: Tensor) -> None:
         super().__init__()
@@ -167,7 +202,9 @@ class MaskedHead(nn.Module):
         self.decoder = TiedLinear(weight, bias=True)
         self.approximate = gelu_name(config)
 
-    def forward(self, x_bsh: Tensor, positions_bk: Tensor | None = None, *, logits: bool = True) -> Tensor:
+    def forward(
+        self, x_bsh: Tensor, positions_bk: Tensor | None = None, *, logits: bool = True
+    ) -> Tensor:
         if positions_bk is not None:
             x_bsh = x_bsh.gather(1, positions_bk[..., None].expand(-1, -1, x_bsh.size(-1)))
         x_bsh = self.norm(F.gelu(self.dense(x_bsh), approximate=self.approximate))
@@ -175,7 +212,8 @@ class MaskedHead(nn.Module):
 
 
 class OrderHead(nn.Module):
-    """Logits of "the second sentence follows the first" and "it does not", from the first token; (b, s, h) -> (b, 2)."""
+    """Logits of "the second sentence follows the first" and "it does not", from the first token;
+    (b, s, h) -> (b, 2)."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -193,13 +231,22 @@ def make_norm(config: BertConfig) -> nn.LayerNorm:
 
 def make_linear(config: BertConfig, in_features: int, out_features: int) -> NormalLinear:
     """A linear layer with the configuration's initial weights."""
-    return NormalLinear(in_features, out_features, bias=True, std=config.init_std, truncated=config.truncated_init)
+    return NormalLinear(
+        in_features, out_features, bias=True, std=config.init_std, truncated=config.truncated_init
+    )
 
 
 def residual_projection(config: BertConfig, in_features: int) -> NormalLinear:
-    """A layer that writes to the residual stream: l blocks add 2l of them, so that each may start smaller by sqrt(2l)."""
-    std = config.init_std / math.sqrt(2 * config.num_layers) if config.scaled_residual_init else config.init_std
-    return NormalLinear(in_features, config.hidden_size, bias=True, std=std, truncated=config.truncated_init)
+    """A layer that writes to the residual stream: l blocks add 2l of them, so that each may start
+    smaller by sqrt(2l)."""
+    std = (
+        config.init_std / math.sqrt(2 * config.num_layers)
+        if config.scaled_residual_init
+        else config.init_std
+    )
+    return NormalLinear(
+        in_features, config.hidden_size, bias=True, std=std, truncated=config.truncated_init
+    )
 
 
 def gelu_name(config: BertConfig) -> str:

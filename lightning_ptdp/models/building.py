@@ -13,7 +13,8 @@ __all__ = ["check_causal", "with_values", "without_values"]
 
 
 def check_causal(config: Any, *, said: str) -> None:
-    """Refuse an encoder such as BERT, which transformers builds as a causal language model whose tokens see those that follow.
+    """Refuse an encoder such as BERT, which transformers builds as a causal language model whose
+    tokens see those that follow.
 
     Args:
         config: transformers' configuration.
@@ -23,11 +24,15 @@ def check_causal(config: Any, *, said: str) -> None:
         ValueError: The model's attention is not causal.
     """
     transformers = import_optional("transformers")
-    is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    is_encoder = (
+        type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    )
     if is_encoder and not getattr(config, "is_decoder", False):
         raise ValueError(
-            f"{said} is a {config.model_type} model with is_decoder=False: its tokens attend to later ones, which a causal "
-            'language model has to predict. Use LitMaskedLM, or set "is_decoder": true in config.json'
+            f"{said} is a {config.model_type} model with is_decoder=False: its tokens attend to "
+            "later ones, which a causal "
+            'language model has to predict. Use LitMaskedLM, or set "is_decoder": true in '
+            "config.json"
         )
 
 
@@ -41,7 +46,8 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
         options: Those of ``from_config``.
 
     Raises:
-        ValueError: The configuration is that of another kind of model, or describes none that can be built.
+        ValueError: The configuration is that of another kind of model, or describes none that can
+            be built.
     """
     try:
         with torch.device("meta"):
@@ -49,11 +55,15 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
     except Exception as error:  # whatever a model's own code raises
         if "Unrecognized configuration class" in str(error):
             raise ValueError(
-                f"{said} is of a model of type {config.model_type!r}, which is no {kind.__name__}: a causal language model "
-                "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a LightningModule of yours"
+                f"{said} is of a model of type {config.model_type!r}, which is no "
+                f"{kind.__name__}: a causal language model "
+                "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a "
+                "LightningModule of yours"
             ) from None
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"{said}: its configuration describes no model that can be built ({why})") from error
+        raise ValueError(
+            f"{said}: its configuration describes no model that can be built ({why})"
+        ) from error
 
 
 def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **options: Any) -> Any:
@@ -70,7 +80,9 @@ def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **opt
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(f"{said}: the weights have other shapes than config.json describes") from error
+        raise ValueError(
+            f"{said}: the weights have other shapes than config.json describes"
+        ) from error
     except OSError as error:
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"{said}: the weights cannot be read ({why})") from error

@@ -15,14 +15,18 @@ __all__ = ["check_quantization", "check_sizes", "stored_tensors"]
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar limit
-_SIZE = re.compile(r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head")
+_SIZE = re.compile(
+    r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head"
+)
 _BLOCKS = re.compile(r"_(layers?|experts)")
 _EPSILON = re.compile(r"(^|_)eps(ilon)?")
 _MOST_SIZE = 2**31 - 1
 _MOST_BLOCKS = 4096
 _FEW_BLOCKS = 256
 """Layers that are built in a second, for models whose layers share one layer's tensors."""
-_WEIGHT_MAP = record(others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text()))
+_WEIGHT_MAP = record(
+    others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text())
+)
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -35,23 +39,32 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
         stored: Number of tensors beside it, if there are weights: every layer has one.
 
     Raises:
-        ValueError: A size is negative or no whole number, a number is NaN, or there are more layers than tensors.
+        ValueError: A size is negative or no whole number, a number is NaN, or there are more layers
+            than tensors.
     """
     most_blocks = _MOST_BLOCKS if stored is None else max(stored, _FEW_BLOCKS)
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]
         if math.isnan(value) or (_ends(_EPSILON, key) and not 0 <= value < 1):
-            raise ValueError(f"{where}{name}={value} cannot be: give the number with which the model was trained")
+            raise ValueError(
+                f"{where}{name}={value} cannot be: give the number with which the model was trained"
+            )
         is_size = _ends(_SIZE, key) or _ends(_BLOCKS, key)
         if is_size and (not 0 <= value <= _MOST_SIZE or value != int(value)):
-            raise ValueError(f"{where}{name}={value} is no size: give a whole number from 0 to {_MOST_SIZE}")
+            raise ValueError(
+                f"{where}{name}={value} is no size: give a whole number from 0 to {_MOST_SIZE}"
+            )
         if _ends(_BLOCKS, key) and value > most_blocks:
             beside = "" if stored is None else f", and the weights beside it are {stored} tensors"
-            raise ValueError(f"{where}{name}={value} is more than {most_blocks}{beside}: give the model's own number")
+            raise ValueError(
+                f"{where}{name}={value} is more than {most_blocks}{beside}: give the model's own "
+                "number"
+            )
 
 
 def stored_tensors(folder: Path) -> int | None:
-    """Return how many tensors the safetensors in a folder hold, by their index or header; None if there are none.
+    """Return how many tensors the safetensors in a folder hold, by their index or header; None if
+    there are none.
 
     Raises:
         OSError: A file cannot be read, or is a link to another folder.
@@ -83,7 +96,8 @@ def check_quantization(config: Mapping[str, Any], dtypes: Iterable[object]) -> N
     if given and found and found <= {*_FLOATING}:
         method = given.get("quant_method") if isinstance(given, Mapping) else given
         raise ValueError(
-            f"it has quantization_config ({method!s:.40}), but they are {', '.join(sorted(found))}: take the entry out, or use the "
+            f"it has quantization_config ({method!s:.40}), but they are "
+            f"{', '.join(sorted(found))}: take the entry out, or use the "
             "quantized weights"
         )
 

@@ -1,15 +1,19 @@
-"""The feed-forward part of a layer as a mixture of experts: a router, the experts, and what every token visits beside them.
+"""The feed-forward part of a layer as a mixture of experts: a router, the experts, and what every
+token visits beside them.
 
-Three numbers of each sequence go from layer to layer beside the tokens, added up (``aux_b3``), so that the loss finds them where it is:
+Three numbers of each sequence go from layer to layer beside the tokens, added up (``aux_b3``), so
+that the loss finds them where it is:
 
-    balance    E sum_i f_i P_i    arXiv 2101.03961, section 2.2, of one sequence (arXiv 2412.19437, section 2.1.2): f_i is the share of the
-                                  sequence's choices that fell on expert i, P_i the mean over its tokens of i's score among all
-                                  experts'; 1 where the experts are equally busy
-    z          mean of logsumexp(logits)^2 over the tokens of the sequence (arXiv 2202.08906, section 3.2)
-    dropped    share of the sequence's choices that were more than an expert takes
+    balance    E sum_i f_i P_i    arXiv 2101.03961, section 2.2, of one sequence (arXiv 2412.19437,
+    section 2.1.2): f_i is the share of the
+                                  sequence's choices that fell on expert i, P_i the mean over its
+                                  tokens of i's score among all experts'; 1 where the experts are
+                                  equally busy
+    z          mean of logsumexp(logits)^2 over the tokens of the sequence (arXiv 2202.08906,
+    section 3.2) dropped    share of the sequence's choices that were more than an expert takes
 
-Shapes: b samples, s tokens, h hidden channels, E experts, k of them a token, f inner channels of one, n = b s tokens.
-"""
+Shapes: b samples, s tokens, h hidden channels, E experts, k of them a token, f inner channels of
+one, n = b s tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ AUXILIARY = 3
 
 
 class Experts(nn.Module):
-    """All experts of a layer, stored and called as those of Hugging Face's models are, and telling so."""
+    """All experts of a layer, stored and called as those of Hugging Face's models are, and telling
+    so."""
 
     has_gate = is_concatenated = True
     has_bias = is_transposed = False
@@ -46,7 +51,10 @@ class Experts(nn.Module):
         assert config.num_experts is not None
         self.layer = layer
         self.num_experts, h, f = config.num_experts, config.hidden_size, config.expert_size
-        self.std, self.std_down = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        self.std, self.std_down = (
+            config.init_std,
+            config.init_std / math.sqrt(2 * config.num_layers),
+        )
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * f, h))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, h, f))
         self.reset_parameters()
@@ -57,35 +65,46 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=self.std_down)
 
     def forward(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-        """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk`` int64.
+        """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk``
+        int64.
 
         Raises:
             ExpertError: A weight is NaN or infinite.
         """
         found = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
         if found.faults.not_finite:
-            raise ExpertError(f"the router of layer {self.layer} gave {found.faults.not_finite} weights that are not finite")
+            raise ExpertError(
+                f"the router of layer {self.layer} gave {found.faults.not_finite} weights that "
+                "are not finite"
+            )
         ends, rows_rh = found.counts.cumsum(0, dtype=torch.int32), found.rows_rh
-        return found.combine(usual_output(self, rows_rh, sizes=found.sizes, ends=ends, dtype=autocast_dtype(rows_rh)), weights_nk)
+        return found.combine(
+            usual_output(
+                self, rows_rh, sizes=found.sizes, ends=ends, dtype=autocast_dtype(rows_rh)
+            ),
+            weights_nk,
+        )
 
 
 class SequenceMean(nn.Module):
     """The mean over the tokens of each sequence, (b, s, ...) -> (b, ...).
 
-    A module of its own, in whose place ranks that see other parts of the sequences put the mean over all of them.
-    """
+    A module of its own, in whose place ranks that see other parts of the sequences put the mean
+    over all of them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
 class Balancer(nn.Module):
-    """A number for each expert, added to its scores where it is decided who is chosen (arXiv 2408.15664).
+    """A number for each expert, added to its scores where it is decided who is chosen (arXiv
+    2408.15664).
 
     Attributes:
-        bias_nano: (E,) int64, in units of 1e-9: small steps would be lost where a model is cast to bfloat16.
-        load: (E,) int64, choices since the last ``move``, of forwards that a backward came to: what is recomputed counts once,
-            evaluation not at all.
+        bias_nano: (E,) int64, in units of 1e-9: small steps would be lost where a model is cast to
+            bfloat16.
+        load: (E,) int64, choices since the last ``move``, of forwards that a backward came to: what
+            is recomputed counts once, evaluation not at all.
     """
 
     bias_nano: Tensor
@@ -107,14 +126,18 @@ class Balancer(nn.Module):
         return scores + (self.bias_nano.double() * 1e-9).to(scores.dtype)
 
     def move(self, load: Tensor) -> None:
-        """Move the bias against the choices ``load``, (E,) float64, of a whole step, in any unit; begin to count anew."""
+        """Move the bias against the choices ``load``, (E,) float64, of a whole step, in any unit;
+        begin to count anew."""
         excess = load.numel() * load / load.sum() - 1
-        self.bias_nano -= self.step_nano * excess.mul(1e9).round().sign().nan_to_num().to(torch.int64)
+        self.bias_nano -= self.step_nano * excess.mul(1e9).round().sign().nan_to_num().to(
+            torch.int64
+        )
         self.load.zero_()
 
 
 class _Counted(torch.autograd.Function):
-    """Adds ``counts`` to ``total`` when the backward comes by: once, even where the forward is recomputed."""
+    """Adds ``counts`` to ``total`` when the backward comes by: once, even where the forward is
+    recomputed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, total: Tensor) -> Tensor:
@@ -130,10 +153,12 @@ class _Counted(torch.autograd.Function):
 
 
 class Capacity(nn.Module):
-    """Limit of an expert's tokens: of one sequence's choices it takes the first ``ceil(factor k s / E)``.
+    """Limit of an expert's tokens: of one sequence's choices it takes the first ``ceil(factor k s /
+    E)``.
 
     Attributes:
-        dropped: () int64, choices dropped so far in this process, of forwards that a backward came to.
+        dropped: () int64, choices dropped so far in this process, of forwards that a backward came
+            to.
     """
 
     dropped: Tensor
@@ -150,7 +175,9 @@ class Capacity(nn.Module):
     def forward(self, index_bsk: Tensor) -> Tensor:
         """Which choices are taken, (b, s, k) bool."""
         chosen, order = index_bsk.flatten(1).sort(dim=1, stable=True)
-        counts = chosen.new_zeros(chosen.size(0), self.num_experts).scatter_add_(1, chosen, torch.ones_like(chosen))
+        counts = chosen.new_zeros(chosen.size(0), self.num_experts).scatter_add_(
+            1, chosen, torch.ones_like(chosen)
+        )
         first = (counts.cumsum(1) - counts).gather(1, chosen)
         place = torch.arange(chosen.size(1), device=chosen.device) - first
         kept = place < math.ceil(self.factor * chosen.size(1) / self.num_experts)
@@ -179,11 +206,23 @@ class Router(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config, self.num_experts, self.top_k = config, config.num_experts, config.experts_per_token
-        self.gate = NormalLinear(config.hidden_size, config.num_experts, bias=False, std=config.init_std)
+        self.config, self.num_experts, self.top_k = (
+            config,
+            config.num_experts,
+            config.experts_per_token,
+        )
+        self.gate = NormalLinear(
+            config.hidden_size, config.num_experts, bias=False, std=config.init_std
+        )
         self.mean = SequenceMean()
-        self.balancer = Balancer(config.num_experts, config.bias_rate) if config.balance == "bias" else None
-        self.capacity = Capacity(config.num_experts, config.capacity_factor) if config.capacity_factor is not None else None
+        self.balancer = (
+            Balancer(config.num_experts, config.bias_rate) if config.balance == "bias" else None
+        )
+        self.capacity = (
+            Capacity(config.num_experts, config.capacity_factor)
+            if config.capacity_factor is not None
+            else None
+        )
 
     def forward(self, x_bsh: Tensor) -> Routing:
         config, logits = self.config, self.gate(x_bsh)
@@ -193,10 +232,14 @@ class Router(nn.Module):
         index = decisive.topk(self.top_k, -1).indices
         weights = scores.gather(-1, index)
         if config.experts_per_token > 1:
-            weights = weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+            weights = weights / weights.sum(-1, keepdim=True).clamp(
+                min=torch.finfo(weights.dtype).tiny
+            )
         if self.balancer is not None:
             chosen = index.flatten()
-            counts = torch.zeros_like(self.balancer.load).scatter_add_(0, chosen, torch.ones_like(chosen))
+            counts = torch.zeros_like(self.balancer.load).scatter_add_(
+                0, chosen, torch.ones_like(chosen)
+            )
             weights = _Counted.apply(weights, counts, self.balancer.load)
         kept = None
         if self.capacity is not None and self.training:
@@ -204,21 +247,34 @@ class Router(nn.Module):
             weights = _Counted.apply(weights, (~kept).sum(), self.capacity.dropped)
         return Routing(index, weights, kept, self._auxiliary(logits, scores, index, kept))
 
-    def _auxiliary(self, logits: Tensor, scores: Tensor, index: Tensor, kept: Tensor | None) -> Tensor:
+    def _auxiliary(
+        self, logits: Tensor, scores: Tensor, index: Tensor, kept: Tensor | None
+    ) -> Tensor:
         """Return the auxiliary losses; those that are no part of the loss have no gradient."""
         config, size = self.config, self.num_experts
-        share = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        share = (
+            scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        )
         share = share if config.balance == "loss" else share.detach()
         chosen = torch.zeros_like(share).scatter(-1, index, 1 / config.experts_per_token)
-        square = (logits if config.z_loss_coefficient else logits.detach()).logsumexp(-1, keepdim=True).square()
-        dropped = torch.zeros_like(square) if kept is None else (~kept).to(square.dtype).mean(-1, keepdim=True)
+        square = (
+            (logits if config.z_loss_coefficient else logits.detach())
+            .logsumexp(-1, keepdim=True)
+            .square()
+        )
+        dropped = (
+            torch.zeros_like(square)
+            if kept is None
+            else (~kept).to(square.dtype).mean(-1, keepdim=True)
+        )
         means = self.mean(torch.cat((share, chosen, square, dropped), -1))
         share_b, chosen_b, others = means.split((size, size, AUXILIARY - 1), -1)
         return torch.cat((size * (chosen_b * share_b).sum(-1, keepdim=True), others), -1)
 
 
 class Mixture(nn.Module):
-    """The chosen experts' results, weighted, and what all tokens visit; (b, s, h) -> (b, s, h), and (b, 3) of the router.
+    """The chosen experts' results, weighted, and what all tokens visit; (b, s, h) -> (b, s, h), and
+    (b, 3) of the router.
 
     Args:
         config: Of the model.
@@ -240,9 +296,17 @@ class Mixture(nn.Module):
         y_bsh = y_nh.view_as(x_bsh)
         return (y_bsh if self.shared is None else y_bsh + self.shared(x_bsh)), aux_b3
 
-    def _of_kept(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, kept_r: Tensor) -> Tensor:
-        """Return the output of the kept choices, each of which travels as a token of its own; dropped ones do not travel."""
+    def _of_kept(
+        self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, kept_r: Tensor
+    ) -> Tensor:
+        """Return the output of the kept choices, each of which travels as a token of its own;
+        dropped ones do not travel."""
         k = index_nk.size(1)
         chosen = (each.reshape(-1, 1).index_select(0, kept_r) for each in (index_nk, weights_nk))
         made_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)
-        return made_rh.new_zeros(index_nk.numel(), x_nh.size(1)).index_copy(0, kept_r, made_rh).view(-1, k, x_nh.size(1)).sum(1)
+        return (
+            made_rh.new_zeros(index_nk.numel(), x_nh.size(1))
+            .index_copy(0, kept_r, made_rh)
+            .view(-1, k, x_nh.size(1))
+            .sum(1)
+        )

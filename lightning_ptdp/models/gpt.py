@@ -1,16 +1,18 @@
 """GPT: a decoder-only transformer, in the order in which data flows through it.
 
-A plain single-device model that knows no process group and no degree. It is cut from outside (``gpt_plan``), and keeps four
+A plain single-device model that knows no process group and no degree. It is cut from outside
+(``gpt_plan``), and keeps four
 habits for that:
 
 - numbers of heads are read from the tensors, so that a rank with fewer heads runs the same code;
 - a fused output is laid out [q | k | v] and [gate | up], so that each part can be cut alone;
-- positions inside a block are counted after the qkv projection, where the whole sequence is present even if the block's input
-  is split along the sequence (arXiv 2205.05198, section 4.2.2);
-- one tensor goes from block to block, and beside it, of a mixture of experts, what the router's losses have come to (``experts.py``).
+- positions inside a block are counted after the qkv projection, where the whole sequence is present
+  even if the block's input is split along the sequence (arXiv 2205.05198, section 4.2.2);
+- one tensor goes from block to block, and beside it, of a mixture of experts, what the router's
+  losses have come to (``experts.py``).
 
-Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V vocabulary.
-"""
+Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.experts import AUXILIARY, Mixture
-from lightning_ptdp.models.layers import AttentionCore, GeluMLP, NormalEmbedding, NormalLinear, TiedLinear, Transformer
+from lightning_ptdp.models.layers import (
+    AttentionCore,
+    GeluMLP,
+    NormalEmbedding,
+    NormalLinear,
+    TiedLinear,
+    Transformer,
+)
 from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.models.rotary import Rotary
@@ -47,7 +56,9 @@ class GPT(Transformer):
         self.wte = NormalEmbedding(config.vocabulary_size, config.hidden_size, std=config.init_std)
         self.wpe = None
         if config.position == "learned":
-            self.wpe = NormalEmbedding(config.sequence_length, config.hidden_size, std=config.init_std)
+            self.wpe = NormalEmbedding(
+                config.sequence_length, config.hidden_size, std=config.init_std
+            )
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(_block(config, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config)
@@ -55,7 +66,9 @@ class GPT(Transformer):
         if config.tie_embeddings:
             self.head = TiedLinear(self.wte.weight)
         else:
-            self.head = NormalLinear(config.hidden_size, config.vocabulary_size, bias=False, std=config.init_std)
+            self.head = NormalLinear(
+                config.hidden_size, config.vocabulary_size, bias=False, std=config.init_std
+            )
 
     def forward(
         self,
@@ -68,20 +81,27 @@ class GPT(Transformer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s).
 
-        ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where they are not 0 .. s-1. Without
-        ``logits``: what the head would be called with, (b, s, h), for a loss that calls it (``linear_cross_entropy``). A ``cache`` has
-        what the tokens before these left, and keeps what these leave.
+        ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where
+        they are not 0 .. s-1. Without
+        ``logits``: what the head would be called with, (b, s, h), for a loss that calls it
+        (``linear_cross_entropy``). A ``cache`` has what the tokens before these left, and keeps
+        what these leave.
 
-        With ``auxiliary``, of a mixture of experts, also what its routers' losses are, (b, 3): each sequence's balance, z and dropped share
-        (``experts.py``), summed over the layers.
-        """
+        With ``auxiliary``, of a mixture of experts, also what its routers' losses are, (b, 3): each
+        sequence's balance, z and dropped share (``experts.py``), summed over the layers."""
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
         if self.wpe is not None:
-            places = torch.arange(input_ids.size(1), device=input_ids.device) if position_ids is None else position_ids
+            places = (
+                torch.arange(input_ids.size(1), device=input_ids.device)
+                if position_ids is None
+                else position_ids
+            )
             x_bsh = x_bsh + self.wpe(places)
         x_bsh = self.dropout(x_bsh)
-        aux_b3 = x_bsh.new_zeros(x_bsh.size(0), AUXILIARY, dtype=torch.promote_types(x_bsh.dtype, torch.float32))
+        aux_b3 = x_bsh.new_zeros(
+            x_bsh.size(0), AUXILIARY, dtype=torch.promote_types(x_bsh.dtype, torch.float32)
+        )
         for block in self.blocks:
             if self.config.num_experts is None:
                 x_bsh = block(x_bsh, position_ids, cache)
@@ -92,15 +112,25 @@ class GPT(Transformer):
         return (result, aux_b3) if auxiliary else result
 
     def balance(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Move the routers' biases by what their experts had to do since the last call (``balance="bias"``).
+        """Move the routers' biases by what their experts had to do since the last call
+        (``balance="bias"``).
 
-        Collective: ``total`` is called once, with (l, E) float64, and sums it over the processes (a constant factor does no harm); of
-        layers that are elsewhere it is given zeros.
-        """
-        routers = {layer: block.mixture.router for layer, block in enumerate(self.blocks) if isinstance(block, MixtureBlock)}
-        here = {layer: router.balancer for layer, router in routers.items() if router.balancer is not None}
+        Collective: ``total`` is called once, with (l, E) float64, and sums it over the processes (a
+        constant factor does no harm); of layers that are elsewhere it is given zeros."""
+        routers = {
+            layer: block.mixture.router
+            for layer, block in enumerate(self.blocks)
+            if isinstance(block, MixtureBlock)
+        }
+        here = {
+            layer: router.balancer
+            for layer, router in routers.items()
+            if router.balancer is not None
+        }
         device = next(self.parameters()).device
-        load = torch.zeros(len(self.blocks), self.config.num_experts or 0, dtype=torch.float64, device=device)
+        load = torch.zeros(
+            len(self.blocks), self.config.num_experts or 0, dtype=torch.float64, device=device
+        )
         for layer, balancer in here.items():
             load[layer] = balancer.load
         load = total(load)
@@ -108,13 +138,15 @@ class GPT(Transformer):
             balancer.move(load[layer])
 
     def tie_weights(self) -> None:
-        """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced parameters."""
+        """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced
+        parameters."""
         if self.config.tie_embeddings:
             self.head.weight = self.wte.weight
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s, h). ``layer`` is its number."""
+    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s,
+    h). ``layer`` is its number."""
 
     def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
@@ -124,22 +156,31 @@ class Block(nn.Module):
         self._make_feed_forward(config, layer)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         x_bsh = self._attended(x_bsh, position_ids, cache)
         return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
 
     def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
         self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config, config.ffn_size)
 
-    def _attended(self, x_bsh: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+    def _attended(
+        self, x_bsh: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
+    ) -> Tensor:
         return x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids, cache))
 
 
 class DenseBlock(Block):
-    """A layer without experts in a model with some: hands on what those before it have added up; (b, s, h), (b, 3) -> the same."""
+    """A layer without experts in a model with some: hands on what those before it have added up;
+    (b, s, h), (b, 3) -> the same."""
 
     def forward(  # type: ignore[override]
-        self, x_bsh: Tensor, aux_b3: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x_bsh: Tensor,
+        aux_b3: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         return super().forward(x_bsh, position_ids, cache), aux_b3
 
@@ -148,19 +189,33 @@ class MixtureBlock(Block):
     """A block whose feed-forward part is a mixture of experts; (b, s, h), (b, 3) -> the same."""
 
     def forward(  # type: ignore[override]
-        self, x_bsh: Tensor, aux_b3: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x_bsh: Tensor,
+        aux_b3: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_bsh = self._attended(x_bsh, position_ids, cache)
         y_bsh, of_layer = self.mixture(self.norm_2(x_bsh))
         return x_bsh + self.dropout(y_bsh), aux_b3 + of_layer
 
     def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
-        shared = SwiGLU(config, config.shared_experts * config.expert_size) if config.shared_experts else None
+        shared = (
+            SwiGLU(config, config.shared_experts * config.expert_size)
+            if config.shared_experts
+            else None
+        )
         self.mixture = Mixture(config, layer, shared)
 
 
 def _block(config: GPTConfig, layer: int) -> Block:
-    kind = Block if config.num_experts is None else DenseBlock if layer < config.dense_layers else MixtureBlock
+    kind = (
+        Block
+        if config.num_experts is None
+        else DenseBlock
+        if layer < config.dense_layers
+        else MixtureBlock
+    )
     return kind(config, layer)
 
 
@@ -173,16 +228,22 @@ class Attention(nn.Module):
         self.queries_per_kv = config.num_heads // config.kv_heads
         width = (config.num_heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = make_linear(config, width)
-        self.rotary = Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
+        self.rotary = (
+            Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
+        )
         self.core = AttentionCore(config.dropout, is_causal=True)
         self.projection = residual_projection(config, config.hidden_size)
 
-    def forward(self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         heads_bsnd = torch.unflatten(self.qkv(x_bsh), -1, (-1, self.head_dim))
         kv_heads = heads_bsnd.size(2) // (self.queries_per_kv + 2)
         if self.rotary is not None:
             heads_bsnd = self.rotary(heads_bsnd, position_ids, turned=heads_bsnd.size(2) - kv_heads)
-        q_bsnd, k_bsnd, v_bsnd = heads_bsnd.split((self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2)
+        q_bsnd, k_bsnd, v_bsnd = heads_bsnd.split(
+            (self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2
+        )
         if cache is None:
             return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
         k_bsnd, v_bsnd = cache.extend(self, k_bsnd, v_bsnd)
@@ -203,7 +264,11 @@ class SwiGLU(nn.Module):
 
 def gelu_mlp(config: GPTConfig) -> GeluMLP:
     """The feed-forward part of GPT-2."""
-    return GeluMLP(make_linear(config, config.ffn_size), residual_projection(config, config.ffn_size), approximate="tanh")
+    return GeluMLP(
+        make_linear(config, config.ffn_size),
+        residual_projection(config, config.ffn_size),
+        approximate="tanh",
+    )
 
 
 def make_linear(config: GPTConfig, out_features: int) -> NormalLinear:
@@ -219,6 +284,7 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 def residual_projection(config: GPTConfig, in_features: int) -> NormalLinear:
-    """A layer that writes to the residual stream: l blocks add 2l of them, so that each starts smaller by sqrt(2l)."""
+    """A layer that writes to the residual stream: l blocks add 2l of them, so that each starts
+    smaller by sqrt(2l)."""
     std = config.init_std / math.sqrt(2 * config.num_layers)
     return NormalLinear(in_features, config.hidden_size, bias=config.bias, std=std)

@@ -1,8 +1,8 @@
 """Layers of this package's transformers.
 
-``reset_parameters`` is torch's convention for "draw the initial values again". A module that states its distribution there can
-be built eagerly, or on the meta device and filled later, one leaf at a time under any seed, with the same result.
-"""
+``reset_parameters`` is torch's convention for "draw the initial values again". A module that states
+its distribution there can be built eagerly, or on the meta device and filled later, one leaf at a
+time under any seed, with the same result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models.model_config import TransformerConfig
 
-__all__ = ["AttentionCore", "GeluMLP", "NormalEmbedding", "NormalLinear", "TiedLinear", "Transformer"]
+__all__ = [
+    "AttentionCore",
+    "GeluMLP",
+    "NormalEmbedding",
+    "NormalLinear",
+    "TiedLinear",
+    "Transformer",
+]
 
 
 class Transformer(nn.Module):
@@ -27,14 +34,16 @@ class Transformer(nn.Module):
         self.config = config
 
     def check_sequence_length(self, length: int) -> None:
-        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence where forward sees a part of it.
+        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence
+        where forward sees a part of it.
 
         Raises:
             ValueError: It is longer than ``config.sequence_length``.
         """
         if length > self.config.sequence_length:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than sequence_length={self.config.sequence_length}; "
+                f"a sequence of {length} tokens is longer than "
+                f"sequence_length={self.config.sequence_length}; "
                 "cut it, or build the model with a greater sequence_length"
             )
 
@@ -42,18 +51,22 @@ class Transformer(nn.Module):
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d)) v; q (b, q, n, d), k and v (b, s, n_kv, d) -> (b, q, n, d).
 
-    A module of its own, without parameters, so that what it keeps can be recomputed alone (``recompute="selective"``).
+    A module of its own, without parameters, so that what it keeps can be recomputed alone
+    (``recompute="selective"``).
 
     Args:
         dropout: Probability on the attention weights.
-        is_causal: Without a mask a token sees itself and what is before it; else all keys that a mask (b, 1, 1 or q, s) admits.
+        is_causal: Without a mask a token sees itself and what is before it; else all keys that a
+            mask (b, 1, 1 or q, s) admits.
     """
 
     def __init__(self, dropout: float, *, is_causal: bool) -> None:
         super().__init__()
         self.dropout, self.is_causal = dropout, is_causal
 
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b1qs: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b1qs: Tensor | None = None
+    ) -> Tensor:
         y_bnsd = F.scaled_dot_product_attention(
             q_bsnd.transpose(1, 2),
             k_bsnd.transpose(1, 2),
@@ -80,11 +93,22 @@ class GeluMLP(nn.Module):
 class NormalLinear(nn.Linear):
     """``nn.Linear`` whose weight starts as normal(0, ``std``) and whose bias starts at zero.
 
-    With ``truncated`` no weight is further than two standard deviations from 0, which makes the deviation 0.88 ``std``.
-    """
+    With ``truncated`` no weight is further than two standard deviations from 0, which makes the
+    deviation 0.88 ``std``."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, std: float, truncated: bool = False) -> None:
-        self.std, self.truncated = std, truncated  # before the base class, whose constructor calls reset_parameters
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        std: float,
+        truncated: bool = False,
+    ) -> None:
+        self.std, self.truncated = (
+            std,
+            truncated,
+        )  # before the base class, whose constructor calls reset_parameters
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -95,10 +119,16 @@ class NormalLinear(nn.Linear):
 
 
 class NormalEmbedding(nn.Embedding):
-    """``nn.Embedding`` whose weight starts as normal(0, ``std``), ``truncated`` as in ``NormalLinear``."""
+    """``nn.Embedding`` whose weight starts as normal(0, ``std``), ``truncated`` as in
+    ``NormalLinear``."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False) -> None:
-        self.std, self.truncated = std, truncated  # before the base class, whose constructor calls reset_parameters
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False
+    ) -> None:
+        self.std, self.truncated = (
+            std,
+            truncated,
+        )  # before the base class, whose constructor calls reset_parameters
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
@@ -107,7 +137,8 @@ class NormalEmbedding(nn.Embedding):
 
 
 class TiedLinear(nn.Linear):
-    """``nn.Linear`` on another module's weight (out, in), which that module alone initializes; a bias is its own and starts at zero."""
+    """``nn.Linear`` on another module's weight (out, in), which that module alone initializes; a
+    bias is its own and starts at zero."""
 
     def __init__(self, weight: Tensor, *, bias: bool = False) -> None:
         super().__init__(weight.size(1), weight.size(0), bias=False, device=torch.device("meta"))

@@ -1,4 +1,5 @@
-"""BERT as a LightningModule: the losses, what is logged, the optimizer. Nothing here knows how it is parallelized."""
+"""BERT as a LightningModule: the losses, what is logged, the optimizer. Nothing here knows how it
+is parallelized."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from lightning_ptdp.models.model_config import BertConfig, check_tensor_parallel
 from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import bert_plan
 from lightning_ptdp.models.size import bert_flops_per_sample, num_bert_parameters
-from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan, check_chunk, linear_cross_entropy
+from lightning_ptdp.tensor_parallel import (
+    DEFAULT_CHUNK_MB,
+    ParallelPlan,
+    check_chunk,
+    linear_cross_entropy,
+)
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["LitBert"]
@@ -30,27 +36,33 @@ Batch = Mapping[str, Tensor]
 
 
 class LitBert(pl.LightningModule):
-    """Pretraining of a BERT: masked tokens and the order of two sentences (arXiv 1810.04805, section 3.1).
+    """Pretraining of a BERT: masked tokens and the order of two sentences (arXiv 1810.04805,
+    section 3.1).
 
-    A batch is a mapping with ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels``, (b, s) int64, and
-    ``next_sentence_label`` (b,) int64: what Hugging Face's ``BertForPreTraining`` takes. Labels are the original tokens where one is to
-    be predicted and -100 elsewhere; the sentence label is 0 where the second sentence follows the first, 1 where it does not, and -100
-    for a row that only fills up the batch. With ``masked_positions`` (b, k) int64 the decoder runs at k positions only; it holds every
-    position that has a label, filled up with positions that have none.
+    A batch is a mapping with ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels``,
+    (b, s) int64, and
+    ``next_sentence_label`` (b,) int64: what Hugging Face's ``BertForPreTraining`` takes. Labels are
+    the original tokens where one is to be predicted and -100 elsewhere; the sentence label is 0
+    where the second sentence follows the first, 1 where it does not, and -100 for a row that only
+    fills up the batch. With ``masked_positions`` (b, k) int64 the decoder runs at k positions only;
+    it holds every position that has a label, filled up with positions that have none.
 
-    The loss is the mean of the masked-LM losses over the predicted tokens, plus ``order_weight`` times the mean of the sentence losses, a
-    sample weighted by its predicted tokens: one weight for both, so that microbatches and replicas add up to the whole batch's loss in
-    every layout. For samples of equal length that is the papers' sum of two means.
+    The loss is the mean of the masked-LM losses over the predicted tokens, plus ``order_weight``
+    times the mean of the sentence losses, a
+    sample weighted by its predicted tokens: one weight for both, so that microbatches and replicas
+    add up to the whole batch's loss in every layout. For samples of equal length that is the
+    papers' sum of two means.
 
-    Logs ``train_loss``, ``train_masked_loss`` and ``train_order_loss`` each step; for validation the same three with ``val_``, and
-    ``val_masked_accuracy`` and ``val_order_accuracy``, each epoch, exact means over all counted tokens or samples; ``test_`` for tests.
+    Logs ``train_loss``, ``train_masked_loss`` and ``train_order_loss`` each step; for validation
+    the same three with ``val_``, and ``val_masked_accuracy`` and ``val_order_accuracy``, each
+    epoch, exact means over all counted tokens or samples; ``test_`` for tests.
 
     Args:
         config: The model.
         optimizer: AdamW and its schedule.
         order_weight: Factor of the sentence loss; 0 leaves it out of training.
-        loss_chunk_mb: MiB of the decoder's logits, in float32, that the loss has at a time in training; it computes them twice where there
-            are more (``linear_cross_entropy``).
+        loss_chunk_mb: MiB of the decoder's logits, in float32, that the loss has at a time in
+            training; it computes them twice where there are more (``linear_cross_entropy``).
     """
 
     perplexity_loss = "train_masked_loss"
@@ -66,13 +78,19 @@ class LitBert(pl.LightningModule):
         super().__init__()
         check_chunk(loss_chunk_mb=loss_chunk_mb)
         if order_weight < 0:
-            raise ValueError(f"order_weight={order_weight} must not be negative; 0 trains on masked tokens alone")
+            raise ValueError(
+                f"order_weight={order_weight} must not be negative; 0 trains on masked tokens alone"
+            )
         # A checkpoint holds plain dictionaries, which load with weights_only=True.
         self.config = BertConfig(**config) if isinstance(config, Mapping) else config
-        self.optimizer_config = AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
+        self.optimizer_config = (
+            AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
+        )
         self.order_weight, self.loss_chunk_mb = order_weight, loss_chunk_mb
         arguments = {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)}
-        self.save_hyperparameters({**arguments, "order_weight": order_weight, "loss_chunk_mb": loss_chunk_mb})
+        self.save_hyperparameters(
+            {**arguments, "order_weight": order_weight, "loss_chunk_mb": loss_chunk_mb}
+        )
         self.model: Bert | None = None
         self.val_metrics, self.test_metrics = _Metrics(), _Metrics()
 
@@ -86,7 +104,8 @@ class LitBert(pl.LightningModule):
         return bert_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse a layout under which heads or the feed-forward part cannot be shared out; called before launch.
+        """Refuse a layout under which heads or the feed-forward part cannot be shared out; called
+        before launch.
 
         Raises:
             ValueError: Of ``check_tensor_parallel``.
@@ -114,26 +133,40 @@ class LitBert(pl.LightningModule):
             self.log(f"train_{name}", losses[name], prog_bar=True)
         return {"loss": losses["loss"], "num_tokens": losses["num_tokens"]}
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+    def validation_step(
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
         """The losses, and the predictions of both heads."""
         output = self(batch)
         masked = _cross_entropy(output.masked.flatten(0, 1), _labels(batch).flatten())
         losses = self._losses(masked, output.order, batch)
-        return {**losses, "tokens": _likeliest(output.masked, batch), "orders": output.order.argmax(-1)}
+        return {
+            **losses,
+            "tokens": _likeliest(output.masked, batch),
+            "orders": output.order.argmax(-1),
+        }
 
     test_step = validation_step
 
-    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """The likeliest token at each position that the decoder ran at, -1 elsewhere, (b, s) int64; and ``order_logits`` (b, 2)."""
+    def predict_step(
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
+        """The likeliest token at each position that the decoder ran at, -1 elsewhere, (b, s) int64;
+        and ``order_logits`` (b, 2)."""
         output = self(batch)
         return {"tokens": _likeliest(output.masked, batch), "order_logits": output.order}
 
-    def on_validation_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Add the batch to the metrics, which are over all validation loaders."""
-        # Not in validation_step: a pipeline finishes that on its last stage only, and once a microbatch.
+        # Not in validation_step: a pipeline finishes that on its last stage only, and once a
+        # microbatch.
         self.val_metrics.update(outputs, batch)
 
-    def on_test_batch_end(self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """As ``on_validation_batch_end``."""
         self.test_metrics.update(outputs, batch)
 
@@ -155,25 +188,38 @@ class LitBert(pl.LightningModule):
         return num_bert_parameters(self.config)
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
-        """Model operations, forward and backward, of one training sequence (None: of the longest) with 15 % of its tokens predicted."""
+        """Model operations, forward and backward, of one training sequence (None: of the longest)
+        with 15 % of its tokens predicted."""
         return bert_flops_per_sample(self.config, sequence_length=sequence_length)
 
     def _run(self, batch: Batch, *, logits: bool) -> BertOutput:
         if self.model is None:
-            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
-        others = {name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch}
-        return self.model(batch["input_ids"], **others, masked_positions=_positions(batch), logits=logits)
+            raise ValueError(
+                "the model is not built yet: call configure_model() first, as the Trainer does"
+            )
+        others = {
+            name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch
+        }
+        return self.model(
+            batch["input_ids"], **others, masked_positions=_positions(batch), logits=logits
+        )
 
     def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         labels = _labels(batch)
         order_b = _cross_entropy(order_logits, batch["next_sentence_label"])
         counts_b = (labels != _IGNORED_LABEL).sum(1)
         num_tokens = counts_b.sum()
-        # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since bf16 loses small addends.
+        # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since
+        # bf16 loses small addends.
         masked_loss = masked.sum(dtype=torch.float32) / num_tokens.clamp(min=1)
         order_loss = (order_b * counts_b).sum(dtype=torch.float32) / num_tokens.clamp(min=1)
         loss = masked_loss + self.order_weight * order_loss
-        return {"loss": loss, "masked_loss": masked_loss, "order_loss": order_loss, "num_tokens": num_tokens}
+        return {
+            "loss": loss,
+            "masked_loss": masked_loss,
+            "order_loss": order_loss,
+            "num_tokens": num_tokens,
+        }
 
     def _log_metrics(self, prefix: str, metrics: _Metrics) -> None:
         for name, metric in metrics.named_children():
@@ -181,7 +227,8 @@ class LitBert(pl.LightningModule):
 
 
 class _Metrics(torch.nn.Module):
-    """Means over all counted tokens or samples of an evaluation, whatever batches, microbatches and replicas they came in."""
+    """Means over all counted tokens or samples of an evaluation, whatever batches, microbatches and
+    replicas they came in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +237,11 @@ class _Metrics(torch.nn.Module):
 
     def update(self, outputs: Mapping[str, Tensor], batch: Batch) -> None:
         """Add what an evaluation step returned for ``batch``."""
-        for name, metric in (("loss", self.loss), ("masked_loss", self.masked_loss), ("order_loss", self.order_loss)):
+        for name, metric in (
+            ("loss", self.loss),
+            ("masked_loss", self.masked_loss),
+            ("order_loss", self.order_loss),
+        ):
             metric.update(outputs[name], outputs["num_tokens"])
         self.masked_accuracy.update(outputs["tokens"], batch["labels"])
         self.order_accuracy.update(outputs["orders"], batch["next_sentence_label"])
@@ -199,9 +250,8 @@ class _Metrics(torch.nn.Module):
 def _positions(batch: Batch) -> Tensor | None:
     """Return the positions (b, k) where the decoder runs; None: everywhere.
 
-    Found by the labels, since these are cut where a rank holds a slice of the sequence; how many there are is known from the batch,
-    so that no device is asked.
-    """
+    Found by the labels, since these are cut where a rank holds a slice of the sequence; how many
+    there are is known from the batch, so that no device is asked."""
     positions, labels = batch.get("masked_positions"), batch.get("labels")
     if positions is None or labels is None:
         return positions
@@ -216,7 +266,8 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each label, in at least float32: rounded to half precision a loss is too coarse to add up."""
+    """Return the loss of each label, in at least float32: rounded to half precision a loss is too
+    coarse to add up."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, ignore_index=_IGNORED_LABEL, reduction="none")
 

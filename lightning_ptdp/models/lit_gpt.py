@@ -1,4 +1,5 @@
-"""GPT as a LightningModule: the loss, what is logged, the optimizer. Nothing here knows how it is parallelized."""
+"""GPT as a LightningModule: the loss, what is logged, the optimizer. Nothing here knows how it is
+parallelized."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from lightning_ptdp.models.model_config import GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import gpt_plan
 from lightning_ptdp.models.size import flops_per_sample, num_parameters
-from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan, check_chunk, linear_cross_entropy
+from lightning_ptdp.tensor_parallel import (
+    DEFAULT_CHUNK_MB,
+    ParallelPlan,
+    check_chunk,
+    linear_cross_entropy,
+)
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["LitGPT"]
@@ -27,22 +33,27 @@ _DEFAULT_OPTIMIZER = AdamWConfig()
 class LitGPT(LitTokens):
     """Language modelling with a GPT.
 
-    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that follows each input token
-    (already shifted), or -100 where no token is to be predicted. The loss is the mean over the counted tokens.
+    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that
+    follows each input token (already shifted), or -100 where no token is to be predicted. The loss
+    is the mean over the counted tokens.
 
-    Logs ``train_loss`` each step, and with experts ``train_balance_loss``, ``train_z_loss`` and, with a capacity, ``train_dropped_share``,
-    means over the layers that have experts and, as of the loss, the counted tokens of what their sequences have;
-    ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
+    Logs ``train_loss`` each step, and with experts ``train_balance_loss``, ``train_z_loss`` and,
+    with a capacity, ``train_dropped_share``, means over the layers that have experts and, as of the
+    loss, the counted tokens of what their sequences have; ``val_loss`` and ``val_perplexity``, or
+    ``test_loss``, each epoch.
 
     Args:
         config: The model.
         optimizer: AdamW and its schedule.
-        loss_chunk_mb: MiB of logits, in float32, that the loss has at a time; it computes them twice where there are more
-            (``linear_cross_entropy``).
+        loss_chunk_mb: MiB of logits, in float32, that the loss has at a time; it computes them
+            twice where there are more (``linear_cross_entropy``).
     """
 
     def __init__(
-        self, config: GPTConfig, optimizer: AdamWConfig = _DEFAULT_OPTIMIZER, loss_chunk_mb: float = DEFAULT_CHUNK_MB
+        self,
+        config: GPTConfig,
+        optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
+        loss_chunk_mb: float = DEFAULT_CHUNK_MB,
     ) -> None:
         super().__init__(optimizer)
         check_chunk(loss_chunk_mb=loss_chunk_mb)
@@ -50,7 +61,11 @@ class LitGPT(LitTokens):
         self.config = GPTConfig(**config) if isinstance(config, Mapping) else config
         self.loss_chunk_mb = loss_chunk_mb
         self.save_hyperparameters(
-            {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config), "loss_chunk_mb": loss_chunk_mb}
+            {
+                "config": asdict(self.config),
+                "optimizer": asdict(self.optimizer_config),
+                "loss_chunk_mb": loss_chunk_mb,
+            }
         )
         self.model: GPT | None = None
 
@@ -64,16 +79,20 @@ class LitGPT(LitTokens):
         return gpt_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse a layout under which heads, the feed-forward part or experts cannot be shared out; called before launch.
+        """Refuse a layout under which heads, the feed-forward part or experts cannot be shared out;
+        called before launch.
 
         Raises:
-            ValueError: Of ``check_tensor_parallel``; or an expert's capacity would have to be counted over several ranks.
+            ValueError: Of ``check_tensor_parallel``; or an expert's capacity would have to be
+                counted over several ranks.
         """
         check_tensor_parallel(self.config, layout.tensor_parallel_size)
         if self.config.capacity_factor is not None and layout.context_parallel_size > 1:
             raise ValueError(
-                f"capacity_factor={self.config.capacity_factor} with context_parallel_size={layout.context_parallel_size}: whether an "
-                "expert takes a token depends on all earlier ones of its sequence, which are on several ranks; use "
+                f"capacity_factor={self.config.capacity_factor} with "
+                f"context_parallel_size={layout.context_parallel_size}: whether an "
+                "expert takes a token depends on all earlier ones of its sequence, which are on "
+                "several ranks; use "
                 "context_parallel_size=1, or capacity_factor=None"
             )
 
@@ -87,7 +106,8 @@ class LitGPT(LitTokens):
         return num_parameters(self.config)
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
-        """Model operations, forward and backward, of one training sequence (None: of the longest)."""
+        """Model operations, forward and backward, of one training sequence (None: of the
+        longest)."""
         return flops_per_sample(self.config, sequence_length=sequence_length)
 
     def token_losses(self, batch: Batch) -> Tensor:
@@ -96,7 +116,8 @@ class LitGPT(LitTokens):
         return losses_bs
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Mean loss and the number of tokens behind it. With experts, every counted token carries its sequence's balancing and z loss."""
+        """Mean loss and the number of tokens behind it. With experts, every counted token carries
+        its sequence's balancing and z loss."""
         losses_bs, aux_b3 = self._losses(batch)
         step = self.mean_loss(losses_bs, batch, "train_loss")
         if self.config.num_experts is None:
@@ -104,7 +125,9 @@ class LitGPT(LitTokens):
         counted_b = (batch["labels"] != IGNORED_LABEL).sum(1, keepdim=True)
         balance, square, _ = means = (aux_b3 * counted_b).sum(0) / step["num_tokens"].clamp(min=1)
         logged = (
-            ("balance_loss", "z_loss") if self.config.capacity_factor is None else ("balance_loss", "z_loss", "dropped_share")
+            ("balance_loss", "z_loss")
+            if self.config.capacity_factor is None
+            else ("balance_loss", "z_loss", "dropped_share")
         )
         for name, mean in zip(logged, means / self.config.layers_with_experts, strict=False):
             self.log(f"train_{name}", mean)
@@ -116,17 +139,26 @@ class LitGPT(LitTokens):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Move the biases of routers that are balanced by them, once a step of the optimizer."""
         if self.config.num_experts is not None and self.config.balance == "bias":
-            self._built().balance(partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum"))
+            self._built().balance(
+                partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum")
+            )
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         model = self._built()
         hidden_bsh, aux_b3 = model(batch["input_ids"], logits=False, auxiliary=True)
         losses_bs = linear_cross_entropy(
-            hidden_bsh, model.head, batch["labels"], ignore_index=IGNORED_LABEL, reduction="none", chunk_mb=self.loss_chunk_mb
+            hidden_bsh,
+            model.head,
+            batch["labels"],
+            ignore_index=IGNORED_LABEL,
+            reduction="none",
+            chunk_mb=self.loss_chunk_mb,
         )
         return losses_bs, aux_b3
 
     def _built(self) -> GPT:
         if self.model is None:
-            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+            raise ValueError(
+                "the model is not built yet: call configure_model() first, as the Trainer does"
+            )
         return self.model

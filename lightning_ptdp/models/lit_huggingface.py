@@ -1,4 +1,5 @@
-"""Any language model of Hugging Face as a LightningModule, unmodified. Nothing here knows how it is parallelized."""
+"""Any language model of Hugging Face as a LightningModule, unmodified. Nothing here knows how it is
+parallelized."""
 
 from __future__ import annotations
 
@@ -61,12 +62,19 @@ class _LitHuggingFace(LitTokens):
         if dtype not in get_args(Dtype):
             raise ValueError(f"dtype={dtype!r} must be one of {list(get_args(Dtype))}")
         if (path is None) == (config is None):
-            raise ValueError("path, a model's folder or name, or config, its sizes: give one of the two")
+            raise ValueError(
+                "path, a model's folder or name, or config, its sizes: give one of the two"
+            )
         self.path = os.fspath(path) if path is not None else None
         self.pretrained, self.dtype_name, self.attention = pretrained, dtype, attention
-        self._sizes, self._weights = self._described(config) if config is not None else None, self.path if pretrained else None
+        self._sizes, self._weights = (
+            self._described(config) if config is not None else None,
+            self.path if pretrained else None,
+        )
         self.adapter = as_lora(adapter)
-        self.strict_loading = self.adapter is None  # with one, a checkpoint has what is trained alone
+        self.strict_loading = (
+            self.adapter is None
+        )  # with one, a checkpoint has what is trained alone
         self.save_hyperparameters(
             {
                 "path": self.path,
@@ -84,7 +92,8 @@ class _LitHuggingFace(LitTokens):
             self._check_adapter(self.adapter)
 
     def configure_model(self) -> None:
-        """Build the model: without values where the strategy fills in its parts, else with those of the folder."""
+        """Build the model: without values where the strategy fills in its parts, else with those of
+        the folder."""
         if self.model is not None:
             return
         transformers = import_optional("transformers")
@@ -92,7 +101,10 @@ class _LitHuggingFace(LitTokens):
         config = self._model_config()
         config.use_cache = False
         kind = getattr(transformers, self._auto_class)
-        options = {"dtype": _dtype(self.dtype_name, config), "attn_implementation": self.attention or self._attention(config)}
+        options = {
+            "dtype": _dtype(self.dtype_name, config),
+            "attn_implementation": self.attention or self._attention(config),
+        }
         self.model = without_values(kind, config, said=self._said, **options)
         if torch.get_default_device().type != "meta":
             self.model = with_values(kind, config, self._weights, said=self._said, **options)
@@ -102,7 +114,8 @@ class _LitHuggingFace(LitTokens):
             self.adapter.inject(self.model, task_type=self._task)
 
     def check_data(self, datamodule: object) -> None:
-        """Check that the model has a row for every id and a position for every token of the data, as far as these say; before launch.
+        """Check that the model has a row for every id and a position for every token of the data,
+        as far as these say; before launch.
 
         Raises:
             ValueError: It has not.
@@ -114,14 +127,22 @@ class _LitHuggingFace(LitTokens):
         ):
             offered, there = getattr(datamodule, name, None), getattr(sizes, limit, None)
             if isinstance(offered, int) and isinstance(there, int) and offered > there:
-                given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get("tokenizer_dir")
+                given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get(
+                    "tokenizer_dir"
+                )
                 mend = TOO_MANY_IDS.format(offered) if given else f"set --data.{name} {there}"
-                raise ValueError(f"data.{name}={offered} is more than the {there} {what} in {self._said}: {mend}")
+                raise ValueError(
+                    f"data.{name}={offered} is more than the {there} {what} in {self._said}: {mend}"
+                )
 
     def _check_adapter(self, adapter: LoraOptions) -> None:
         transformers = import_optional("transformers")
 
-        adapter.check(without_values(getattr(transformers, self._auto_class), self._model_config(), said=self._said))
+        adapter.check(
+            without_values(
+                getattr(transformers, self._auto_class), self._model_config(), said=self._said
+            )
+        )
 
     def _kind(self, config: Any) -> Any:
         """The model's class; None: transformers has none for this task."""
@@ -131,7 +152,12 @@ class _LitHuggingFace(LitTokens):
 
     def _attention(self, config: Any) -> str:
         kind = self._kind(config)
-        return "sdpa" if (kind is None or has_sdpa(kind)) and not getattr(config, "attn_logit_softcapping", None) else "eager"
+        return (
+            "sdpa"
+            if (kind is None or has_sdpa(kind))
+            and not getattr(config, "attn_logit_softcapping", None)
+            else "eager"
+        )
 
     def _described(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """With the name of the model's class, as in the ``config.json`` of an export."""
@@ -139,7 +165,11 @@ class _LitHuggingFace(LitTokens):
         return {**sizes, "architectures": [kind.__name__]} if kind is not None else dict(sizes)
 
     def _model_config(self) -> Any:
-        config = config_of_sizes(self._sizes) if self._sizes is not None else read_model_config(str(self.path))
+        config = (
+            config_of_sizes(self._sizes)
+            if self._sizes is not None
+            else read_model_config(str(self.path))
+        )
         if self._task == "CAUSAL_LM":
             check_causal(config, said=self._said)
         return config
@@ -149,16 +179,22 @@ class _LitHuggingFace(LitTokens):
         return f"path={self.path!r}" if self.path is not None else "config"
 
     def flops_per_sample(self, sequence_length: int) -> int:
-        """Model operations, forward and backward, of a sample of so many tokens, attention over all pairs of them; 0 where the model
-        does not run without data."""
+        """Model operations, forward and backward, of a sample of so many tokens, attention over all
+        pairs of them; 0 where the model does not run without data."""
         if self._operations is None:
             config = self._model_config()
-            positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sequence_length
+            positions = (
+                getattr(config.get_text_config(), "max_position_embeddings", None)
+                or sequence_length
+            )
             try:
-                self._operations = count_operations(self._build_eager, self._logits_of_zeros, longest=positions)
+                self._operations = count_operations(
+                    self._build_eager, self._logits_of_zeros, longest=positions
+                )
             except Exception as error:  # models do with values what they like, and a rate that is not logged stops no training
                 rank_zero_warn(
-                    f"the operations of {config.model_type} could not be counted, so that no rate of them is logged: {error}"
+                    f"the operations of {config.model_type} could not be counted, so that no rate "
+                    f"of them is logged: {error}"
                 )
                 self._operations = Operations(per_token=0, per_pair=0)
         return self._operations.of(sequence_length)
@@ -168,7 +204,9 @@ class _LitHuggingFace(LitTokens):
 
         config = self._model_config()
         config.use_cache = False
-        model = getattr(transformers, self._auto_class).from_config(config, attn_implementation="eager", trust_remote_code=False)
+        model = getattr(transformers, self._auto_class).from_config(
+            config, attn_implementation="eager", trust_remote_code=False
+        )
         if self.adapter is not None:
             self.adapter.inject(model, task_type=self._task)
         return model
@@ -179,17 +217,24 @@ class _LitHuggingFace(LitTokens):
         return logits
 
     def initial_weights(self) -> InitialWeights | None:
-        """Return the source from which the strategy fills the model; None: initial values are drawn."""
+        """Return the source from which the strategy fills the model; None: initial values are
+        drawn."""
         if self._weights is None:
             return None
-        return InitialWeights(self._weights, may_lack=ADAPTER_NAMES if self.adapter is not None else (), ignores=self._ignores)
+        return InitialWeights(
+            self._weights,
+            may_lack=ADAPTER_NAMES if self.adapter is not None else (),
+            ignores=self._ignores,
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """With an adapter: save what is trained alone, and what the rest was."""
         if self.adapter is None or self._weights is None:
             return
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
+        checkpoint["state_dict"] = {
+            name: value for name, value in checkpoint["state_dict"].items() if name in trained
+        }
         mark = fingerprint(local_folder(self._weights))
         checkpoint[BASE_WEIGHTS] = {"path": self._weights, "fingerprint": mark, "task": self._task}
 
@@ -203,21 +248,29 @@ class _LitHuggingFace(LitTokens):
         saved, own = given.get("adapter"), self.hparams["adapter"]
         if saved and not own:
             raise ValueError(
-                "the checkpoint has adapters and no other weights: set model.adapter as it was, or make a folder of it once "
+                "the checkpoint has adapters and no other weights: set model.adapter as it was, "
+                "or make a folder of it once "
                 "(ptdp convert --merge)"
             )
         if own and not saved and "adapter" in given:
             raise ValueError(
-                "the checkpoint has all weights and no adapters: make a folder of it (ptdp convert), and put them beside that "
+                "the checkpoint has all weights and no adapters: make a folder of it (ptdp "
+                "convert), and put them beside that "
                 "(model.path)"
             )
-        for name in [name for name in own if name not in ("dropout", "init")] if saved and own else ():
+        for name in (
+            [name for name in own if name not in ("dropout", "init")] if saved and own else ()
+        ):
             if _listed(value := saved.get(name, own[name])) != _listed(own[name]):
-                raise ValueError(f"the checkpoint has adapter.{name}={value}, and here it is {own[name]}: set it as it was")
+                raise ValueError(
+                    f"the checkpoint has adapter.{name}={value}, and here it is {own[name]}: set "
+                    "it as it was"
+                )
         base = checkpoint.get(BASE_WEIGHTS)
         if base is not None and base["fingerprint"] != fingerprint(local_folder(str(self.path))):
             raise ValueError(
-                f"path={self.path!r} has other weights than those beside which the checkpoint's adapters were trained "
+                f"path={self.path!r} has other weights than those beside which the checkpoint's "
+                "adapters were trained "
                 f"({base['path']}): give the folder as it was"
             )
 
@@ -232,19 +285,26 @@ class _LitHuggingFace(LitTokens):
         return losses_bs
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Mean loss and the number of tokens behind it; of a mixture of experts whose configuration has ``output_router_logits``, with its
-        own balancing loss, which is logged as ``train_balance_loss``."""
+        """Mean loss and the number of tokens behind it; of a mixture of experts whose configuration
+        has ``output_router_logits``, with its own balancing loss, which is logged as
+        ``train_balance_loss``."""
         losses_bs, balance = self._losses(batch)
         step = self.mean_loss(losses_bs, batch, "train_loss")
         if balance is None:
             return step
         self.log("train_balance_loss", balance)
         assert self.model is not None
-        return {**step, "loss": step["loss"] + self.model.config.get_text_config().router_aux_loss_coef * balance}
+        return {
+            **step,
+            "loss": step["loss"]
+            + self.model.config.get_text_config().router_aux_loss_coef * balance,
+        }
 
     def _run(self, **inputs: Tensor) -> Any:
         if self.model is None:
-            raise ValueError("the model is not built yet: call configure_model() first, as the Trainer does")
+            raise ValueError(
+                "the model is not built yet: call configure_model() first, as the Trainer does"
+            )
         return self.model(**inputs)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -252,34 +312,46 @@ class _LitHuggingFace(LitTokens):
         output = self._run(**{name: batch[name] for name in self._inputs if name in batch})
         logits, labels = output.logits, batch["labels"]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+        losses = F.cross_entropy(
+            wide, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+        )
         return losses.view(labels.shape), getattr(output, "aux_loss", None)
 
 
 class LitCausalLM(_LitHuggingFace):
     """Language modelling with any ``AutoModelForCausalLM``: the model itself, called as it is.
 
-    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that follows each input token
-    (already shifted), or -100 where no token is to be predicted; optionally ``position_ids`` (b, s) int64. The loss is the mean over the
-    counted tokens. Padding on the right needs no mask: no earlier token sees it, and it has no labels.
+    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that
+    follows each input token (already shifted), or -100 where no token is to be predicted;
+    optionally ``position_ids`` (b, s) int64. The loss is the mean over the
+    counted tokens. Padding on the right needs no mask: no earlier token sees it, and it has no
+    labels.
 
-    A mixture of experts whose configuration has ``output_router_logits`` is trained with its own balancing loss beside that.
+    A mixture of experts whose configuration has ``output_router_logits`` is trained with its own
+    balancing loss beside that.
 
-    Logs ``train_loss`` each step, and ``train_balance_loss`` beside it; ``val_loss`` and ``val_perplexity``, or ``test_loss``, each epoch.
+    Logs ``train_loss`` each step, and ``train_balance_loss`` beside it; ``val_loss`` and
+    ``val_perplexity``, or ``test_loss``, each epoch.
 
     Args:
-        path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a model on the hub.
-        config: In its place what such a ``config.json`` holds, of which ``model_type`` is needed: ``{"model_type": "mixtral",
-            "num_hidden_layers": 8}``. There are no weights then, and no tokenizer.
-        pretrained: Begin with the weights of ``path``; else with initial values as the model draws them.
-        dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may change it.
-        attention: The model's attn_implementation; None: "sdpa", or "eager" where the model has none of it (gpt-oss), or caps its
-            attention scores, which only that computes.
-        adapter: Low-rank adapters that are trained in place of the weights, and saved without them; None: all parameters are trained.
+        path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a
+            model on the hub.
+        config: In its place what such a ``config.json`` holds, of which ``model_type`` is needed:
+            ``{"model_type": "mixtral", "num_hidden_layers": 8}``. There are no weights then, and no
+            tokenizer.
+        pretrained: Begin with the weights of ``path``; else with initial values as the model draws
+            them.
+        dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may
+            change it.
+        attention: The model's attn_implementation; None: "sdpa", or "eager" where the model has
+            none of it (gpt-oss), or caps its attention scores, which only that computes.
+        adapter: Low-rank adapters that are trained in place of the weights, and saved without them;
+            None: all parameters are trained.
         optimizer: AdamW and its schedule.
 
     Raises:
-        ValueError: ``config`` is none of a model that transformers knows, or (when built) it is no causal language model.
+        ValueError: ``config`` is none of a model that transformers knows, or (when built) it is no
+            causal language model.
     """
 
     _auto_class = "AutoModelForCausalLM"
@@ -291,19 +363,24 @@ class LitCausalLM(_LitHuggingFace):
 class LitMaskedLM(_LitHuggingFace):
     """Predicting masked tokens with any ``AutoModelForMaskedLM``.
 
-    A batch is a mapping with ``input_ids`` and ``labels`` (b, s) int64, the original token where one is to be predicted and -100
-    elsewhere; optionally ``attention_mask``, ``token_type_ids`` and ``position_ids``, (b, s) int64. Everything else, arguments included,
-    is as of ``LitCausalLM``.
+    A batch is a mapping with ``input_ids`` and ``labels`` (b, s) int64, the original token where
+    one is to be predicted and -100 elsewhere; optionally ``attention_mask``, ``token_type_ids`` and
+    ``position_ids``, (b, s) int64. Everything else, arguments included, is as of ``LitCausalLM``.
     """
 
     _auto_class = "AutoModelForMaskedLM"
     _classes = "MODEL_FOR_MASKED_LM_MAPPING"
     _inputs = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-    _ignores = (r"(^|\.)pooler\.", r"(^|\.)cls\.seq_relationship\.")  # of pretraining with the order of sentences
+    _ignores = (
+        r"(^|\.)pooler\.",
+        r"(^|\.)cls\.seq_relationship\.",
+    )  # of pretraining with the order of sentences
 
 
 def _dtype(name: Dtype, config: Any) -> torch.dtype:
-    found: Any = getattr(torch, name) if name != "auto" else getattr(config, "dtype", None) or torch.float32
+    found: Any = (
+        getattr(torch, name) if name != "auto" else getattr(config, "dtype", None) or torch.float32
+    )
     return getattr(torch, found) if isinstance(found, str) else found
 
 

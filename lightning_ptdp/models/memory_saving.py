@@ -1,4 +1,5 @@
-"""Operations that keep for their backward what they are given, and compute again what they made of it in between.
+"""Operations that keep for their backward what they are given, and compute again what they made of
+it in between.
 
 A compiler sees them in torch's operations: it chooses by itself what to keep.
 """
@@ -16,7 +17,8 @@ __all__ = ["RMSNorm", "swiglu"]
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm``, which on a CPU is made of parts that keep its input and its normalized input in float32."""
+    """``nn.RMSNorm``, which on a CPU is made of parts that keep its input and its normalized input
+    in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or torch.compiler.is_compiling():

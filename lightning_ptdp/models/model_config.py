@@ -53,7 +53,11 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name, value in vars(self).items():
-            if name in ("dropout", "attention_dropout") and value is not None and not 0.0 <= value < 1.0:
+            if (
+                name in ("dropout", "attention_dropout")
+                and value is not None
+                and not 0.0 <= value < 1.0
+            ):
                 raise ValueError(f"{name}={value} must be at least 0 and below 1; use 0 for none")
             if name in ("init_std", "norm_eps", "rope_base") and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0")
@@ -62,16 +66,19 @@ class TransformerConfig:
     def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; use a num_heads of "
+                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; "
+                "use a num_heads of "
                 f"{_near(self.hidden_size, self.num_heads)}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig):
-    """Sizes and layout of a decoder-only transformer; the defaults are GPT-2 small (124 M parameters).
+    """Sizes and layout of a decoder-only transformer; the defaults are GPT-2 small (124 M
+    parameters).
 
-    ``GPTConfig.gpt2(...)`` and ``GPTConfig.llama(...)`` are the two usual sets of choices; every field can be set alone.
+    ``GPTConfig.gpt2(...)`` and ``GPTConfig.llama(...)`` are the two usual sets of choices; every
+    field can be set alone.
 
     Args:
         vocabulary_size: V, number of token ids.
@@ -79,35 +86,44 @@ class GPTConfig(TransformerConfig):
         num_layers: l, number of blocks.
         hidden_size: h, width of the residual stream.
         num_heads: Number of attention heads; must divide ``hidden_size``.
-        num_kv_heads: Number of key/value heads, shared by equal groups of query heads (GQA, arXiv 2305.13245); None: one
-            for each head.
-        ffn_hidden_size: f, inner width of the feed-forward part; None: 4h for ``mlp="gelu"``, and for ``mlp="swiglu"`` the
-            Llama rule (arXiv 2302.13971, section 2.2): 8h/3 rounded up to a multiple of 256 (of 64 below h = 1024).
+        num_kv_heads: Number of key/value heads, shared by equal groups of query heads (GQA, arXiv
+            2305.13245); None: one for each head.
+        ffn_hidden_size: f, inner width of the feed-forward part; None: 4h for ``mlp="gelu"``, and
+            for ``mlp="swiglu"`` the Llama rule (arXiv 2302.13971, section 2.2): 8h/3 rounded up to
+            a multiple of 256 (of 64 below h = 1024).
         norm: "layer" (LayerNorm) or "rms" (RMSNorm, arXiv 1910.07467).
-        position: "learned" (an embedding of the position) or "rope" (rotation of queries and keys, arXiv 2104.09864).
+        position: "learned" (an embedding of the position) or "rope" (rotation of queries and keys,
+            arXiv 2104.09864).
         mlp: "gelu" (tanh approximation, as GPT-2) or "swiglu" (arXiv 2002.05202).
         bias: Biases in the linear layers and in LayerNorm.
         tie_embeddings: The output head uses the token embedding's weight.
         dropout: Probability on the embeddings, the attention weights and the two residual branches.
-        init_std: Standard deviation of the initial weights; the two projections that write to the residual stream
-            get ``init_std / sqrt(2 l)`` (GPT-2).
+        init_std: Standard deviation of the initial weights; the two projections that write to the
+            residual stream get ``init_std / sqrt(2 l)`` (GPT-2).
         norm_eps: Epsilon of the norms.
         rope_base: Base of the rotary wavelengths.
-        num_experts: E, experts of a layer, of which a router chooses some for each token; None: one feed-forward part for all. They are
-            gated and have no biases (``mlp="swiglu"``, ``bias=False``).
-        experts_per_token: k. Of several the weights are their scores, normalized to the sum 1; of one it is the score
-            (arXiv 2101.03961).
-        shared_experts: Further experts of the same width, that every token visits (arXiv 2401.06066), as one feed-forward part.
+        num_experts: E, experts of a layer, of which a router chooses some for each token; None: one
+            feed-forward part for all. They are gated and have no biases (``mlp="swiglu"``,
+            ``bias=False``).
+        experts_per_token: k. Of several the weights are their scores, normalized to the sum 1; of
+            one it is the score (arXiv 2101.03961).
+        shared_experts: Further experts of the same width, that every token visits (arXiv
+            2401.06066), as one feed-forward part.
         expert_hidden_size: Inner width of one expert; None: f.
-        dense_layers: The first layers, which have one feed-forward part of width f in the place of experts.
-        router_score: A token's score of an expert: "softmax" over the experts, or "sigmoid" of each (arXiv 2412.19437).
-        balance: What keeps the experts equally busy: a "loss" (arXiv 2101.03961), a "bias" on the scores that is moved by what each had
-            to do in a step, and only decides who is chosen (arXiv 2408.15664), or "none".
+        dense_layers: The first layers, which have one feed-forward part of width f in the place of
+            experts.
+        router_score: A token's score of an expert: "softmax" over the experts, or "sigmoid" of each
+            (arXiv 2412.19437).
+        balance: What keeps the experts equally busy: a "loss" (arXiv 2101.03961), a "bias" on the
+            scores that is moved by what each had to do in a step, and only decides who is chosen
+            (arXiv 2408.15664), or "none".
         balance_coefficient: Of the balancing loss.
-        z_loss_coefficient: Of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section 3.2), with any ``balance``.
+        z_loss_coefficient: Of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section
+            3.2), with any ``balance``.
         bias_rate: How far an optimizer step moves the bias.
-        capacity_factor: In training an expert takes at most this many times its even share of one sequence's choices, k s / E, rounded up:
-            the earliest ones. The rest is dropped. None: all are taken.
+        capacity_factor: In training an expert takes at most this many times its even share of one
+            sequence's choices, k s / E, rounded up: the earliest ones. The rest is dropped. None:
+            all are taken.
 
     Raises:
         ValueError: Sizes that do not fit together; the message names the field and what would work.
@@ -142,7 +158,13 @@ class GPTConfig(TransformerConfig):
     @classmethod
     def llama(cls, **changes: Any) -> GPTConfig:
         """The Llama layout: RMSNorm, rotary positions, SwiGLU, no biases, a head of its own."""
-        layout: dict[str, Any] = {"norm": "rms", "position": "rope", "mlp": "swiglu", "bias": False, "tie_embeddings": False}
+        layout: dict[str, Any] = {
+            "norm": "rms",
+            "position": "rope",
+            "mlp": "swiglu",
+            "bias": False,
+            "tie_embeddings": False,
+        }
         return cls(**(layout | changes))
 
     @property
@@ -178,56 +200,76 @@ class GPTConfig(TransformerConfig):
         self._check_experts()
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}, so that query heads "
-                f"cannot share key/value heads equally; use a num_kv_heads of {_near(self.num_heads, self.kv_heads)}"
+                f"num_heads={self.num_heads} is not divisible by "
+                f"num_kv_heads={self.num_kv_heads}, so that query heads "
+                "cannot share key/value heads equally; use a num_kv_heads of "
+                f"{_near(self.num_heads, self.kv_heads)}"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
-                f"position='rope' turns pairs of channels, but hidden_size / num_heads = {self.hidden_size} / "
-                f"{self.num_heads} = {self.head_dim} is odd; change num_heads or hidden_size, or use position='learned'"
+                "position='rope' turns pairs of channels, but hidden_size / num_heads = "
+                f"{self.hidden_size} / "
+                f"{self.num_heads} = {self.head_dim} is odd; change num_heads or hidden_size, or "
+                "use position='learned'"
             )
 
     def _check_experts(self) -> None:
-        given = {field.name: getattr(self, field.name) for field in fields(GPTConfig) if field.name in _OF_EXPERTS}
+        given = {
+            field.name: getattr(self, field.name)
+            for field in fields(GPTConfig)
+            if field.name in _OF_EXPERTS
+        }
         given = {name: value for name, value in given.items() if value != getattr(GPTConfig, name)}
         of_balance = {"loss": "balance_coefficient", "bias": "bias_rate"}
         for name, value in given.items():
             if self.num_experts is None:
-                raise ValueError(f"{name}={value!r} is of a model with experts: give num_experts too, or leave {name} out")
+                raise ValueError(
+                    f"{name}={value!r} is of a model with experts: give num_experts too, or leave "
+                    f"{name} out"
+                )
             if name in of_balance.values() and of_balance.get(self.balance) != name:
                 way = next(balance for balance, field in of_balance.items() if field == name)
                 raise ValueError(
-                    f"{name}={value} has no effect with balance={self.balance!r}: use balance={way!r}, or leave it out"
+                    f"{name}={value} has no effect with balance={self.balance!r}: use "
+                    f"balance={way!r}, or leave it out"
                 )
             if name == "capacity_factor" and value <= 0:
                 raise ValueError(f"{name}={value} must be greater than 0; None drops nothing")
             if name == "bias_rate" and not 1e-9 <= value <= 1:
-                raise ValueError(f"bias_rate={value} must be from 1e-9 to 1: scores are at most 1; balance='none' moves nothing")
+                raise ValueError(
+                    f"bias_rate={value} must be from 1e-9 to 1: scores are at most 1; "
+                    "balance='none' moves nothing"
+                )
             if isinstance(value, float) and value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
         if self.num_experts is None:
             return
         if self.mlp != "swiglu" or self.bias:
             raise ValueError(
-                f"num_experts={self.num_experts} with mlp={self.mlp!r} and bias={self.bias}: experts are gated and have no biases; use "
+                f"num_experts={self.num_experts} with mlp={self.mlp!r} and bias={self.bias}: "
+                "experts are gated and have no biases; use "
                 "mlp='swiglu' and bias=False, as GPTConfig.llama does"
             )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: use at most {self.num_experts}"
+                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: "
+                f"use at most {self.num_experts}"
             )
         if self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} leaves no layer with experts; use at most "
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} leaves no "
+                "layer with experts; use at most "
                 f"{self.num_layers - 1}, or leave num_experts out"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TransformerConfig):
-    """Sizes and layout of a bidirectional encoder; the defaults are BERT base (110 M parameters, arXiv 1810.04805).
+    """Sizes and layout of a bidirectional encoder; the defaults are BERT base (110 M parameters,
+    arXiv 1810.04805).
 
-    ``BertConfig.original(...)`` and ``BertConfig.megatron(...)`` are the two usual sets of choices; every field can be set alone.
+    ``BertConfig.original(...)`` and ``BertConfig.megatron(...)`` are the two usual sets of choices;
+    every field can be set alone.
 
     Args:
         vocabulary_size: V, number of token ids.
@@ -237,16 +279,18 @@ class BertConfig(TransformerConfig):
         num_heads: Number of attention heads; must divide ``hidden_size``.
         ffn_hidden_size: f, inner width of the feed-forward part; None: 4h.
         num_segments: Number of token types; a pair of sentences has two.
-        norm_order: Where LayerNorm stands: "post", behind the residual sum and behind the embeddings (arXiv 1810.04805), or "pre", in front
-            of attention and feed-forward part and behind the last block, which is what trains at 24 layers of h = 2048 and more
-            (arXiv 1909.08053, section 5.3, figure 7).
+        norm_order: Where LayerNorm stands: "post", behind the residual sum and behind the
+            embeddings (arXiv 1810.04805), or "pre", in front of attention and feed-forward part and
+            behind the last block, which is what trains at 24 layers of h = 2048 and more (arXiv
+            1909.08053, section 5.3, figure 7).
         gelu: "exact" (by the error function) or "tanh" (its approximation).
         dropout: Probability on the embeddings and the residual branches.
         attention_dropout: Probability on the attention weights; None: ``dropout``.
         init_std: Standard deviation of the initial weights.
-        truncated_init: Draw no initial weight further than two standard deviations from 0 (the original's code).
-        scaled_residual_init: The two projections that write to the residual stream get ``init_std / sqrt(2 l)``
-            (arXiv 1909.08053, section 4.2).
+        truncated_init: Draw no initial weight further than two standard deviations from 0 (the
+            original's code).
+        scaled_residual_init: The two projections that write to the residual stream get ``init_std /
+            sqrt(2 l)`` (arXiv 1909.08053, section 4.2).
         norm_eps: Epsilon of LayerNorm.
 
     Raises:
@@ -266,13 +310,21 @@ class BertConfig(TransformerConfig):
 
     @classmethod
     def original(cls, **changes: Any) -> BertConfig:
-        """BERT as published (arXiv 1810.04805): LayerNorm behind the sums, exact GELU, truncated initial weights."""
+        """BERT as published (arXiv 1810.04805): LayerNorm behind the sums, exact GELU, truncated
+        initial weights."""
         return cls(**changes)
 
     @classmethod
     def megatron(cls, **changes: Any) -> BertConfig:
-        """Megatron's BERT (arXiv 1909.08053, section 5.3): LayerNorm in front, GELU by tanh, smaller residual projections."""
-        layout = {"norm_order": "pre", "gelu": "tanh", "truncated_init": False, "scaled_residual_init": True, "norm_eps": 1e-5}
+        """Megatron's BERT (arXiv 1909.08053, section 5.3): LayerNorm in front, GELU by tanh,
+        smaller residual projections."""
+        layout = {
+            "norm_order": "pre",
+            "gelu": "tanh",
+            "truncated_init": False,
+            "scaled_residual_init": True,
+            "norm_eps": 1e-5,
+        }
         return cls(**{**layout, **changes})
 
     @property
@@ -284,7 +336,8 @@ class BertConfig(TransformerConfig):
 def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) -> None:
     """Check that every rank gets whole heads and an equal share of the feed-forward part.
 
-    The vocabulary needs no check: it is padded to a multiple. Of fewer heads of keys and values than ranks, every rank gets one.
+    The vocabulary needs no check: it is padded to a multiple. Of fewer heads of keys and values
+    than ranks, every rank gets one.
 
     Raises:
         ValueError: A size does not divide; the message lists the degrees that work.
@@ -295,11 +348,16 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
         copied = name == "num_kv_heads" and tensor_parallel_size % size == 0
         if size % tensor_parallel_size and not copied:
             divides_all = (
-                t for t in range(1, config.num_heads + 1) if not any(n % t for n in (config.num_heads, *widths.values()))
+                t
+                for t in range(1, config.num_heads + 1)
+                if not any(n % t for n in (config.num_heads, *widths.values()))
             )
-            working = ", ".join(str(t) for t in divides_all if config.kv_heads % t == 0 or t % config.kv_heads == 0)
+            working = ", ".join(
+                str(t) for t in divides_all if config.kv_heads % t == 0 or t % config.kv_heads == 0
+            )
             raise ValueError(
-                f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; this model works with a "
+                f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; "
+                "this model works with a "
                 f"tensor_parallel_size of {working}"
             )
 
@@ -309,7 +367,11 @@ def split_widths(config: TransformerConfig) -> dict[str, int]:
     if not isinstance(config, GPTConfig) or config.num_experts is None:
         return {"ffn_hidden_size": config.ffn_size}
     dense = {"ffn_hidden_size": config.ffn_size} if config.dense_layers else {}
-    shared = {"shared_experts * expert_hidden_size": config.shared_experts * config.expert_size} if config.shared_experts else {}
+    shared = (
+        {"shared_experts * expert_hidden_size": config.shared_experts * config.expert_size}
+        if config.shared_experts
+        else {}
+    )
     return dense | shared
 
 

@@ -19,7 +19,8 @@ _LONGEST = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Floating-point operations of the matrix products in a sample's forward and backward, by its length.
+    """Floating-point operations of the matrix products in a sample's forward and backward, by its
+    length.
 
     Attributes:
         per_token: Of every matrix; of experts, of those that a token visits.
@@ -34,8 +35,11 @@ class Operations:
         return round(length * (self.per_token + self.per_pair * length))
 
 
-def count_operations(build: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], *, longest: int) -> Operations:
-    """Count on two short samples, which tell of a long one, also where a layer goes through the sequence step by step.
+def count_operations(
+    build: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], *, longest: int
+) -> Operations:
+    """Count on two short samples, which tell of a long one, also where a layer goes through the
+    sequence step by step.
 
     Args:
         build: Makes the whole model, with what is frozen.
@@ -57,7 +61,8 @@ def _counted(model: nn.Module, run: Callable[[nn.Module, int], Tensor], length: 
     modules = [module for module in model.modules() if kind.fits(module)]
 
     def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-        """Needs no values, of which it depends what goes where; has the gradients of what it stands for."""
+        """Needs no values, of which it depends what goes where; has the gradients of what it stands
+        for."""
         for parameter in module.parameters():
             if parameter.dim() > 2:  # no bias
                 passes = 1 + x_nh.requires_grad + parameter.requires_grad

@@ -41,11 +41,15 @@ class AdamWConfig:
         betas: Decay of the running mean and of the running square.
         eps: Added to the root of the running square.
         weight_decay: Decoupled decay (arXiv 1711.05101) of parameters with two or more dimensions.
-        warmup_steps: Optimizer steps of linear warm-up; the first step already has 1/warmup_steps of the peak.
-        decay: After the warm-up the learning rate falls along a "cosine" (GPT) or a straight line, "linear" (BERT).
-        decay_steps: Optimizer step, counted from 0, at which the fall reaches its end; None: the Trainer's number of steps.
+        warmup_steps: Optimizer steps of linear warm-up; the first step already has 1/warmup_steps
+            of the peak.
+        decay: After the warm-up the learning rate falls along a "cosine" (GPT) or a straight line,
+            "linear" (BERT).
+        decay_steps: Optimizer step, counted from 0, at which the fall reaches its end; None: the
+            Trainer's number of steps.
         min_lr_ratio: Learning rate at the end of the fall and after it, over the peak.
-        warmup_samples: The warm-up in training samples instead, for a global batch that ramps up: as many steps as these are enough for.
+        warmup_samples: The warm-up in training samples instead, for a global batch that ramps up:
+            as many steps as these are enough for.
         decay_samples: The same for ``decay_steps``.
 
     Raises:
@@ -69,26 +73,36 @@ class AdamWConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas} must be two numbers, each at least 0 and below 1, for example (0.9, 0.95)")
+            raise ValueError(
+                f"betas={self.betas} must be two numbers, each at least 0 and below 1, for "
+                "example (0.9, 0.95)"
+            )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
         for name, other in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
             samples = getattr(self, f"{name}_samples")
             if samples is not None and other is not None:
-                raise ValueError(f"{name}_samples={samples} and {name}_steps={other} say the same twice: give one of them")
+                raise ValueError(
+                    f"{name}_samples={samples} and {name}_steps={other} say the same twice: give "
+                    "one of them"
+                )
         if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):
             raise ValueError(
-                f"decay_steps={self.decay_steps} ends before warmup_steps={self.warmup_steps} do; set decay_steps to the "
+                f"decay_steps={self.decay_steps} ends before warmup_steps={self.warmup_steps} do; "
+                "set decay_steps to the "
                 "number of training steps (or None for the Trainer's), or fewer warmup_steps"
             )
 
 
-def decay_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices and embeddings decay; biases and norm weights (one dimension) do not.
+def decay_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices and embeddings decay; biases and norm weights (one dimension)
+    do not.
 
-    The rule looks at one parameter at a time, so a pipeline stage that holds a part of the model sorts its part like one
-    process would. Both groups are always there, even if one is empty, so that every rank has the same number of them.
-    """
+    The rule looks at one parameter at a time, so a pipeline stage that holds a part of the model
+    sorts its part like one process would. Both groups are always there, even if one is empty, so
+    that every rank has the same number of them."""
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     return [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -97,10 +111,13 @@ def decay_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_de
 
 
 def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
-    """AdamW over ``module``'s parameters in ``decay_groups``: torch's fused one, on a GPU and on a CPU."""
+    """AdamW over ``module``'s parameters in ``decay_groups``: torch's fused one, on a GPU and on a
+    CPU."""
     groups = decay_groups(module.named_parameters(), config.weight_decay)
     fused = all(p.device.type in _FUSED for group in groups for p in group["params"])
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None)
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None
+    )
     unscale_before_step(optimizer)  # else Lightning's mixed precision refuses to clip
     return optimizer
 
@@ -116,10 +133,12 @@ def learning_rate_factor(
     return min_lr_ratio + (1 - min_lr_ratio) * height
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, decay_steps: int) -> LambdaLR:
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: AdamWConfig, *, decay_steps: int
+) -> LambdaLR:
     """The schedule of ``config``, stepped once an optimizer step."""
-    # A partial, not a closure: it can be pickled, and LambdaLR does not store its arguments in checkpoints,
-    # so that a resumed run follows the configuration that it was given.
+    # A partial, not a closure: it can be pickled, and LambdaLR does not store its arguments in
+    # checkpoints, so that a resumed run follows the configuration that it was given.
     factor = partial(
         learning_rate_factor,
         warmup_steps=config.warmup_steps,
@@ -131,7 +150,8 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: AdamWConfig, *, dec
 
 
 def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dict[str, Any]:
-    """Return the result of ``configure_optimizers``: AdamW in two decay groups, and the schedule by step.
+    """Return the result of ``configure_optimizers``: AdamW in two decay groups, and the schedule by
+    step.
 
     Raises:
         ValueError: Of ``samples_as_steps`` and ``resolve_decay_steps``.
@@ -142,18 +162,22 @@ def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dic
 
 
 def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
-    """``config`` with its lengths in samples, if there are any, as the steps that the Trainer's data module gives for so many.
+    """``config`` with its lengths in samples, if there are any, as the steps that the Trainer's
+    data module gives for so many.
 
     Raises:
-        ValueError: There is no data module that tells the size of its steps; or the fall would end before the warm-up does.
+        ValueError: There is no data module that tells the size of its steps; or the fall would end
+            before the warm-up does.
     """
     if config.warmup_samples is None and config.decay_samples is None:
         return config
     sizes = getattr(trainer.datamodule, "step_sizes", None)
     if sizes is None:
         raise ValueError(
-            f"warmup_samples={config.warmup_samples}, decay_samples={config.decay_samples}: the Trainer has no data module that tells "
-            "how many samples a step takes, as TextDataModule does; use warmup_steps and decay_steps"
+            f"warmup_samples={config.warmup_samples}, decay_samples={config.decay_samples}: the "
+            "Trainer has no data module that tells "
+            "how many samples a step takes, as TextDataModule does; use warmup_steps and "
+            "decay_steps"
         )
 
     def steps(samples: int) -> int:
@@ -161,15 +185,20 @@ def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
 
     return replace(
         config,
-        warmup_steps=config.warmup_steps if config.warmup_samples is None else steps(config.warmup_samples),
-        decay_steps=config.decay_steps if config.decay_samples is None else steps(config.decay_samples),
+        warmup_steps=config.warmup_steps
+        if config.warmup_samples is None
+        else steps(config.warmup_samples),
+        decay_steps=config.decay_steps
+        if config.decay_samples is None
+        else steps(config.decay_samples),
         warmup_samples=None,
         decay_samples=None,
     )
 
 
 def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
-    """The step at which the learning rate has fallen: the configuration's, or else the Trainer's last one.
+    """The step at which the learning rate has fallen: the configuration's, or else the Trainer's
+    last one.
 
     Raises:
         ValueError: Neither is known.
@@ -179,12 +208,18 @@ def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
     steps = trainer.estimated_stepping_batches
     if math.isinf(steps):
         raise ValueError(
-            "optimizer.decay_steps=None takes the Trainer's number of steps, but training has no end: set "
+            "optimizer.decay_steps=None takes the Trainer's number of steps, but training has no "
+            "end: set "
             "optimizer.decay_steps, or the Trainer's max_steps or max_epochs"
         )
     loader = trainer.train_dataloader
-    if hasattr(loader, "steps_of_epochs") and trainer.max_epochs not in (None, -1) and trainer.limit_train_batches == 1.0:
-        # Lightning takes all epochs to be as long as the first one; in a ramp-up they have fewer and fewer steps.
+    if (
+        hasattr(loader, "steps_of_epochs")
+        and trainer.max_epochs not in (None, -1)
+        and trainer.limit_train_batches == 1.0
+    ):
+        # Lightning takes all epochs to be as long as the first one; in a ramp-up they have fewer
+        # and fewer steps.
         epochs = -(-loader.steps_of_epochs(trainer.max_epochs) // trainer.accumulate_grad_batches)
         steps = min(steps, epochs)
     return int(steps)

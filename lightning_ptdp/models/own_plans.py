@@ -1,8 +1,9 @@
-"""Parallel plans of GPT and BERT: layers that are split over the tensor-parallel ranks, and the pipeline's blocks.
+"""Parallel plans of GPT and BERT: layers that are split over the tensor-parallel ranks, and the
+pipeline's blocks.
 
-As in Megatron-LM (arXiv 1909.08053, section 3): the first matrix of each half block is split by output columns, the second by
-input rows, so that a half block needs one all-reduce in each direction; embedding and head are split along the vocabulary.
-"""
+As in Megatron-LM (arXiv 1909.08053, section 3): the first matrix of each half block is split by
+output columns, the second by input rows, so that a half block needs one all-reduce in each
+direction; embedding and head are split along the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ __all__ = ["bert_plan", "gpt_plan"]
 
 
 def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
-    """The plan of a ``GPT(config)`` that is found under the name ``prefix`` ("" if it is the root)."""
+    """The plan of a ``GPT(config)`` that is found under the name ``prefix`` ("" if it is the
+    root)."""
     root = f"{prefix}." if prefix else ""
     block = f"{root}blocks.*"
     q_width, kv_width = config.hidden_size, config.kv_heads * config.head_dim
@@ -33,7 +35,9 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     tensor: dict[str, Kind] = {
         f"{root}wte": Vocabulary(),
         **positions,
-        f"{block}.attention.qkv": Column(parts=(q_width, kv_width, kv_width), heads=heads, copy_heads=True),
+        f"{block}.attention.qkv": Column(
+            parts=(q_width, kv_width, kv_width), heads=heads, copy_heads=True
+        ),
         f"{block}.attention.projection": Row(),
         **_feed_forward(config, block),
         f"{root}head": Vocabulary(),
@@ -49,25 +53,38 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
 
 
 def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
-    """Under sequence parallelism a mixture sees the whole sequence: of that are its router's means, and experts are dealt tokens anew."""
+    """Under sequence parallelism a mixture sees the whole sequence: of that are its router's means,
+    and experts are dealt tokens anew."""
     mixture, tensor = f"{block}.mixture", dict[str, Kind]()
     if config.layers_with_experts < config.num_layers:
         f = config.ffn_size
-        up = {f"{block}.mlp.up": Column()} if config.mlp == "gelu" else {f"{block}.mlp.gate_up": Column(parts=(f, f))}
+        up = (
+            {f"{block}.mlp.up": Column()}
+            if config.mlp == "gelu"
+            else {f"{block}.mlp.gate_up": Column(parts=(f, f))}
+        )
         tensor |= up | {f"{block}.mlp.down": Row()}
     if config.layers_with_experts:
-        tensor |= {mixture: Whole(), f"{mixture}.experts": Experts(), f"{mixture}.router.mean": Mean()}
+        tensor |= {
+            mixture: Whole(),
+            f"{mixture}.experts": Experts(),
+            f"{mixture}.router.mean": Mean(),
+        }
     if config.shared_experts:
         f = config.shared_experts * config.expert_size
-        tensor |= {f"{mixture}.shared.gate_up": Column(parts=(f, f)), f"{mixture}.shared.down": Row()}
+        tensor |= {
+            f"{mixture}.shared.gate_up": Column(parts=(f, f)),
+            f"{mixture}.shared.down": Row(),
+        }
     return tensor
 
 
 def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
-    """The plan of a ``Bert(config)`` that is found under the name ``prefix`` ("" if it is the root).
+    """The plan of a ``Bert(config)`` that is found under the name ``prefix`` ("" if it is the
+    root).
 
-    Sequence parallelism splits the sequence within the blocks only: the sentence head reads the first token, which is in one rank's
-    slice, and the masked-LM head takes tokens from everywhere.
+    Sequence parallelism splits the sequence within the blocks only: the sentence head reads the
+    first token, which is in one rank's slice, and the masked-LM head takes tokens from everywhere.
     """
     root = f"{prefix}." if prefix else ""
     block, h, n = f"{root}blocks.*", config.hidden_size, config.num_heads

@@ -1,4 +1,5 @@
-"""Description of a Hugging Face model: a folder, a name on the hub whose files are in the cache, or sizes alone."""
+"""Description of a Hugging Face model: a folder, a name on the hub whose files are in the cache, or
+sizes alone."""
 
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ __all__ = [
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model's."""
 BASE_WEIGHTS = "base_weights"
-"""Key, in a checkpoint of adapters alone, of the description of the weights beside which they were trained."""
+"""Key, in a checkpoint of adapters alone, of the description of the weights beside which they were
+trained."""
 TOO_MANY_IDS = (
-    "give the tokenizer that the model was trained with, or the model rows once (model.resize_token_embeddings({}), then "
+    "give the tokenizer that the model was trained with, or the model rows once "
+    "(model.resize_token_embeddings({}), then "
     "save_pretrained)"
 )
 _TINY = "tiny:"
@@ -55,12 +58,15 @@ _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetens
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Source from which the strategy fills a LightningModule, returned by its ``initial_weights()``.
+    """Source from which the strategy fills a LightningModule, returned by its
+    ``initial_weights()``.
 
     Attributes:
         path: The folder, or the name on the hub.
-        may_lack: Patterns of the module's names that need not be there and keep the values that are drawn (``"*.lora_*"``).
-        ignores: Regular expressions found in the names of stored tensors that the model has no use for.
+        may_lack: Patterns of the module's names that need not be there and keep the values that are
+            drawn (``"*.lora_*"``).
+        ignores: Regular expressions found in the names of stored tensors that the model has no use
+            for.
     """
 
     path: str
@@ -71,9 +77,10 @@ class InitialWeights:
 def local_folder(path: str) -> Path:
     """The folder of ``path`` on this machine.
 
-    Of a name on the hub ("Qwen/Qwen3-8B") it is in huggingface_hub's cache; what is not there is downloaded, by one process of a machine
-    while the others wait, unless that is offline (HF_HUB_OFFLINE). Of ``tiny:FOLDER`` it is FOLDER with a small model, which is made if
-    it is not there.
+    Of a name on the hub ("Qwen/Qwen3-8B") it is in huggingface_hub's cache; what is not there is
+    downloaded, by one process of a machine while the others wait, unless that is offline
+    (HF_HUB_OFFLINE). Of ``tiny:FOLDER`` it is FOLDER with a small model, which is made if it is not
+    there.
 
     Raises:
         ValueError: There is none.
@@ -95,23 +102,31 @@ def _is_here(path: str) -> bool:
     if os.path.isdir(path):
         return True
     if os.path.exists(path):
-        raise ValueError(f"path={path!r} is a file: name the folder that it is in, with config.json beside the weights")
+        raise ValueError(
+            f"path={path!r} is a file: name the folder that it is in, with config.json beside the "
+            "weights"
+        )
     if _HUB_NAME.fullmatch(path) is None:
         raise ValueError(
-            f"path={path!r}: there is no such folder; name one with config.json and safetensors, or a model on the hub"
+            f"path={path!r}: there is no such folder; name one with config.json and safetensors, "
+            "or a model on the hub"
         )
     return False
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells whether the weights of a folder are others than they were: of names, shapes and sizes, and of some values of each file."""
+    """Tells whether the weights of a folder are others than they were: of names, shapes and sizes,
+    and of some values of each file."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with open(file, "rb") as stream:
             header = int.from_bytes(stream.read(8), "little")
-            for start, length in ((0, header + 8), *((size * part // _SAMPLES, _SAMPLE) for part in range(_SAMPLES))):
+            for start, length in (
+                (0, header + 8),
+                *((size * part // _SAMPLES, _SAMPLE) for part in range(_SAMPLES)),
+            ):
                 stream.seek(start)
                 digest.update(stream.read(length))
     return digest.hexdigest()
@@ -130,7 +145,9 @@ def config_values(path: str) -> Mapping[str, Any]:
         return TINY_SIZES
     folder = Path(name) if _is_here(name) else _config_of_hub(name)
     if not os.path.lexists(folder / _CONFIG):
-        raise ValueError(f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote")
+        raise ValueError(
+            f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote"
+        )
     return _read_config(folder, f"path={path!r}")
 
 
@@ -140,38 +157,50 @@ def read_model_config(path: str) -> Any:
     Its numbers are compared with the weights beside it, and no code of the folder is run.
 
     Raises:
-        ValueError: It is missing or damaged, belongs to no known model, or does not fit the weights.
+        ValueError: It is missing or damaged, belongs to no known model, or does not fit the
+            weights.
     """
     transformers = import_optional("transformers")
 
     folder = local_folder(path)
     if not os.path.lexists(folder / _CONFIG):
-        raise ValueError(f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote")
+        raise ValueError(
+            f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote"
+        )
     given = _read_config(folder, f"path={path!r}")
     kind = given.get("model_type")
-    if given.get("auto_map") and (not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING):
+    if given.get("auto_map") and (
+        not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING
+    ):
         raise ValueError(
-            f"path={path!r}: {_CONFIG} needs code from the model's folder (auto_map), which is not run, because transformers "
-            f"{transformers.__version__} has no model_type={kind!r}: put the model into a LightningModule of yours"
+            f"path={path!r}: {_CONFIG} needs code from the model's folder (auto_map), which is "
+            "not run, because transformers "
+            f"{transformers.__version__} has no model_type={kind!r}: put the model into a "
+            "LightningModule of yours"
         )
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever its own checks raise
         reason = str(error).strip().partition("\n")[0][:300]
         raise ValueError(
-            f"path={path!r}: transformers {transformers.__version__} reads no model's configuration in {_CONFIG} ({reason})"
+            f"path={path!r}: transformers {transformers.__version__} reads no model's "
+            f"configuration in {_CONFIG} ({reason})"
         ) from error
 
 
 def _read_config(folder: Path, said: str) -> dict[str, Any]:
     try:
         small_files(folder, _READ)
-        given: dict[str, Any] = parse_json((folder / _CONFIG).read_bytes(), most_values=MOST_SETTINGS)
+        given: dict[str, Any] = parse_json(
+            (folder / _CONFIG).read_bytes(), most_values=MOST_SETTINGS
+        )
         if not isinstance(given, dict):
             raise ValueError(f"{_CONFIG} holds no JSON object")
         stored = stored_tensors(folder)
     except OSError as error:
-        raise ValueError(f"{said}: {error.filename or folder} cannot be read: {error.strerror or error}") from error
+        raise ValueError(
+            f"{said}: {error.filename or folder} cannot be read: {error.strerror or error}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{said}: a file of {folder} is damaged: {error}") from error
     check_sizes(given, f"{said}: {_CONFIG}: ", stored=stored)
@@ -179,10 +208,12 @@ def _read_config(folder: Path, said: str) -> dict[str, Any]:
 
 
 def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
-    """The configuration of transformers that what a ``config.json`` holds makes; what it does not say is as that model has it by default.
+    """The configuration of transformers that what a ``config.json`` holds makes; what it does not
+    say is as that model has it by default.
 
     Raises:
-        ValueError: Of an unknown model, with a name that its configuration does not know, or a value that it does not take.
+        ValueError: Of an unknown model, with a name that its configuration does not know, or a
+            value that it does not take.
     """
     transformers = import_optional("transformers")
 
@@ -192,27 +223,32 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     if name not in transformers.CONFIG_MAPPING:
         known = list(transformers.CONFIG_MAPPING)
         raise ValueError(
-            f"config.model_type={name!r} is no model of transformers {transformers.__version__}{nearest(str(name), known)}"
+            f"config.model_type={name!r} is no model of transformers "
+            f"{transformers.__version__}{nearest(str(name), known)}"
         )
     kind = transformers.CONFIG_MAPPING[name]
     try:
         config, known = kind(**given), vars(kind())
     except Exception as error:  # whatever its own checks raise
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"config: {kind.__name__} does not take what is given: {reason}") from error
+        raise ValueError(
+            f"config: {kind.__name__} does not take what is given: {reason}"
+        ) from error
     if others := [name for name in given if name in vars(config) and name not in known]:
         # Some models read what their configuration does not declare (Qwen3-MoE: head_dim).
         model = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
         read = set(_WORD.findall(inspect.getsource(model)))
         if unknown := [name for name in others if name not in read]:
             raise ValueError(
-                f"config.{unknown[0]} is no field of {kind.__name__}{nearest(unknown[0], [*known, *kind.attribute_map])}"
+                f"config.{unknown[0]} is no field of "
+                f"{kind.__name__}{nearest(unknown[0], [*known, *kind.attribute_map])}"
             )
     return config
 
 
 def check_tokenizer(path: str, rows: int) -> None:
-    """Check that the embedding has a row for every token of the tokenizer beside the model, if there is a fast one.
+    """Check that the embedding has a row for every token of the tokenizer beside the model, if
+    there is a fast one.
 
     Raises:
         ValueError: It has ``rows``, which are too few.
@@ -231,7 +267,8 @@ def check_tokenizer(path: str, rows: int) -> None:
     ids = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
     if (needed := max(ids, default=-1) + 1) > rows:
         raise ValueError(
-            f"path={path!r}: the tokenizer has ids up to {needed - 1}, and the model's embedding {rows} rows: {TOO_MANY_IDS.format(needed)}"
+            f"path={path!r}: the tokenizer has ids up to {needed - 1}, and the model's embedding "
+            f"{rows} rows: {TOO_MANY_IDS.format(needed)}"
         )
 
 
@@ -248,10 +285,16 @@ def _of_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        offline = "offline (HF_HUB_OFFLINE)" if constants.is_offline_mode() else f"not downloaded ({type(error).__name__})"
+        offline = (
+            "offline (HF_HUB_OFFLINE)"
+            if constants.is_offline_mode()
+            else f"not downloaded ({type(error).__name__})"
+        )
         raise ValueError(
-            f"path={name!r}: there is no such folder, and as a model on the hub it is not in the cache {constants.HF_HUB_CACHE} and "
-            f"{offline}: run hf download {name} where there is a connection (and copy the folder that it prints), or name a folder"
+            f"path={name!r}: there is no such folder, and as a model on the hub it is not in the "
+            f"cache {constants.HF_HUB_CACHE} and "
+            f"{offline}: run hf download {name} where there is a connection (and copy the folder "
+            "that it prints), or name a folder"
         ) from error
 
 
@@ -274,13 +317,15 @@ def _config_of_hub(name: str) -> Path:
         return Path(answer).parent
     why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(answer).__name__
     raise ValueError(
-        f"path={name!r} is no folder, and the {_CONFIG} of such a model is neither in the hub's cache nor to be had there ({why}): "
+        f"path={name!r} is no folder, and the {_CONFIG} of such a model is neither in the hub's "
+        f"cache nor to be had there ({why}): "
         f"run hf download {name} {_CONFIG} where there is a connection, or name a folder"
     ) from answer
 
 
 def _download_config(name: str, found: SimpleQueue[str | Exception]) -> None:
-    """Put the file's path, or why there is none. In a thread, because a look-up of the host's name cannot be interrupted."""
+    """Put the file's path, or why there is none. In a thread, because a look-up of the host's name
+    cannot be interrupted."""
     from huggingface_hub import hf_hub_download
 
     log = logging.getLogger("huggingface_hub")

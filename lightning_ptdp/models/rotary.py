@@ -12,11 +12,14 @@ __all__ = ["Rotary"]
 
 
 class Rotary(nn.Module):
-    """Turns channel pairs (i, i + d/2) of every position by position * base^(-2i/d) (arXiv 2104.09864, section 3.4).
+    """Turns channel pairs (i, i + d/2) of every position by position * base^(-2i/d) (arXiv
+    2104.09864, section 3.4).
 
-    Pairing halves, not neighbours, is the order of channels in Hugging Face checkpoints. The module has neither parameters nor
-    buffers and keeps no table: nothing to initialize, save or move, blocks on different pipeline stages agree without sending
-    anything, and a table made in inference mode or on fake tensors cannot reach a training step. The tables take
+    Pairing halves, not neighbours, is the order of channels in Hugging Face checkpoints. The module
+    has neither parameters nor
+    buffers and keeps no table: nothing to initialize, save or move, blocks on different pipeline
+    stages agree without sending anything, and a table made in inference mode or on fake tensors
+    cannot reach a training step. The tables take
     0.2 ms of a block's forward pass of 59 ms (h = 320, s = 256, b = 4, one CPU thread).
     """
 
@@ -24,8 +27,11 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim, self.base = head_dim, base
 
-    def forward(self, heads_bsnd: Tensor, position_ids: Tensor | None = None, *, turned: int) -> Tensor:
-        """Queries, keys and values (b, s, heads, d), of which the first ``turned`` are rotated by ``position_ids`` (s), (1, s) or (b, s);
+    def forward(
+        self, heads_bsnd: Tensor, position_ids: Tensor | None = None, *, turned: int
+    ) -> Tensor:
+        """Queries, keys and values (b, s, heads, d), of which the first ``turned`` are rotated by
+        ``position_ids`` (s), (1, s) or (b, s);
         None: 0 .. s-1. All in one new tensor, so that of what came in nothing has to be kept."""
         if position_ids is None:
             position_ids = torch.arange(heads_bsnd.size(1), device=heads_bsnd.device)
@@ -35,9 +41,14 @@ class Rotary(nn.Module):
         return _Turn.apply(heads_bsnd, cos, sin, turned)
 
     def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (..., d/2), float32 whatever the model's dtype: bf16 cannot tell late positions apart."""
-        channels = torch.arange(0, self.head_dim, 2, device=position_ids.device, dtype=torch.float32)
-        angles = position_ids.to(torch.float32)[..., None] * self.base ** (-channels / self.head_dim)
+        """Cosines and sines (..., d/2), float32 whatever the model's dtype: bf16 cannot tell late
+        positions apart."""
+        channels = torch.arange(
+            0, self.head_dim, 2, device=position_ids.device, dtype=torch.float32
+        )
+        angles = position_ids.to(torch.float32)[..., None] * self.base ** (
+            -channels / self.head_dim
+        )
         return angles.cos(), angles.sin()
 
 
@@ -60,7 +71,9 @@ class _Turn(torch.autograd.Function):
 def _turn(x_bsnd: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
     """Each pair (first half, second half) of the channels of the first heads."""
     result = torch.empty_like(x_bsnd)
-    (first, second), (to_first, to_second) = (tensor[:, :, :turned].chunk(2, dim=-1) for tensor in (x_bsnd, result))
+    (first, second), (to_first, to_second) = (
+        tensor[:, :, :turned].chunk(2, dim=-1) for tensor in (x_bsnd, result)
+    )
     torch.mul(first, cos, out=to_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=to_second).addcmul_(first, sin)
     result[:, :, turned:] = x_bsnd[:, :, turned:]

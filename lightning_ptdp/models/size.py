@@ -1,9 +1,10 @@
-"""Sizes of a GPT or a BERT, computed from its configuration alone: parameters, and floating-point operations exactly.
+"""Sizes of a GPT or a BERT, computed from its configuration alone: parameters, and floating-point
+operations exactly.
 
-A multiply-add counts as 2 operations. Only matrix products are counted, and attention over the full s x s square, as the papers
-do; a causal kernel that skips half of it looks faster by that much. "Model" operations are those that the mathematics needs
-(forward + twice that for backward); "hardware" operations add the recomputed forward pass.
-"""
+A multiply-add counts as 2 operations. Only matrix products are counted, and attention over the full
+s x s square, as the papers do; a causal kernel that skips half of it looks faster by that much.
+"Model" operations are those that the mathematics needs (forward + twice that for backward);
+"hardware" operations add the recomputed forward pass."""
 
 from __future__ import annotations
 
@@ -26,20 +27,33 @@ _PREDICTED_SHARE = 0.15
 """Share of the tokens that is predicted (arXiv 1810.04805, section 3.1)."""
 
 
-def layer_matrices(config: GPTConfig, t: int = 1, *, mixture: bool = False) -> tuple[tuple[int, int], ...]:
-    """(outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks: qkv, projection, up, down. Of fewer key heads than
-    ranks, every rank has one. Of a ``mixture`` up and down are those of the shared experts, 0 wide if it has none."""
+def layer_matrices(
+    config: GPTConfig, t: int = 1, *, mixture: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks: qkv,
+    projection, up, down. Of fewer key heads than ranks, every rank has one. Of a ``mixture`` up and
+    down are those of the shared experts, 0 wide if it has none."""
     h, kv_heads = config.hidden_size, max(1, config.kv_heads // t)
     f = (config.shared_experts * config.expert_size if mixture else config.ffn_size) // t
     q = config.num_heads // t * config.head_dim
-    return ((q + 2 * kv_heads * config.head_dim, h), (h, q), (f if config.mlp == "gelu" else 2 * f, h), (h, f))
+    return (
+        (q + 2 * kv_heads * config.head_dim, h),
+        (h, q),
+        (f if config.mlp == "gelu" else 2 * f, h),
+        (h, f),
+    )
 
 
 def layer_parameters(config: GPTConfig, t: int = 1, *, mixture: bool = False) -> int:
-    """All parameters of one layer on one of ``t`` tensor-parallel ranks; of a ``mixture`` but for the experts that are chosen from."""
+    """All parameters of one layer on one of ``t`` tensor-parallel ranks; of a ``mixture`` but for
+    the experts that are chosen from."""
     matrices = layer_matrices(config, t, mixture=mixture)
     router = (config.num_experts or 0) * config.hidden_size if mixture else 0
-    return 2 * norm_parameters(config) + router + sum(out * (width + config.bias) for out, width in matrices if width)
+    return (
+        2 * norm_parameters(config)
+        + router
+        + sum(out * (width + config.bias) for out, width in matrices if width)
+    )
 
 
 def expert_parameters(config: GPTConfig) -> int:
@@ -63,21 +77,27 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def active_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters that one token visits: of a layer's experts the chosen and the shared ones."""
+    """Return the number of parameters that one token visits: of a layer's experts the chosen and
+    the shared ones."""
     return _parameters(config, experts=config.experts_per_token)
 
 
 def _parameters(config: GPTConfig, *, experts: int) -> int:
     """With so many experts, beside the shared ones, in each layer that has any."""
-    tables = config.vocabulary_size * config.hidden_size * (1 if config.tie_embeddings else 2) + position_parameters(config)
+    tables = config.vocabulary_size * config.hidden_size * (
+        1 if config.tie_embeddings else 2
+    ) + position_parameters(config)
     mixtures = config.layers_with_experts
     mixture = layer_parameters(config, mixture=True) + experts * expert_parameters(config)
     dense = (config.num_layers - mixtures) * layer_parameters(config) + norm_parameters(config)
     return tables + dense + mixtures * mixture
 
 
-def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False) -> int:
-    """Operations of training on one sequence, forward and backward (see above); of experts those that a token visits.
+def flops_per_sample(
+    config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False
+) -> int:
+    """Operations of training on one sequence, forward and backward (see above); of experts those
+    that a token visits.
 
     Args:
         config: The model.
@@ -88,27 +108,43 @@ def flops_per_sample(config: GPTConfig, *, sequence_length: int | None = None, r
     blocks, head = _matmul_flops_per_token(config, length, gated=config.mlp == "swiglu")
     visited = (config.experts_per_token + config.shared_experts) * expert_parameters(config)
     router = (config.num_experts or 0) * config.hidden_size
-    blocks += 2 * config.layers_with_experts * (router + visited - 3 * config.hidden_size * config.ffn_size)
+    blocks += (
+        2
+        * config.layers_with_experts
+        * (router + visited - 3 * config.hidden_size * config.ffn_size)
+    )
     return length * _training_flops_per_token(blocks=blocks, head=head, recompute=recompute)
 
 
 def num_bert_parameters(config: BertConfig) -> int:
-    """Number of parameters, both heads included and the tied decoder's weight counted once; equals the module's exactly."""
+    """Number of parameters, both heads included and the tied decoder's weight counted once; equals
+    the module's exactly."""
     h, f, v = config.hidden_size, config.ffn_size, config.vocabulary_size
     embeddings = (v + config.sequence_length + config.num_segments) * h
     attention, mlp, norm = 4 * h * h + 4 * h, 2 * h * f + f + h, 2 * h
     masked_head, order_head = h * h + h + norm + v, h * h + h + 2 * h + 2
     # One norm more: behind the embeddings (post) or behind the blocks (pre).
-    return embeddings + config.num_layers * (attention + mlp + 2 * norm) + norm + masked_head + order_head
+    return (
+        embeddings
+        + config.num_layers * (attention + mlp + 2 * norm)
+        + norm
+        + masked_head
+        + order_head
+    )
 
 
 def bert_flops_per_sample(
-    config: BertConfig, *, sequence_length: int | None = None, predictions: int | None = None, recompute: bool = False
+    config: BertConfig,
+    *,
+    sequence_length: int | None = None,
+    predictions: int | None = None,
+    recompute: bool = False,
 ) -> int:
     """Operations of training on one sequence, forward and backward (see above).
 
-    With ``predictions=sequence_length`` the blocks and the decoder cost what the formula of arXiv 2104.04473, section 5.1, says of a
-    GPT (attention covers the full square in both); the heads' square matrices come on top.
+    With ``predictions=sequence_length`` the blocks and the decoder cost what the formula of arXiv
+    2104.04473, section 5.1, says of a GPT (attention covers the full square in both); the heads'
+    square matrices come on top.
 
     Args:
         config: The model.
@@ -121,23 +157,30 @@ def bert_flops_per_sample(
     blocks, decoder = _matmul_flops_per_token(config, length)
     square = 2 * config.hidden_size**2
     heads = count * (decoder + square) + square + 4 * config.hidden_size
-    return length * _training_flops_per_token(blocks=blocks, head=0, recompute=recompute) + 3 * heads
+    return (
+        length * _training_flops_per_token(blocks=blocks, head=0, recompute=recompute) + 3 * heads
+    )
 
 
-def _matmul_flops_per_token(config: TransformerConfig, sequence_length: int, *, gated: bool = False) -> tuple[int, int]:
-    """Forward operations for one token: (all blocks, head); exact for GQA and SwiGLU (``gated``)."""
+def _matmul_flops_per_token(
+    config: TransformerConfig, sequence_length: int, *, gated: bool = False
+) -> tuple[int, int]:
+    """Forward operations for one token: (all blocks, head); exact for GQA and SwiGLU
+    (``gated``)."""
     h, head_dim = config.hidden_size, config.head_dim
     qkv = 2 * h * (config.num_heads + 2 * config.kv_heads) * head_dim
     scores_and_values = 2 * 2 * sequence_length * config.num_heads * head_dim
     projection = 2 * config.num_heads * head_dim * h
     mlp = 2 * (3 if gated else 2) * h * config.ffn_size
-    return config.num_layers * (qkv + scores_and_values + projection + mlp), 2 * h * config.vocabulary_size
+    return config.num_layers * (
+        qkv + scores_and_values + projection + mlp
+    ), 2 * h * config.vocabulary_size
 
 
 def _training_flops_per_token(*, blocks: int, head: int, recompute: bool = False) -> int:
     """Forward and backward operations for one token, from ``_matmul_flops_per_token``.
 
-    Backward costs twice the forward pass. ``recompute`` adds the blocks' second forward pass: hardware operations. Divide
-    model operations (``recompute=False``) by time and peak for the model FLOP utilization (MFU).
-    """
+    Backward costs twice the forward pass. ``recompute`` adds the blocks' second forward pass:
+    hardware operations. Divide model operations (``recompute=False``) by time and peak for the
+    model FLOP utilization (MFU)."""
     return (4 if recompute else 3) * blocks + 3 * head

@@ -1,4 +1,5 @@
-"""A small model of Hugging Face with its tokenizer, made on the spot: for a first try, and for tests."""
+"""A small model of Hugging Face with its tokenizer, made on the spot: for a first try, and for
+tests."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TINY_SIZES: Mapping[str, Any] = MappingProxyType(
 _SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _CHAT = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' "
+    "}}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -41,15 +43,22 @@ _FILES = ("argparse.py", "ast.py", "inspect.py", "pathlib.py", "textwrap.py", "t
 
 
 def make_tiny(
-    folder: str | os.PathLike[str], *, vocabulary_size: int = TINY_SIZES["vocab_size"], seed: int = 0, **config: Any
+    folder: str | os.PathLike[str],
+    *,
+    vocabulary_size: int = TINY_SIZES["vocab_size"],
+    seed: int = 0,
+    **config: Any,
 ) -> None:
-    """Write a Llama of random weights with a byte-level tokenizer and a chat template, as ``save_pretrained`` does.
+    """Write a Llama of random weights with a byte-level tokenizer and a chat template, as
+    ``save_pretrained`` does.
 
     Args:
         folder: Made; what is there already is left alone.
-        vocabulary_size: Ids of the tokenizer, which is learned from a few files of Python's standard library, and rows of the embedding.
+        vocabulary_size: Ids of the tokenizer, which is learned from a few files of Python's
+            standard library, and rows of the embedding.
         seed: Of the weights.
-        config: Fields of ``transformers.LlamaConfig`` instead of: 4 layers of width 64 with 4 heads, of which 2 have keys, 256 positions.
+        config: Fields of ``transformers.LlamaConfig`` instead of: 4 layers of width 64 with 4
+            heads, of which 2 have keys, 256 positions.
     """
     import torch
 
@@ -73,7 +82,10 @@ def make_tiny(
             torch.manual_seed(seed)
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
         # An answer ends where the turn ends; without it, a chat goes on with the next answer.
-        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        model.generation_config.eos_token_id = [
+            tokenizer.eos_token_id,
+            tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        ]
         model.save_pretrained(part)
         part.chmod(0o755)
         if not target.exists():
@@ -98,7 +110,12 @@ def _tokenizer(vocabulary_size: int) -> Any:
     )
     made.train_from_iterator(_text(), trainer)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=_CHAT, model_max_length=256
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=_CHAT,
+        model_max_length=256,
     )
 
 

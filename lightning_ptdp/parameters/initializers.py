@@ -1,9 +1,11 @@
-"""Initializers of a module's values: the module itself, its model's ``_init_weights``, and the modules around it.
+"""Initializers of a module's values: the module itself, its model's ``_init_weights``, and the
+modules around it.
 
-A model that is initialized as a whole, as Hugging Face does, calls its initializer on every module from the leaves up, and a module
-may set weights of its children (GPT-2's attention scales its output projection). To do the same for one leaf alone, the leaf with
-real tensors is put into a copy of the model that has none: what an initializer does to the others does nothing.
-"""
+A model that is initialized as a whole, as Hugging Face does, calls its initializer on every module
+from the leaves up, and a module may set weights of its children (GPT-2's attention scales its
+output projection). To do the same for one leaf alone, the leaf with
+real tensors is put into a copy of the model that has none: what an initializer does to the others
+does nothing."""
 
 from __future__ import annotations
 
@@ -33,10 +35,12 @@ class Initializers:
         self._shadow = without_tensors(model)
 
     def __call__(self, name: str, *, others: Collection[str] = ()) -> nn.Module | None:
-        """A copy of the module ``name`` whose own tensors have their initial values, at full size, on the CPU.
+        """A copy of the module ``name`` whose own tensors have their initial values, at full size,
+        on the CPU.
 
-        Random numbers come from torch's generator. None if nothing is known that would initialize the module. ``others`` are its tied
-        parameters that another module initializes (a decoder's weight that is the embedding's, beside a bias of its own).
+        Random numbers come from torch's generator. None if nothing is known that would initialize
+        the module. ``others`` are its tied parameters that another module initializes (a decoder's
+        weight that is the embedding's, beside a bias of its own).
 
         Raises:
             ValueError: The initializers left a tensor as it was.
@@ -49,7 +53,9 @@ class Initializers:
         tensors = dict(module._parameters), dict(module._buffers)
         with torch.no_grad():
             for own in (module._parameters, module._buffers):
-                own.update({key: _unset(tensor) for key, tensor in own.items() if tensor is not None})
+                own.update(
+                    {key: _unset(tensor) for key, tensor in own.items() if tensor is not None}
+                )
             try:
                 for reset in resets:
                     reset()
@@ -61,7 +67,9 @@ class Initializers:
                 made = shallow_copy(module)
                 for kind, before in zip(("_parameters", "_buffers"), tensors, strict=True):
                     drawn = getattr(module, kind)
-                    made.__dict__[kind] = {key: _in_dtype_of(drawn[key], before.get(key)) for key in drawn}
+                    made.__dict__[kind] = {
+                        key: _in_dtype_of(drawn[key], before.get(key)) for key in drawn
+                    }
             finally:
                 module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors
         return made
@@ -72,7 +80,8 @@ class Initializers:
         return owner is not None or bool(resets)
 
     def _who(self, chain: list[Any]) -> tuple[Any, list[Callable[[], object]]]:
-        """The model that initializes the last module of the chain, and the functions that do so before."""
+        """The model that initializes the last module of the chain, and the functions that do so
+        before."""
         adapter = adapter_initializer(chain)
         return (None, [adapter]) if adapter is not None else (self._owner(chain), _resets(chain))
 
@@ -85,7 +94,14 @@ class Initializers:
 
     def _owner(self, chain: list[Any]) -> Any:
         """The nearest module at or above the last whose ``_init_weights`` takes a module."""
-        return next((module for module in reversed(chain) if _takes_a_module(getattr(module, "_init_weights", None))), None)
+        return next(
+            (
+                module
+                for module in reversed(chain)
+                if _takes_a_module(getattr(module, "_init_weights", None))
+            ),
+            None,
+        )
 
 
 def why_without_values(name: str, module: nn.Module) -> str:
@@ -98,8 +114,8 @@ def why_without_values(name: str, module: nn.Module) -> str:
 
 
 def _resets(chain: list[Any]) -> list[Callable[[], object]]:
-    """Its own, and of the modules around it: torch's that set values of their children, such as ``nn.MultiheadAttention``, do it in
-    ``_reset_parameters``."""
+    """Its own, and of the modules around it: torch's that set values of their children, such as
+    ``nn.MultiheadAttention``, do it in ``_reset_parameters``."""
     own = (getattr(chain[-1], key, None) for key in ("reset_parameters", "_reset_parameters"))
     around = (getattr(module, "_reset_parameters", None) for module in reversed(chain[:-1]))
     return [reset for reset in (next(filter(callable, own), None), *around) if callable(reset)]
@@ -109,26 +125,41 @@ def _takes_a_module(function: object) -> bool:
     if not callable(function):
         return False
     parameters = inspect.signature(function).parameters.values()
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 1
+    return (
+        sum(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            for p in parameters
+        )
+        == 1
+    )
 
 
 def _unset(tensor: Tensor) -> Tensor:
     """Return a real tensor full of a value that no initializer gives.
 
-    It is float32 where ``tensor`` is in half precision, so that one seed gives the same values in every precision.
-    """
-    # Needed until torch 2.12, whose CPU generator draws the same numbers for every floating-point dtype.
+    It is float32 where ``tensor`` is in half precision, so that one seed gives the same values in
+    every precision."""
+    # Needed until torch 2.12, whose CPU generator draws the same numbers for every floating-point
+    # dtype.
     dtype = torch.float32 if tensor.dtype in _HALF else tensor.dtype
     real = torch.full_like(tensor, _mark(tensor.dtype), dtype=dtype, device="cpu")
     return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
 def _in_dtype_of(value: Tensor | None, declared: Tensor | None) -> Tensor | None:
-    """Return ``value`` rounded to the dtype of the tensor that ``_unset`` stood in for, a half precision."""
-    if value is None or declared is None or declared.dtype not in _HALF or value.dtype is not torch.float32:
+    """Return ``value`` rounded to the dtype of the tensor that ``_unset`` stood in for, a half
+    precision."""
+    if (
+        value is None
+        or declared is None
+        or declared.dtype not in _HALF
+        or value.dtype is not torch.float32
+    ):
         return value
     rounded = value.detach().to(declared.dtype)
-    return nn.Parameter(rounded, value.requires_grad) if isinstance(value, nn.Parameter) else rounded
+    return (
+        nn.Parameter(rounded, value.requires_grad) if isinstance(value, nn.Parameter) else rounded
+    )
 
 
 def _mark(dtype: torch.dtype) -> float:
@@ -144,7 +175,9 @@ def _check_set(module: nn.Module, name: str, others: Collection[str]) -> None:
         mark = _mark(tensor.dtype)
         if bool((tensor.isnan() if mark != mark else tensor == mark).any()):
             raise ValueError(
-                f"'{name}.{key}' ({type(module).__name__}) was built on the meta device, and neither reset_parameters() nor the "
-                "model's _init_weights(module) gives it a value; set it there, build the model in __init__, or set "
+                f"'{name}.{key}' ({type(module).__name__}) was built on the meta device, and "
+                "neither reset_parameters() nor the "
+                "model's _init_weights(module) gives it a value; set it there, build the model in "
+                "__init__, or set "
                 "PTDPStrategy(meta_init=False)"
             )

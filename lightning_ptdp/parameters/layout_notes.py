@@ -14,7 +14,12 @@ _MUCH, _SHOWN, _INDEX = 1 / 8, 4, re.compile(r"\.\d+\.")
 
 
 def layout_notes(
-    *, differing: Collection[str], everywhere: Collection[str], shardings: dict[str, Sharding], padded: Collection[str], size: int
+    *,
+    differing: Collection[str],
+    everywhere: Collection[str],
+    shardings: dict[str, Sharding],
+    padded: Collection[str],
+    size: int,
 ) -> Iterator[str]:
     """Remarks on a layout.
 
@@ -39,17 +44,25 @@ def layout_notes(
 
 
 def _whole_note(shardings: dict[str, Sharding], size: int) -> Iterator[str]:
-    """Note the parameters in the layers that tensor parallelism leaves whole, if they are many: an adapter around a projection leaves
-    its attention unsplit.
-    """
-    layers = [(name, held) for name, held in shardings.items() if len(held.full_shape) > 1 and _INDEX.search(name)]
-    matrices = [(_INDEX.sub(".*.", name), math.prod(held.full_shape), "tensor" in held.sharded) for name, held in layers]
+    """Note the parameters in the layers that tensor parallelism leaves whole, if they are many: an
+    adapter around a projection leaves its attention unsplit."""
+    layers = [
+        (name, held)
+        for name, held in shardings.items()
+        if len(held.full_shape) > 1 and _INDEX.search(name)
+    ]
+    matrices = [
+        (_INDEX.sub(".*.", name), math.prod(held.full_shape), "tensor" in held.sharded)
+        for name, held in layers
+    ]
     total = sum(numel for _, numel, _ in matrices)
     whole = sum(numel for _, numel, is_split in matrices if not is_split)
     if whole > _MUCH * total:
         names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield (
-            f"{whole / total:.0%} of the elements of the layers' matrices are not split by tensor_parallel_size={size}, and every rank "
-            f"computes with them whole: {', '.join(names[:_SHOWN])}{more}. Split them with PTDPStrategy(plan=ParallelPlan(tensor={{...}}))"
+            f"{whole / total:.0%} of the elements of the layers' matrices are not split by "
+            f"tensor_parallel_size={size}, and every rank "
+            f"computes with them whole: {', '.join(names[:_SHOWN])}{more}. Split them with "
+            f"PTDPStrategy(plan=ParallelPlan(tensor={{...}}))"
         )

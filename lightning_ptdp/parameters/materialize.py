@@ -1,9 +1,9 @@
 """The same initial weights in every layout.
 
-A module built on the meta device is given values one leaf module at a time: its initializers run at full size under a generator
-seeded by (seed, the module's global name), so that the values depend neither on the layout nor on which rank asks, and no rank ever
-holds the whole model. A module built eagerly keeps its values, after a check that all ranks built the same ones.
-"""
+A module built on the meta device is given values one leaf module at a time: its initializers run at
+full size under a generator seeded by (seed, the module's global name), so that the values depend
+neither on the layout nor on which rank asks, and no rank ever holds the whole model. A module built
+eagerly keeps its values, after a check that all ranks built the same ones."""
 
 from __future__ import annotations
 
@@ -34,9 +34,12 @@ def awaits_values(model: nn.Module) -> bool:
     return any(is_meta(module) for module in model.modules())
 
 
-def make_room(model: nn.Module, *, device: torch.device, padded: Collection[nn.Parameter] = ()) -> None:
-    """Put memory on ``device`` in the place of every parameter that is on the meta device; it stays the same object. It is zero for those
-    that are ``padded``, of which somebody will not fill everything."""
+def make_room(
+    model: nn.Module, *, device: torch.device, padded: Collection[nn.Parameter] = ()
+) -> None:
+    """Put memory on ``device`` in the place of every parameter that is on the meta device; it stays
+    the same object. It is zero for those that are ``padded``, of which somebody will not fill
+    everything."""
     for parameter in model.parameters():
         if parameter.is_meta:
             make = torch.zeros_like if parameter in padded else torch.empty_like
@@ -49,21 +52,31 @@ class Materializer:
     """Gives meta modules their values one at a time, keeping tied parameters tied.
 
     Args:
-        model: The whole, uncut module; the owner of a tied parameter is the first module that registers it.
+        model: The whole, uncut module; the owner of a tied parameter is the first module that
+            registers it.
         seed: Seed of the run.
         device: Where values go.
-        left: Names of parameters that stay on the meta device, since somebody else has values for them.
+        left: Names of parameters that stay on the meta device, since somebody else has values for
+            them.
     """
 
-    def __init__(self, model: nn.Module, *, seed: int, device: torch.device, left: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, *, seed: int, device: torch.device, left: Collection[str] = ()
+    ) -> None:
         self._seed, self._device, self._left = seed, device, frozenset(left)
         self._owners: dict[int, tuple[str, str]] = {}
-        self._others: dict[str, set[str]] = {}  # keys of a module's parameters that another one owns
+        self._others: dict[
+            str, set[str]
+        ] = {}  # keys of a module's parameters that another one owns
         self._made: dict[int, nn.Parameter] = {}
-        self._kept: list[nn.Parameter] = [p for p in model.parameters() if p.is_meta]  # alive while their ids are keys
+        self._kept: list[nn.Parameter] = [
+            p for p in model.parameters() if p.is_meta
+        ]  # alive while their ids are keys
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
-                if parameter is not None and self._owners.setdefault(id(parameter), (name, key)) != (name, key):
+                if parameter is not None and self._owners.setdefault(
+                    id(parameter), (name, key)
+                ) != (name, key):
                     self._others.setdefault(name, set()).add(key)
         self._initialize = Initializers(model) if awaits_values(model) else None
 
@@ -71,7 +84,8 @@ class Materializer:
         """Replace the module's own meta tensors by their initial values, in place.
 
         Raises:
-            ValueError: Nothing is known that would initialize the module, or what is known leaves a tensor out.
+            ValueError: Nothing is known that would initialize the module, or what is known leaves a
+                tensor out.
         """
         if not is_meta(module):
             return
@@ -88,7 +102,9 @@ class Materializer:
                 if f"{owner_name}.{owner_key}".removeprefix(".") in self._left:
                     continue
                 value = values(owner_name).get_parameter(owner_key)
-                new = nn.Parameter(value.detach().to(self._device), requires_grad=parameter.requires_grad)
+                new = nn.Parameter(
+                    value.detach().to(self._device), requires_grad=parameter.requires_grad
+                )
                 vars(new).update(vars(parameter))
                 copy_gradient_hooks(parameter, new)
                 self._made[id(parameter)] = new
@@ -98,7 +114,8 @@ class Materializer:
                 module._buffers[key] = values(name).get_buffer(key).to(self._device)
 
     def _values(self, name: str, asked: nn.Module) -> nn.Module:
-        """A module with initial values, drawn on the CPU so that they do not depend on the device."""
+        """A module with initial values, drawn on the CPU so that they do not depend on the
+        device."""
         name = original_name(name)
         assert self._initialize is not None
         with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
@@ -108,8 +125,11 @@ class Materializer:
         return made
 
 
-def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.device, group: Any = None) -> list[str]:
-    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world); rank 0's values win.
+def agree_on_values(
+    tensors: Iterable[tuple[str, Tensor]], *, device: torch.device, group: Any = None
+) -> list[str]:
+    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world); rank 0's
+    values win.
 
     Returns:
         Names of the tensors that differed.
@@ -133,7 +153,8 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Three sums over the bits, of all elements and of two selections, which different values are very unlikely to share."""
+    """Three sums over the bits, of all elements and of two selections, which different values are
+    very unlikely to share."""
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
     return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])

@@ -1,4 +1,5 @@
-"""Records of the local parameters, from which gradients, norms, checkpoints and summaries are derived."""
+"""Records of the local parameters, from which gradients, norms, checkpoints and summaries are
+derived."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["ParameterRecord", "Records", "Sum"]
 
 Sum = tuple[tuple[slice, ...], Group]
-"""Part of a parameter (``()``: all of it) whose gradient is a sum, and the group over which it is one."""
+"""Part of a parameter (``()``: all of it) whose gradient is a sum, and the group over which it is
+one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +27,15 @@ class ParameterRecord:
         order: Position among the uncut model's parameters.
         sharding: Which part of the full tensor is here, and how each axis' ranks hold it.
         stages: Local pipeline stages that use it.
-        data_axes: The axes whose ranks read other samples or tokens, over which its gradient is a sum.
+        data_axes: The axes whose ranks read other samples or tokens, over which its gradient is a
+            sum.
         sums: The other groups over which its gradient, or a part of it, is a sum.
         tied: Whether other pipeline ranks hold it too (tied weights, modules kept by every stage).
-        counted: Whether this rank is the first of those that hold it alike and read the same, and counts it in norms and totals (of pieces
-            that several hold: whichever of them ``sharding.counted`` tells).
-        leads: Whether this rank is the first of those of its block (``Axis.within``) that hold it alike.
+        counted: Whether this rank is the first of those that hold it alike and read the same, and
+            counts it in norms and totals (of pieces that several hold: whichever of them
+            ``sharding.counted`` tells).
+        leads: Whether this rank is the first of those of its block (``Axis.within``) that hold it
+            alike.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""Which part of a full tensor is here: one record, read by initialization, checkpoints, norms and the summary.
+"""Which part of a full tensor is here: one record, read by initialization, checkpoints, norms and
+the summary.
 
-A sharding is a list of rectangles. One rectangle is the usual case; a fused matrix [q | k | v] split over ranks has one a part,
-and a padded vocabulary has local rows that no rectangle covers::
+A sharding is a list of rectangles. One rectangle is the usual case; a fused matrix [q | k | v]
+split over ranks has one a part, and a padded vocabulary has local rows that no rectangle covers::
 
     full (q0 q1 | k0 k1 | v0 v1)          rank 0 of 2 holds (q0 | k0 | v0), rank 1 (q1 | k1 | v1)
 """
@@ -28,8 +29,9 @@ class Piece:
         local: Offset in the local tensor.
         full: Offset in the full tensor.
         size: Extent.
-        copies: Members of the tensor group that hold this rectangle, where there are fewer heads of keys and values than members.
-            Each member's gradient of it is a part of the sum over these.
+        copies: Members of the tensor group that hold this rectangle, where there are fewer heads of
+            keys and values than members. Each member's gradient of it is a part of the sum over
+            these.
         copy: Which of them this is; the first one counts the rectangle in norms.
     """
 
@@ -57,10 +59,12 @@ class Sharding:
     Attributes:
         full_shape: Shape of the full tensor.
         local_shape: Shape of the local tensor.
-        pieces: The rectangles that are here. Local elements in none of them are padding: always zero, never saved.
+        pieces: The rectangles that are here. Local elements in none of them are padding: always
+            zero, never saved.
         sharded: Names of the axes whose ranks hold different pieces.
-        partial: Names of the axes whose ranks hold it alike, each with one term of the gradient's sum (a norm's weight under sequence
-            parallelism: its rank saw a slice of the sequence). On all other axes it is replicated: alike, with the same gradient.
+        partial: Names of the axes whose ranks hold it alike, each with one term of the gradient's
+            sum (a norm's weight under sequence parallelism: its rank saw a slice of the sequence).
+            On all other axes it is replicated: alike, with the same gradient.
     """
 
     full_shape: Shape
@@ -71,15 +75,24 @@ class Sharding:
 
     def __post_init__(self) -> None:
         for piece in self.pieces:
-            assert _inside(piece.local, piece.size, self.local_shape), f"{piece} is outside of the local shape {self.local_shape}"
-            assert _inside(piece.full, piece.size, self.full_shape), f"{piece} is outside of the full shape {self.full_shape}"
+            assert _inside(piece.local, piece.size, self.local_shape), (
+                f"{piece} is outside of the local shape {self.local_shape}"
+            )
+            assert _inside(piece.full, piece.size, self.full_shape), (
+                f"{piece} is outside of the full shape {self.full_shape}"
+            )
 
     @classmethod
     def replicated(cls, shape: Sequence[int], *, partial: tuple[str, ...] = ()) -> Sharding:
         """The record of a tensor that every rank holds whole."""
         size = tuple(shape)
         origin = (0,) * len(size)
-        return cls(full_shape=size, local_shape=size, pieces=(Piece(local=origin, full=origin, size=size),), partial=partial)
+        return cls(
+            full_shape=size,
+            local_shape=size,
+            pieces=(Piece(local=origin, full=origin, size=size),),
+            partial=partial,
+        )
 
     @property
     def num_padding(self) -> int:
@@ -103,14 +116,16 @@ class Sharding:
                 yield piece.full, local[piece.local_slices]
 
     def counted(self, local: Tensor) -> list[Tensor]:
-        """Views of a tensor of the local shape that together leave out what an earlier member holds as well."""
+        """Views of a tensor of the local shape that together leave out what an earlier member holds
+        as well."""
         if not self.copies:
             return [local]
         return [local[piece.local_slices] for piece in self.pieces if piece.copy == 0]
 
 
 def slice_full(full: Tensor, sharding: Sharding) -> Tensor:
-    """A new tensor with the local part of ``full``, same dtype and device (meta stays meta); padding is zero."""
+    """A new tensor with the local part of ``full``, same dtype and device (meta stays meta);
+    padding is zero."""
     assert tuple(full.shape) == sharding.full_shape, (tuple(full.shape), sharding.full_shape)
     make = torch.zeros if sharding.num_padding else torch.empty
     local = make(sharding.local_shape, dtype=full.dtype, device=full.device)
@@ -125,4 +140,6 @@ def _slices(offset: Shape, size: Shape) -> tuple[slice, ...]:
 
 def _inside(offset: Shape, size: Shape, shape: Shape) -> bool:
     bounds = zip(offset, size, shape, strict=True)
-    return all(min(start, extent) >= 0 and start + extent <= limit for start, extent, limit in bounds)
+    return all(
+        min(start, extent) >= 0 and start + extent <= limit for start, extent, limit in bounds
+    )

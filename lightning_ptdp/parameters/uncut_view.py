@@ -1,8 +1,9 @@
 """The uncut model as ``configure_optimizers`` sees it on a rank that holds a part.
 
-Where a module is on another pipeline stage, or has been replaced, the tree lends a shell of it: an object of its type with its attributes
-and no memory. Shells hold this rank's parameters where it has them, and empty stand-ins where it has not. All of them are asked for
-their shapes in the whole model::
+Where a module is on another pipeline stage, or has been replaced, the tree lends a shell of it: an
+object of its type with its attributes and no memory. Shells hold this rank's parameters where it
+has them, and empty stand-ins where it has not. All of them are asked for their shapes in the whole
+model::
 
     self.model.h        block 0 (shell, stand-ins)    block 1 (shell, stand-ins)    block 2    block 3
     rank 1 of 2         numel() of the uncut model    numel() of the uncut model    here       here
@@ -36,19 +37,28 @@ class WholeView:
         self._twins = {name: _twin(parameter) for parameter, name in names.items()}
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
         shells: dict[nn.Module, nn.Module] = {}
-        self._children = {key: self._shell(child, names, shells) for key, child in module.named_children()}
+        self._children = {
+            key: self._shell(child, names, shells) for key, child in module.named_children()
+        }
 
     @contextlib.contextmanager
-    def lent(self, records: Records, *, trained: Mapping[str, bool], device: torch.device) -> Iterator[dict[nn.Parameter, str]]:
+    def lent(
+        self, records: Records, *, trained: Mapping[str, bool], device: torch.device
+    ) -> Iterator[dict[nn.Parameter, str]]:
         """Let the module look uncut inside the context; yields the stand-ins and their names.
 
         Args:
             records: Of the local parameters.
-            trained: ``requires_grad`` of the parameters by name, where it is known better than from the time of the cut.
+            trained: ``requires_grad`` of the parameters by name, where it is known better than from
+                the time of the cut.
             device: This rank's, which stand-ins claim too.
         """
         held = {record.name: parameter for parameter, record in records.items()}
-        absent = {name: _stand_in(twin, trained, name, device) for name, twin in self._twins.items() if name not in held}
+        absent = {
+            name: _stand_in(twin, trained, name, device)
+            for name, twin in self._twins.items()
+            if name not in held
+        }
         held.update(absent)
         for parameters, key, name in self._holders:
             parameters[key] = held[name]
@@ -56,7 +66,9 @@ class WholeView:
         for modules, key, _, shell in swapped:
             modules[key] = shell
         views: dict[Tensor, tuple[str, Tensor]] = {
-            held[name]: (name, twin) for name, twin in self._twins.items() if twin.shape != held[name].shape
+            held[name]: (name, twin)
+            for name, twin in self._twins.items()
+            if twin.shape != held[name].shape
         }
         try:
             with _WholeShapes(views):
@@ -67,22 +79,37 @@ class WholeView:
             for parameters, key, _ in self._holders:
                 parameters[key] = None
 
-    def _shell(self, module: nn.Module, names: Mapping[nn.Parameter, str], shells: dict[nn.Module, nn.Module]) -> nn.Module:
+    def _shell(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Parameter, str],
+        shells: dict[nn.Module, nn.Module],
+    ) -> nn.Module:
         if module in shells:
             return shells[module]
         shell = shells[module] = object.__new__(type(module))
-        vars(shell).update({key: value for key, value in vars(module).items() if not isinstance(value, Tensor)})
+        vars(shell).update(
+            {key: value for key, value in vars(module).items() if not isinstance(value, Tensor)}
+        )
         parameters = dict.fromkeys(module._parameters)
-        self._holders += [(parameters, key, names[p]) for key, p in module._parameters.items() if p is not None]
-        children = {key: None if child is None else self._shell(child, names, shells) for key, child in module._modules.items()}
-        vars(shell).update(_parameters=parameters, _buffers=dict.fromkeys(module._buffers), _modules=children)
+        self._holders += [
+            (parameters, key, names[p]) for key, p in module._parameters.items() if p is not None
+        ]
+        children = {
+            key: None if child is None else self._shell(child, names, shells)
+            for key, child in module._modules.items()
+        }
+        vars(shell).update(
+            _parameters=parameters, _buffers=dict.fromkeys(module._buffers), _modules=children
+        )
         return shell
 
 
 def _replaced(
     module: nn.Module, shells: Mapping[str, nn.Module | None]
 ) -> Iterator[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]:
-    """Yield (children of the parent, key, module, shell) of the modules that are no longer the uncut model's."""
+    """Yield (children of the parent, key, module, shell) of the modules that are no longer the
+    uncut model's."""
     for key, child in module._modules.items():
         shell = shells.get(key)
         if child is None or shell is None:
@@ -95,12 +122,16 @@ def _replaced(
 
 def _twin(parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter of the same shape, without memory."""
-    twin = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+    twin = nn.Parameter(
+        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad
+    )
     vars(twin).update(vars(parameter))
     return twin
 
 
-def _stand_in(twin: nn.Parameter, trained: Mapping[str, bool], name: str, device: torch.device) -> nn.Parameter:
+def _stand_in(
+    twin: nn.Parameter, trained: Mapping[str, bool], name: str, device: torch.device
+) -> nn.Parameter:
     values = torch.empty((0,) * twin.dim(), dtype=twin.dtype, device=device)
     parameter = nn.Parameter(values, trained.get(name, twin.requires_grad))
     vars(parameter).update(vars(twin))
@@ -111,7 +142,15 @@ _Asks: Any = Tensor
 _SHAPES: frozenset[Callable[..., object]] = frozenset(
     [
         *(_Asks.shape.__get__, _Asks.ndim.__get__, _Asks.nbytes.__get__),
-        *(_Asks.size, _Asks.dim, _Asks.ndimension, _Asks.numel, _Asks.nelement, _Asks.__len__, torch.numel),
+        *(
+            _Asks.size,
+            _Asks.dim,
+            _Asks.ndimension,
+            _Asks.numel,
+            _Asks.nelement,
+            _Asks.__len__,
+            torch.numel,
+        ),
     ]
 )
 
@@ -129,7 +168,11 @@ class _WholeShapes(PartialValues):
         self._twins = {parameter: twin for parameter, (_, twin) in views.items()}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         twin = self._twins.get(args[0]) if func in _SHAPES and isinstance(args[0], Tensor) else None
         if twin is not None:
@@ -145,7 +188,9 @@ class _WholeShapes(PartialValues):
 
 def _refusal(name: str, function: str) -> PartialModelError:
     return PartialModelError(
-        f"configure_optimizers computes a number from the values of '{name}' ({function}), of which a rank holds a part or nothing under "
-        "tensor and pipeline parallelism. Make it depend on names, shapes or positions of parameters, compute the number before fit, or "
+        f"configure_optimizers computes a number from the values of '{name}' ({function}), of "
+        "which a rank holds a part or nothing under "
+        "tensor and pipeline parallelism. Make it depend on names, shapes or positions of "
+        "parameters, compute the number before fit, or "
         "use tensor_parallel_size=1 and pipeline_parallel_size=1"
     )

@@ -1,13 +1,17 @@
-"""The timeline that a step really had: each rank notes when it computes, and the first rank of the pipeline puts the notes together.
+"""The timeline that a step really had: each rank notes when it computes, and the first rank of the
+pipeline puts the notes together.
 
-On the CPU a note is a ``perf_counter_ns``. On CUDA it is an event on the stream of the computation, so that nothing is synchronized
-inside the step; what the events say is read afterwards. A computation begins when its message is there: the wait for it is idle time.
+On the CPU a note is a ``perf_counter_ns``. On CUDA it is an event on the stream of the computation,
+so that nothing is synchronized inside the step; what the events say is read afterwards. A
+computation begins when its message is there: the wait for it is idle time.
 
-Ranks on different machines have clocks with different zeros. After the step the first rank sends each other rank a few messages
-that come straight back and takes the quickest: the other rank read its clock halfway between sending and getting back, wrong by
-half of that round trip at most (Cristian's method, some 50 µs over TCP). A barrier and a common zero before the step would be
-simpler, but would change what is measured: a rank that comes late to the step would look as if it did not.
-"""
+Ranks on different machines have clocks with different zeros. After the step the first rank sends
+each other rank a few messages
+that come straight back and takes the quickest: the other rank read its clock halfway between
+sending and getting back, wrong by half of that round trip at most (Cristian's method, some 50 µs
+over TCP). A barrier and a common zero before the step would be
+simpler, but would change what is measured: a rank that comes late to the step would look as if it
+did not."""
 
 from __future__ import annotations
 
@@ -40,7 +44,8 @@ _Note = tuple[Action, Moment, Moment]
 
 
 class Recorder(StepObserver):
-    """A ``StepObserver`` that keeps the times of the last program that ran. Not among the observers, it costs nothing.
+    """A ``StepObserver`` that keeps the times of the last program that ran. Not among the
+    observers, it costs nothing.
 
     Args:
         device: Where the computations run.
@@ -55,7 +60,8 @@ class Recorder(StepObserver):
         self._ended = False
         self._start: Moment = None
         self._notes: list[_Note] = []
-        # New objects each time: a reduction of an earlier program that ends late notes it where nobody looks.
+        # New objects each time: a reduction of an earlier program that ends late notes it where
+        # nobody looks.
         self._reductions: list[_Note] = []
 
     def began(self, schedule: Schedule) -> None:
@@ -82,14 +88,19 @@ class Recorder(StepObserver):
     def reducing(self, stage: int | None, work: Any) -> None:
         """It is over when who waits for it says so."""
         if stage is not None:
-            work.when_done(partial(self._reduced, self._reductions, Action(ActionKind.REDUCE, stage), self._now()))
+            work.when_done(
+                partial(
+                    self._reduced, self._reductions, Action(ActionKind.REDUCE, stage), self._now()
+                )
+            )
 
     def ended(self) -> None:
         """The program is complete."""
         self._ended = True
 
     def gather(self, group: Group) -> Timeline | None:
-        """The times of all ranks of the pipeline, in seconds after the first computation; collective over the pipeline.
+        """The times of all ranks of the pipeline, in seconds after the first computation;
+        collective over the pipeline.
 
         Call it after the step, when its reductions have been waited for.
 
@@ -97,21 +108,35 @@ class Recorder(StepObserver):
             group: The pipeline group.
 
         Returns:
-            The timeline on the first rank of the group, None on the others; None too if a rank recorded no whole program, or
-            another one than the first rank.
+            The timeline on the first rank of the group, None on the others; None too if a rank
+            recorded no whole program, or another one than the first rank.
         """
         mine = self._recorded() if self._ended else None
         parts, offsets = [mine], [0.0]
         if group.size > 1:
             parts, offsets = [None] * group.size, _clock_offsets(group, self._device)
-            dist.gather_object(mine, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle)
-        known = [part.shifted(offset) for part, offset in zip(parts, offsets, strict=True) if part is not None]
-        if self._schedule is None or mine is None or [part.program for part in known] != [mine.program] * group.size:
+            dist.gather_object(
+                mine, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle
+            )
+        known = [
+            part.shifted(offset)
+            for part, offset in zip(parts, offsets, strict=True)
+            if part is not None
+        ]
+        if (
+            self._schedule is None
+            or mine is None
+            or [part.program for part in known] != [mine.program] * group.size
+        ):
             return None
         zero = min((span.start for part in known for span in part.spans), default=0.0)
         known = [part.shifted(-zero) for part in known]
         reductions = tuple(part.reductions for part in known)
-        return Timeline(self._schedule, tuple(part.spans for part in known), reductions if any(reductions) else ())
+        return Timeline(
+            self._schedule,
+            tuple(part.spans for part in known),
+            reductions if any(reductions) else (),
+        )
 
     def _reduced(self, notes: list[_Note], action: Action, start: Moment) -> None:
         notes.append((action, start, self._now()))
@@ -125,7 +150,10 @@ class Recorder(StepObserver):
             last.synchronize()
         now = time.perf_counter()
         spans, reductions = (
-            [Span(action, _seconds(start, last, now), _seconds(end, last, now)) for action, start, end in notes]
+            [
+                Span(action, _seconds(start, last, now), _seconds(end, last, now))
+                for action, start, end in notes
+            ]
             for notes in (self._notes, self._reductions)
         )
         return _Part(self._schedule.describe(), tuple(spans), _merged(reductions))
@@ -150,17 +178,20 @@ class _Part:
         """The same, later."""
 
         def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-            return tuple(Span(span.action, span.start + seconds, span.end + seconds) for span in spans)
+            return tuple(
+                Span(span.action, span.start + seconds, span.end + seconds) for span in spans
+            )
 
         return _Part(self.program, move(self.spans), move(self.reductions))
 
 
 def ideal_timeline(timeline: Timeline) -> Timeline:
-    """The same schedule simulated with the mean measured duration of each kind of computation on each stage.
+    """The same schedule simulated with the mean measured duration of each kind of computation on
+    each stage.
 
-    Messages take no time there, so that the difference is what communication, the runtime and uneven microbatches cost. A
-    reduction takes what it took beyond the last gradient of its stage and the reduction before it: buckets start earlier.
-    """
+    Messages take no time there, so that the difference is what communication, the runtime and
+    uneven microbatches cost. A reduction takes what it took beyond the last gradient of its stage
+    and the reduction before it: buckets start earlier."""
     durations: dict[tuple[ActionKind, int], list[Number]] = defaultdict(list)
     complete: dict[int, Number] = {}
     for spans in timeline.spans:
@@ -174,15 +205,21 @@ def ideal_timeline(timeline: Timeline) -> Timeline:
             durations[ActionKind.REDUCE, span.action.stage].append(max(span.end - start, 0))
             free = max(span.end, free)
     mean = {
-        kind: [sum(durations[kind, stage]) / max(len(durations[kind, stage]), 1) for stage in range(timeline.schedule.num_stages)]
+        kind: [
+            sum(durations[kind, stage]) / max(len(durations[kind, stage]), 1)
+            for stage in range(timeline.schedule.num_stages)
+        ]
         for kind in (*COMPUTE, ActionKind.REDUCE)
     }
     forward, backward, weight, reduce = mean.values()
-    return simulate(timeline.schedule, Costs(forward=forward, backward=backward, weight=weight, reduce=reduce))
+    return simulate(
+        timeline.schedule, Costs(forward=forward, backward=backward, weight=weight, reduce=reduce)
+    )
 
 
 def _seconds(moment: Moment, last: torch.cuda.Event | None, now: float) -> float:
-    """A moment on this rank's ``perf_counter``; a CUDA event by how long before ``last``, which happened ``now``, it was."""
+    """A moment on this rank's ``perf_counter``; a CUDA event by how long before ``last``, which
+    happened ``now``, it was."""
     return moment / 1e9 if last is None else now - moment.elapsed_time(last) / 1e3
 
 
@@ -191,12 +228,16 @@ def _merged(reductions: Sequence[Span]) -> tuple[Span, ...]:
     by_action: dict[Action, list[Span]] = defaultdict(list)
     for span in reductions:
         by_action[span.action].append(span)
-    found = [Span(action, min(s.start for s in spans), max(s.end for s in spans)) for action, spans in by_action.items()]
+    found = [
+        Span(action, min(s.start for s in spans), max(s.end for s in spans))
+        for action, spans in by_action.items()
+    ]
     return tuple(sorted(found, key=lambda span: span.start))
 
 
 def _clock_offsets(group: Group, device: torch.device) -> list[float]:
-    """Return the offsets to add to each rank's ``perf_counter`` to get the first rank's, in seconds; zeros on the other ranks."""
+    """Return the offsets to add to each rank's ``perf_counter`` to get the first rank's, in
+    seconds; zeros on the other ranks."""
     where = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
     offsets = [0.0] * group.size
     for peer in range(1, group.size):
@@ -206,8 +247,8 @@ def _clock_offsets(group: Group, device: torch.device) -> list[float]:
 
 
 def _round_trip(group: Group, peer: int, device: torch.device) -> tuple[int, float]:
-    """Between the first rank and a peer. On the first: how long it took in nanoseconds, and by how many seconds this rank's clock is ahead
-    of the peer's."""
+    """Between the first rank and a peer. On the first: how long it took in nanoseconds, and by how
+    many seconds this rank's clock is ahead of the peer's."""
     clock = torch.zeros(1, dtype=torch.int64, device=device)
     if group.rank == peer:
         dist.recv(clock, group.ranks[0], group=group.handle)

@@ -21,16 +21,20 @@ def layer_ranges(
     layout: ParallelLayout,
     partition: Sequence[int] | Sequence[str] | None = None,
 ) -> tuple[tuple[int, int], ...]:
-    """Half-open layer ranges of all stages: as ``partition`` says, else balanced by cost, embedding and head counted.
+    """Half-open layer ranges of all stages: as ``partition`` says, else balanced by cost, embedding
+    and head counted.
 
-    What a microbatch costs is counted in multiply-adds a token of its forward: one for each element of a matrix. The backward takes
-    twice that everywhere, so it changes no comparison. Attention scores are left out: they are the same in every layer.
+    What a microbatch costs is counted in multiply-adds a token of its forward: one for each element
+    of a matrix. The backward takes twice that everywhere, so it changes no comparison. Attention
+    scores are left out: they are the same in every layer.
 
-    An embedding multiplies nothing, but moves memory. Of its V x h elements a microbatch writes a gradient of zeros, scatters the
-    tokens' gradients into it and adds it to the sum: 4 passes of 4 bytes, 16 V h bytes. A head of the same size takes 6 V h floating
-    point operations a token. On a device that does about 100 of these while it moves a byte (an accelerator at the rate that training
-    reaches), and with T tokens a microbatch, the embedding costs 16 * 100 / (6 T) of such a head: about an eighth at T = 2048. T is
-    not known here; the eighth stands for "little, but not nothing".
+    An embedding multiplies nothing, but moves memory. Of its V x h elements a microbatch writes a
+    gradient of zeros, scatters the
+    tokens' gradients into it and adds it to the sum: 4 passes of 4 bytes, 16 V h bytes. A head of
+    the same size takes 6 V h floating point operations a token. On a device that does about 100 of
+    these while it moves a byte (an accelerator at the rate that training reaches), and with T
+    tokens a microbatch, the embedding costs 16 * 100 / (6 T) of such a head: about an eighth at T =
+    2048. T is not known here; the eighth stands for "little, but not nothing".
 
     Args:
         module: The whole module.
@@ -43,17 +47,23 @@ def layer_ranges(
     """
     layers = layers_of(module, parts.blocks)
     if partition is not None:
-        return explicit_partition(partition, layers=[layer.name for layer in layers], num_stages=layout.num_stages)
+        return explicit_partition(
+            partition, layers=[layer.name for layer in layers], num_stages=layout.num_stages
+        )
     check_num_layers(
         len(layers),
         pipeline_parallel_size=layout.pipeline_parallel_size,
         virtual_pipeline_size=layout.virtual_pipeline_size,
     )
     before, between, after = (
-        sum(multiply_adds(module.get_submodule(name)) for name in names) for names in (parts.before, parts.between, parts.after)
+        sum(multiply_adds(module.get_submodule(name)) for name in names)
+        for names in (parts.before, parts.between, parts.after)
     )
     costs = [multiply_adds(module.get_submodule(layer.name)) or 1.0 for layer in layers]
-    costs = [cost + between * (layer.is_first and layer.container > 0) for cost, layer in zip(costs, layers, strict=True)]
+    costs = [
+        cost + between * (layer.is_first and layer.container > 0)
+        for cost, layer in zip(costs, layers, strict=True)
+    ]
     return partition_layers(costs, num_stages=layout.num_stages, first_cost=before, last_cost=after)
 
 
@@ -63,13 +73,21 @@ _LOOKUP_COST = 1 / 8
 
 def multiply_adds(module: nn.Module) -> float:
     """Multiply-adds a token, or what takes as long."""
-    matrices = [(m, p.numel()) for m in module.modules() for p in m._parameters.values() if p is not None and p.dim() > 1]
-    return sum(elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else _visited(m, module)) for m, elements in matrices)
+    matrices = [
+        (m, p.numel())
+        for m in module.modules()
+        for p in m._parameters.values()
+        if p is not None and p.dim() > 1
+    ]
+    return sum(
+        elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else _visited(m, module))
+        for m, elements in matrices
+    )
 
 
 def _visited(module: nn.Module, layer: nn.Module) -> float:
-    """Which part of a module a token meets: of experts those that the layer's router chooses, which it calls ``top_k``, as all of
-    Hugging Face's do."""
+    """Which part of a module a token meets: of experts those that the layer's router chooses, which
+    it calls ``top_k``, as all of Hugging Face's do."""
     number = getattr(module, "num_experts", None)
     chosen = [k for one in layer.modules() if isinstance(k := getattr(one, "top_k", None), int)]
     return chosen[0] / number if isinstance(number, int) and chosen else 1.0

@@ -63,17 +63,24 @@ class Boundary:
         assert self.run is not None
         return self.run
 
-    # ---- in front of the blocks ---------------------------------------------------------------------------------------
+    # ---- in front of the blocks ------------------------------------------------------------------
 
     def mark(self, tensor: Tensor) -> Tensor:
         """Mark what the stub of a module before the blocks returns, if a stage runs."""
         return tensor if self.run is None else Foreign.mark(tensor, self.run.lost)
 
-    def mark_true(self, stages: frozenset[int], _module: nn.Module, _args: object, output: Tensor) -> Tensor:
-        """Mark what a module before the blocks returned, if one of the ``stages`` that own it runs."""
-        return Foreign.mark(output, self.run.true) if self.run is not None and self.run.stage in stages else output
+    def mark_true(
+        self, stages: frozenset[int], _module: nn.Module, _args: object, output: Tensor
+    ) -> Tensor:
+        """Mark what a module before the blocks returned, if one of the ``stages`` that own it
+        runs."""
+        return (
+            Foreign.mark(output, self.run.true)
+            if self.run is not None and self.run.stage in stages
+            else output
+        )
 
-    # ---- blocks -------------------------------------------------------------------------------------------------------
+    # ---- blocks ----------------------------------------------------------------------------------
 
     def earlier_output(self, layer: Layer) -> object:
         """Return the output of ``layer``, a block of an earlier stage.
@@ -82,7 +89,10 @@ class Boundary:
         """
         run = self.running
         assert run.received is not None
-        is_received, is_entrance = layer.container == run.place.received, layer.name == run.place.entrance
+        is_received, is_entrance = (
+            layer.container == run.place.received,
+            layer.name == run.place.entrance,
+        )
         if layer.is_last or is_entrance:
             for kind, values in captured_outputs().items():
                 values[:] = run.captured.get(layer.container, {}).get(kind, [])
@@ -91,24 +101,38 @@ class Boundary:
         output = run.outputs.get(layer.name)
         if output is None and is_received:
             output = run.received_output(run.received)
-            output = output if is_entrance else substitute(output, lambda _path, tensor: run.unknown(tensor))
+            output = (
+                output
+                if is_entrance
+                else substitute(output, lambda _path, tensor: run.unknown(tensor))
+            )
         elif output is None:
-            form, device = run.past[layer.container], next((tensor.device for tensor in run.received.tensors), None)
-            zeros = [torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in form.tensors]
+            form, device = (
+                run.past[layer.container],
+                next((tensor.device for tensor in run.received.tensors), None),
+            )
+            zeros = [
+                torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                for tensor in form.tensors
+            ]
             output = _marked(rebuild(form.output, zeros, run.unknown), run.lost)
         if is_entrance and run.place.inside:
             run.output = output
         return _marked(output, run.true) if is_entrance and not run.place.inside else output
 
     def seen_by_hooks(self, block: str) -> Iterator[tuple[str, int, object]]:
-        """Yield what hooks of ``block`` and the modules inside received on its stage: the module's name, the hook's position, the
-        output.
-        """
+        """Yield what hooks of ``block`` and the modules inside received on its stage: the module's
+        name, the hook's position, the output."""
         seen = () if self.run is None else self.run.seen
-        yield from ((name, position, output) for name, position, output in seen if f"{name}.".startswith(f"{block}."))
+        yield from (
+            (name, position, output)
+            for name, position, output in seen
+            if f"{name}.".startswith(f"{block}.")
+        )
 
     def returned(self, layer: Layer, _module: nn.Module, _args: object, output: object) -> object:
-        """Return the value to pass on after ``layer``, a block of this stage, has returned ``output``.
+        """Return the value to pass on after ``layer``, a block of this stage, has returned
+        ``output``.
 
         Raises:
             StageExit: The stage ends here, with a container.
@@ -125,7 +149,9 @@ class Boundary:
         if any(layer.name == place.entrance for place in self.places):
             raise StageExit(self._crossing(layer.name, own, {}, collected=run.collected))
         if captured_outputs():
-            run.captured[layer.container] = {kind: list(values) for kind, values in captured_outputs().items()}
+            run.captured[layer.container] = {
+                kind: list(values) for kind, values in captured_outputs().items()
+            }
         crossing = self._crossing(layer.name, own, {})
         run.past = (*run.past, Form(tensors=crossing.form.tensors, output=crossing.form.output))
         return _marked(output, run.true)
@@ -135,8 +161,11 @@ class Boundary:
         if self.run is not None:
             self.run.seen.append([name, position, output])
 
-    def arguments(self, layer: Layer, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-        """Return the arguments for ``layer``, a block of this stage, in place of ``args`` and ``kwargs``.
+    def arguments(
+        self, layer: Layer, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Arguments:
+        """Return the arguments for ``layer``, a block of this stage, in place of ``args`` and
+        ``kwargs``.
 
         Raises:
             StageError: It would be given something that this stage cannot know.
@@ -159,11 +188,15 @@ class Boundary:
             run.check_entrance(layer.name, (args, kwargs))
         return args, kwargs
 
-    def leave(self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Crossing:
-        """Return the crossing that leaves the stage when ``layer``, the first block of the next stage, is called.
+    def leave(
+        self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Crossing:
+        """Return the crossing that leaves the stage when ``layer``, the first block of the next
+        stage, is called.
 
         Raises:
-            StageError: It is given something else than what blocks returned and what was there before them.
+            StageError: It is given something else than what blocks returned and what was there
+                before them.
         """
         name, run = layer.name, self.running
         if layer.container != run.container or (run.begun and not run.reached):
@@ -190,11 +223,18 @@ class Boundary:
             raise computed_between(name)
         extras = {path: tensor for path, tensor in extras.items() if path not in passed}
         crossing = {id(tensor) for tensor in passed.values()}
-        output = {id(tensor): tensor for _, tensor in tensors_in(run.output) if id(tensor) in crossing}
+        output = {
+            id(tensor): tensor for _, tensor in tensors_in(run.output) if id(tensor) in crossing
+        }
         return self._crossing(name, output, extras, collected=collected)
 
     def _crossing(
-        self, name: str, output: Mapping[int, Tensor], extras: Mapping[Path, Tensor], *, collected: object = None
+        self,
+        name: str,
+        output: Mapping[int, Tensor],
+        extras: Mapping[Path, Tensor],
+        *,
+        collected: object = None,
     ) -> Crossing:
         run = self.running
         crossing = {**output, **{id(tensor): tensor for tensor in extras.values()}}
@@ -205,10 +245,16 @@ class Boundary:
         hidden = next((id(tensor) for _, tensor in tensors_in(run.output)), None)
         form = Form(
             tensors=tuple(
-                TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=key == hidden)
+                TensorForm.of(
+                    tensor, differentiable=run.needs_gradient(tensor), alike=key == hidden
+                )
                 for key, tensor in zip(crossing, tensors, strict=True)
             ),
-            output=describe(run.output, lambda tensor: index[id(tensor)] if id(tensor) in handed_on else None, name),
+            output=describe(
+                run.output,
+                lambda tensor: index[id(tensor)] if id(tensor) in handed_on else None,
+                name,
+            ),
             extras=tuple((path, index[id(tensor)]) for path, tensor in extras.items()),
             collected=describe(collected, lambda tensor: index[id(tensor)], name),
             past=run.past,
@@ -216,7 +262,8 @@ class Boundary:
         return Crossing(tensors, form)
 
     def _usual_form(self, run: StageRun, tensor: Tensor) -> Form:
-        """Return the form of one plain tensor; made once for each shape, since the next ranks wait for it."""
+        """Return the form of one plain tensor; made once for each shape, since the next ranks wait
+        for it."""
         crosses = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=True)
         if crosses not in self._usual:
             self._usual[crosses] = Form(tensors=(crosses,), output=At(0))

@@ -1,6 +1,5 @@
-"""Use of a model's modules, found by running its forward without data on the meta device: the order of their calls, and which
-parameters are used without a call of their module.
-"""
+"""Use of a model's modules, found by running its forward without data on the meta device: the order
+of their calls, and which parameters are used without a call of their module."""
 
 from __future__ import annotations
 
@@ -22,11 +21,12 @@ __all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_
 def call_order(model: nn.Module) -> list[str] | None:
     """Names of the modules that the model's forward calls, in the order of the calls.
 
-    What the forward is given comes from the LightningModule's ``example_input_array``, or from the ``dummy_inputs`` of the first
-    Hugging Face model inside, which is then called alone.
+    What the forward is given comes from the LightningModule's ``example_input_array``, or from the
+    ``dummy_inputs`` of the first Hugging Face model inside, which is then called alone.
 
     Returns:
-        None if there is no such example, or if the forward cannot run without data (because what it does depends on values).
+        None if there is no such example, or if the forward cannot run without data (because what it
+        does depends on values).
     """
     for name, module, args, kwargs in examples(model):
         calls = trace_calls(module, *args, **kwargs)
@@ -36,13 +36,15 @@ def call_order(model: nn.Module) -> list[str] | None:
 
 
 def trace_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[str] | None:
-    """Names of the modules that ``model(*args, **kwargs)`` calls, in the order of the calls; None if it cannot run without data."""
+    """Names of the modules that ``model(*args, **kwargs)`` calls, in the order of the calls; None
+    if it cannot run without data."""
     uses = _Uses(model)
     return uses.calls if uses.run(args, kwargs) else None
 
 
 def used_uncalled(model: nn.Module) -> frozenset[str]:
-    """Names of the modules whose parameters the forward uses without calling them, as ``F.linear(x, self.embedding.weight)`` does,
+    """Names of the modules whose parameters the forward uses without calling them, as ``F.linear(x,
+    self.embedding.weight)`` does,
     as far as its example shows: what is decided by values is taken to be decided by zeros."""
     found: set[str] = set()
     for name, module, args, kwargs in examples(model):
@@ -57,7 +59,14 @@ def _within(name: str, inner: str) -> str:
 
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
-_READS = {"item": 0, "__bool__": False, "__contains__": False, "__int__": 0, "__float__": 0.0, "__index__": 0}
+_READS = {
+    "item": 0,
+    "__bool__": False,
+    "__contains__": False,
+    "__int__": 0,
+    "__float__": 0.0,
+    "__index__": 0,
+}
 
 
 class _Uses(TorchFunctionMode):
@@ -65,7 +74,8 @@ class _Uses(TorchFunctionMode):
 
     Attributes:
         calls: Names of the modules that it called, in the order of the calls.
-        uncalled: Names of the modules a parameter of which it used while none of its owners was being called.
+        uncalled: Names of the modules a parameter of which it used while none of its owners was
+            being called.
     """
 
     def __init__(self, model: nn.Module, *, guesses: bool = False) -> None:
@@ -94,21 +104,28 @@ class _Uses(TorchFunctionMode):
     def _enters(self, name: str, module: nn.Module, args: Any) -> None:
         self.calls.append(name)
         if isinstance(module, nn.Embedding) and args and not isinstance(args[0], Tensor):
-            self.uncalled.add(name)  # asked for places by their number: no stand-in can know what it returns
+            self.uncalled.add(
+                name
+            )  # asked for places by their number: no stand-in can know what it returns
         self._running[name] += 1
 
     def _leaves(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._running[name] -= 1
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(function, "__name__", "")
         if self._guesses and name in _READS:
             return _READS[name]
-        # Models ask the first parameter that they find for its dtype or device; its shape they ask a certain one.
+        # Models ask the first parameter that they find for its dtype or device; its shape they ask
+        # a certain one.
         if name != "__get__" or function == _SHAPE:
             for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
-                    owners = self._owners.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else ()
+                    owners = (
+                        self._owners.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else ()
+                    )
                     if owners and not any(self._running[owner] for owner in owners):
                         self.uncalled.update(owners)
         return function(*args, **(kwargs or {}))
@@ -119,8 +136,11 @@ def on_meta(arguments: Any) -> Any:
     return apply_to_collection(arguments, Tensor, Tensor.to, "meta")
 
 
-def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Yield what can be called: a module's name, the module, its positional and its keyword arguments."""
+def examples(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Yield what can be called: a module's name, the module, its positional and its keyword
+    arguments."""
     for name, module in model.named_modules():
         example = getattr(module, "example_input_array", None)
         if isinstance(example, Mapping):
@@ -132,7 +152,10 @@ def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...]
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # Masks are looked at; without them the same modules are called.
-            bare, pixels = {key: value for key, value in inputs.items() if "mask" not in key}, _pixels(module)
+            bare, pixels = (
+                {key: value for key, value in inputs.items() if "mask" not in key},
+                _pixels(module),
+            )
             if len(bare) < len(inputs):
                 yield name, module, (), bare
             if pixels:
@@ -140,8 +163,11 @@ def examples(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[Any, ...]
             return
 
 
-def guesses(model: nn.Module, inside: Collection[str]) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Yield what may take one tensor, of the size that its first layer takes: modules around all of ``inside``."""
+def guesses(
+    model: nn.Module, inside: Collection[str]
+) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Yield what may take one tensor, of the size that its first layer takes: modules around all of
+    ``inside``."""
     for name, module in model.named_modules():
         if all(name == "" or one.startswith(f"{name}.") for one in inside):
             first = next((child for child in module.modules() if isinstance(child, _FIRST)), None)
@@ -163,7 +189,8 @@ def _inputs(layer: Any) -> Iterator[Tensor]:
 
 
 def _pixels(model: Any) -> dict[str, Tensor]:
-    """Return an image for a Hugging Face model with a tower for images beside the one for text; else nothing."""
+    """Return an image for a Hugging Face model with a tower for images beside the one for text;
+    else nothing."""
     config = getattr(getattr(model, "config", None), "vision_config", None)
     size = getattr(config, "image_size", None)
     if not isinstance(size, int):

@@ -1,7 +1,9 @@
-"""Values collected over the blocks by users' forward hooks, as seen on stages that do not hold these blocks.
+"""Values collected over the blocks by users' forward hooks, as seen on stages that do not hold
+these blocks.
 
-A hook sees its module on the stage that holds it. What it is given there crosses with the hidden state, and the placeholders of the stages
-behind call it once more. So on the last stage it has seen all blocks::
+A hook sees its module on the stage that holds it. What it is given there crosses with the hidden
+state, and the placeholders of the stages behind call it once more. So on the last stage it has seen
+all blocks::
 
     stage 0     block 0: hook(y0)    block 1: leaves with y0
     stage 1     Earlier: hook(y0)    block 1: hook(y1)          loss of [y0, y1]
@@ -42,15 +44,18 @@ class UserHooks:
     before: tuple[tuple[Hook, bool], ...]
 
     def watch(self, note: Callable[[str, int, object], None]) -> None:
-        """Have each that is still there followed by ``note(name, its position, output)``, where it only looks: what changes the output
-        need not run again elsewhere."""
+        """Have each that is still there followed by ``note(name, its position, output)``, where it
+        only looks: what changes the output need not run again elsewhere."""
         registered, _ = forward_hooks(self.module)
         for position, (key, (hook, _)) in enumerate(self.hooks.items()):
             if key in registered:
-                registered[key] = eager(self.module, partial(_noted, hook, partial(note, self.name, position)))
+                registered[key] = eager(
+                    self.module, partial(_noted, hook, partial(note, self.name, position))
+                )
 
     def replay(self, position: int, args: tuple[object, ...], output: object) -> None:
-        """Call one with what it was given on the stage of its module, behind the pre-hooks of the same object."""
+        """Call one with what it was given on the stage of its module, behind the pre-hooks of the
+        same object."""
         hook, with_kwargs = tuple(self.hooks.values())[position]
         for pre_hook, takes_kwargs in self.before:
             if _owner(pre_hook) is _owner(hook):
@@ -59,17 +64,22 @@ class UserHooks:
 
 
 def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator[UserHooks]:
-    """Those of ``module``, called ``name``, and of the modules inside; not those of profilers and captures."""
+    """Those of ``module``, called ``name``, and of the modules inside; not those of profilers and
+    captures."""
     for suffix, child in module.named_modules() if inside else [("", module)]:
         hooks, with_kwargs = forward_hooks(child)
         found = {
-            key: (hook, key in with_kwargs) for key, hook in hooks.items() if not is_capture(hook) and not is_profiling(hook)
+            key: (hook, key in with_kwargs)
+            for key, hook in hooks.items()
+            if not is_capture(hook) and not is_profiling(hook)
         }
         if found:
             owners = [owner for hook, _ in found.values() if (owner := _owner(hook)) is not None]
             registered, with_kwargs = forward_pre_hooks(child)
             pre_hooks = [(hook, key in with_kwargs) for key, hook in registered.items()]
-            before = tuple(entry for entry in pre_hooks if any(_owner(entry[0]) is owner for owner in owners))
+            before = tuple(
+                entry for entry in pre_hooks if any(_owner(entry[0]) is owner for owner in owners)
+            )
             yield UserHooks(f"{name}.{suffix}" if suffix else name, child, found, before)
 
 
@@ -79,7 +89,8 @@ def _owner(hook: Hook) -> object:
 
 
 def eager(module: nn.Module, hook: Hook) -> Hook:
-    """``module.compile()`` compiles the hooks too; ours look at the identity of tensors, which is none of a compiler's business."""
+    """``module.compile()`` compiles the hooks too; ours look at the identity of tensors, which is
+    none of a compiler's business."""
     return untraced(hook) if is_compiled(module) else hook
 
 

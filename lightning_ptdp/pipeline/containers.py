@@ -1,4 +1,5 @@
-"""The repeated containers of a model. Their layers, those of one container after those of the other, are what a pipeline cuts::
+"""The repeated containers of a model. Their layers, those of one container after those of the
+other, are what a pipeline cuts::
 
 containers   encoder.block          decoder.block
 layers       0    1    2    3       4    5    6    7
@@ -16,7 +17,8 @@ from torch import nn
 __all__ = ["Blocks", "Layer", "Place", "as_names", "layers_of", "places_of"]
 
 Blocks: TypeAlias = str | Sequence[str]
-"""Dotted name of the repeated container, or of several in the order in which they are called; "" is the module itself."""
+"""Dotted name of the repeated container, or of several in the order in which they are called; "" is
+the module itself."""
 
 
 def as_names(blocks: Blocks) -> tuple[str, ...]:
@@ -47,11 +49,25 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
     """The layers of all containers, in order. A module that is there twice counts twice."""
     found, names = [], as_names(blocks)
     for index, name in enumerate(names):
-        keys = [key for key, child in model.get_submodule(name)._modules.items() if child is not None]
+        keys = [
+            key for key, child in model.get_submodule(name)._modules.items() if child is not None
+        ]
         for key in keys:
             own = f"{name}.{key}" if name else key
-            is_first, is_last, is_followed = key == keys[0], key == keys[-1], key == keys[-1] and name != names[-1]
-            found.append(Layer(name=own, container=index, is_first=is_first, is_last=is_last, is_followed=is_followed))
+            is_first, is_last, is_followed = (
+                key == keys[0],
+                key == keys[-1],
+                key == keys[-1] and name != names[-1],
+            )
+            found.append(
+                Layer(
+                    name=own,
+                    container=index,
+                    is_first=is_first,
+                    is_last=is_last,
+                    is_followed=is_followed,
+                )
+            )
     return found
 
 
@@ -62,7 +78,8 @@ class Place:
     Attributes:
         container: The container of its first layer.
         inside: Whether that container began on an earlier stage.
-        entrance: Name of the last layer on the stage before, whose output is received; "" on the first stage.
+        entrance: Name of the last layer on the stage before, whose output is received; "" on the
+            first stage.
     """
 
     container: int

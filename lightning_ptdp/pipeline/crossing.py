@@ -1,16 +1,18 @@
 """Tensors sent from one pipeline stage to the next, and the gradients that return.
 
-A block may return one tensor or a nest of tuples, lists and dictionaries; whichever of its tensors the next block is given cross, each
-once. Beside them cross *extras*: tensors from before the blocks that blocks are given as further arguments (the memory of a cross
-attention, a relative bias), in so far as the next stage cannot compute them itself::
+A block may return one tensor or a nest of tuples, lists and dictionaries; whichever of its tensors
+the next block is given cross, each
+once. Beside them cross *extras*: tensors from before the blocks that blocks are given as further
+arguments (the memory of a cross attention, a relative bias), in so far as the next stage cannot
+compute them itself::
 
     x, y = block(x, y, memory=m)        tensors   x            y            m
                                         output    (At(0), At(1))
                                         extras    (("memory",), 2)
 
-and what is *collected* over the blocks of all stages so far, so that the last one has it whole: what they returned, for the hooks on them
-and the sums over them, and what a Hugging Face model captures of its layers.
-"""
+and what is *collected* over the blocks of all stages so far, so that the last one has it whole:
+what they returned, for the hooks on them and the sums over them, and what a Hugging Face model
+captures of its layers."""
 
 from __future__ import annotations
 
@@ -48,11 +50,13 @@ Nest = TypeVar("Nest")
 
 
 class StageError(PTDPError, RuntimeError):
-    """The model's forward did something that a pipeline stage cannot honour; the message says what and how to mend it."""
+    """The model's forward did something that a pipeline stage cannot honour; the message says what
+    and how to mend it."""
 
 
 class StageExit(BaseException):
-    """Leaves the user's step at the end of a stage; a BaseException, so that ``except Exception`` lets it through."""
+    """Leaves the user's step at the end of a stage; a BaseException, so that ``except Exception``
+    lets it through."""
 
     def __init__(self, crossing: Crossing) -> None:
         super().__init__("left the step at the end of a pipeline stage")
@@ -67,8 +71,8 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         differentiable: Whether a gradient comes back for it.
-        alike: Whether all tensor-parallel ranks hold it, and its gradient, alike: true of a hidden state. A bias of the attention has
-            the values, or the gradients, of a rank's own heads.
+        alike: Whether all tensor-parallel ranks hold it, and its gradient, alike: true of a hidden
+            state. A bias of the attention has the values, or the gradients, of a rank's own heads.
     """
 
     shape: tuple[int, ...]
@@ -101,7 +105,8 @@ class Form:
         output: What the last block of the stage returned, with an ``At`` in place of each tensor.
         extras: Places of further arguments, and which tensor belongs there.
         collected: The same of what was collected over the blocks; None for nothing.
-        past: Of each container whose blocks have all run, ``output`` and ``tensors`` of what the last one returned.
+        past: Of each container whose blocks have all run, ``output`` and ``tensors`` of what the
+            last one returned.
     """
 
     tensors: tuple[TensorForm, ...] = ()
@@ -126,7 +131,8 @@ class Form:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Tensors on their way over a stage boundary: activations with their form, or the gradients of a crossing's differentiable ones.
+    """Tensors on their way over a stage boundary: activations with their form, or the gradients of
+    a crossing's differentiable ones.
 
     Attributes:
         tensors: No two of them the same.
@@ -142,32 +148,48 @@ class Crossing:
         return tuple(form for form in self.form.tensors if form.differentiable)
 
     def entering(self, *, training: bool = True) -> Crossing:
-        """Return the crossing on which the next stage works: the same values, detached from the graph.
+        """Return the crossing on which the next stage works: the same values, detached from the
+        graph.
 
         In training the differentiable ones are leaves that collect gradients.
         """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
-        tensors = (t.detach().requires_grad_() if training and form.differentiable else t.detach() for t, form in pairs)
+        tensors = (
+            t.detach().requires_grad_() if training and form.differentiable else t.detach()
+            for t, form in pairs
+        )
         return Crossing(tuple(tensors), self.form)
 
     def writable(self) -> Crossing:
-        """Return aliases of the tensors that entered, into which a block may write, as it may not into leaves of the graph."""
-        tensors = (_Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in self.tensors)
+        """Return aliases of the tensors that entered, into which a block may write, as it may not
+        into leaves of the graph."""
+        tensors = (
+            _Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in self.tensors
+        )
         return Crossing(tuple(tensors), self.form)
 
     def roots(self) -> Roots:
-        """Return the starting points of the backward, one for each awaited gradient; None if nothing here needs it.
+        """Return the starting points of the backward, one for each awaited gradient; None if
+        nothing here needs it.
 
         Keeps no activation alive.
         """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
-        return tuple(get_gradient_edge(tensor) if tensor.requires_grad else None for tensor, form in pairs if form.differentiable)
+        return tuple(
+            get_gradient_edge(tensor) if tensor.requires_grad else None
+            for tensor, form in pairs
+            if form.differentiable
+        )
 
     def gradients(self) -> Crossing:
-        """After the backward of the stage that it entered: a gradient for each differentiable tensor, zeros where none came."""
+        """After the backward of the stage that it entered: a gradient for each differentiable
+        tensor, zeros where none came."""
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         entered = [tensor for tensor, form in pairs if form.differentiable]
-        tensors = (tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in entered)
+        tensors = (
+            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+            for tensor in entered
+        )
         return Crossing(tuple(tensors), Form(tensors=self.awaited))
 
 
@@ -188,15 +210,18 @@ Roots = tuple[Tensor | GradientEdge | None, ...]
 
 
 def backward(roots: Roots, gradients: Crossing | None) -> None:
-    """The backward of one stage: from its roots with the gradients that came back, or (None) from a scalar loss."""
+    """The backward of one stage: from its roots with the gradients that came back, or (None) from a
+    scalar loss."""
     incoming = (None,) * len(roots) if gradients is None else gradients.tensors
-    pairs = [(root, gradient) for root, gradient in zip(roots, incoming, strict=True) if root is not None]
+    pairs = [
+        (root, gradient) for root, gradient in zip(roots, incoming, strict=True) if root is not None
+    ]
     starts: Any = [root for root, _ in pairs]
     if starts:
         torch.autograd.backward(starts, [gradient for _, gradient in pairs])
 
 
-# ---- nests of tuples, lists and dictionaries --------------------------------------------------------------------------
+# ---- nests of tuples, lists and dictionaries -----------------------------------------------------
 
 
 def tensors_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -229,8 +254,8 @@ def _items(value: object) -> list[tuple[int | str, object]]:
 
 
 def describe(value: object, index: Callable[[Tensor], int | None], block: str) -> object:
-    """Return the output of ``block`` with an ``At`` in place of each tensor; ``index`` gives the tensor's position in the crossing, or
-    None.
+    """Return the output of ``block`` with an ``At`` in place of each tensor; ``index`` gives the
+    tensor's position in the crossing, or None.
 
     Raises:
         StageError: Something in it can neither be sent nor be built again on the other side.
@@ -242,16 +267,22 @@ def describe(value: object, index: Callable[[Tensor], int | None], block: str) -
         if item is None or type(item) in (bool, int, float, str):
             return item
         raise StageError(
-            f"block '{block}' returned a {type(item).__name__}, which cannot be built again on the next pipeline stage. What blocks return "
-            "may be tensors, None, numbers and strings, in plain tuples, lists and dictionaries with int or str keys; keep other objects "
-            "inside the block (a Hugging Face model: use_cache=False), or use pipeline_parallel_size=1"
+            f"block '{block}' returned a {type(item).__name__}, which cannot be built again on "
+            "the next pipeline stage. What blocks return "
+            "may be tensors, None, numbers and strings, in plain tuples, lists and dictionaries "
+            "with int or str keys; keep other objects "
+            "inside the block (a Hugging Face model: use_cache=False), or use "
+            "pipeline_parallel_size=1"
         )
 
     return _mapped(value, described)
 
 
-def rebuild(described: object, tensors: Sequence[Tensor], elsewhere: Callable[[], Tensor] | None = None) -> Any:
-    """Rebuild the output that ``describe`` described, with ``elsewhere()`` for tensors that did not cross, if there may be any."""
+def rebuild(
+    described: object, tensors: Sequence[Tensor], elsewhere: Callable[[], Tensor] | None = None
+) -> Any:
+    """Rebuild the output that ``describe`` described, with ``elsewhere()`` for tensors that did not
+    cross, if there may be any."""
 
     def built(item: object) -> object:
         if not isinstance(item, At):
@@ -268,6 +299,10 @@ def _mapped(value: object, change: Callable[[object], object]) -> object:
     """A new nest with all that is no plain container changed."""
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_mapped(item, change) for item in value)
-    if isinstance(value, dict) and type(value) is dict and all(type(key) in (int, str) for key in value):
+    if (
+        isinstance(value, dict)
+        and type(value) is dict
+        and all(type(key) in (int, str) for key in value)
+    ):
         return {key: _mapped(item, change) for key, item in value.items()}
     return change(value)

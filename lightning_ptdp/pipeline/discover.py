@@ -1,9 +1,9 @@
 """Finding the repeated containers of a model and what stands before, between and after them.
 
-What a plan does not say is seen by running the forward without data, where there is an example of its input (``call_order.py``). Else the
-order of registration is taken for the order of the calls, but never trusted silently: a module that turns out to be called on the
-wrong side of the blocks raises at the first microbatch (``stage.py``), naming the list that it belongs to.
-"""
+What a plan does not say is seen by running the forward without data, where there is an example of
+its input (``call_order.py``). Else the order of registration is taken for the order of the calls,
+but never trusted silently: a module that turns out to be called on the wrong side of the blocks
+raises at the first microbatch (``stage.py``), naming the list that it belongs to."""
 
 from __future__ import annotations
 
@@ -21,46 +21,82 @@ __all__ = ["find_blocks", "find_parts"]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the repeated containers: the list or sequence of modules that holds the most parameters, and lists beside it of
-    members of one class that hold a share worth cutting, as the encoder's beside the decoder's.
+    """Dotted names of the repeated containers: the list or sequence of modules that holds the most
+    parameters, and lists beside it of members of one class that hold a share worth cutting, as the
+    encoder's beside the decoder's.
 
     Raises:
-        ValueError: There is none with at least two members that have parameters; says how to name it.
+        ValueError: There is none with at least two members that have parameters; says how to name
+            it.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)}
-    counts = {name: [sum(p.numel() for p in child.parameters()) for child in module.children()] for name, module in found.items()}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+    counts = {
+        name: [sum(p.numel() for p in child.parameters()) for child in module.children()]
+        for name, module in found.items()
+    }
     sizes = {name: sum(count) for name, count in counts.items() if sum(c > 0 for c in count) > 1}
     if not sizes:
         raise ValueError(
-            f"no repeated container found in {type(model).__name__}: looked for an nn.ModuleList or nn.Sequential with at least two "
-            "members that have parameters. Name it with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without one trains "
+            f"no repeated container found in {type(model).__name__}: looked for an nn.ModuleList "
+            "or nn.Sequential with at least two "
+            "members that have parameters. Name it with "
+            "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without one trains "
             "with pipeline_parallel_size=1"
         )
     best = max(sizes, key=lambda name: sizes[name])
     if _is_detail(model, best, sizes[best]):
         raise ValueError(
-            f"no repeated container found in {type(model).__name__}: its largest list of modules, '{best}', is a small part of it. Name "
-            "another with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without one trains with "
+            f"no repeated container found in {type(model).__name__}: its largest list of modules, "
+            f"'{best}', is a small part of it. Name "
+            "another with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without "
+            "one trains with "
             "pipeline_parallel_size=1"
         )
-    beside = [name for name in sizes if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)]
-    beside = [name for name in beside if len({type(child) for child in found[name].children()}) == 1]
-    return _in_order([name for name in sizes if name == best or name in beside], best, call_order(model) if beside else None)
+    beside = [
+        name
+        for name in sizes
+        if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)
+    ]
+    beside = [
+        name for name in beside if len({type(child) for child in found[name].children()}) == 1
+    ]
+    return _in_order(
+        [name for name in sizes if name == best or name in beside],
+        best,
+        call_order(model) if beside else None,
+    )
 
 
 _SHARE = 1 / 8
-"""Smallest share of the largest container's parameters that makes another container count. A smaller one may be a head."""
+"""Smallest share of the largest container's parameters that makes another container count. A
+smaller one may be a head."""
 
 
 def _is_detail(model: nn.Module, name: str, size: int) -> bool:
-    """Return True for a list of single layers, such as the projections of an attention's heads, beside much larger modules."""
+    """Return True for a list of single layers, such as the projections of an attention's heads,
+    beside much larger modules."""
     container = model.get_submodule(name)
-    if not isinstance(container, nn.ModuleList) or any(any(True for _ in child.children()) for child in container):
+    if not isinstance(container, nn.ModuleList) or any(
+        any(True for _ in child.children()) for child in container
+    ):
         return False
     parent, beside = model, 0
     for step in name.split("."):
-        composite = [child for key, child in parent.named_children() if key != step and any(True for _ in child.children())]
-        parts = [part for child in composite for part in child.modules() if not isinstance(part, nn.Embedding)]
+        composite = [
+            child
+            for key, child in parent.named_children()
+            if key != step and any(True for _ in child.children())
+        ]
+        parts = [
+            part
+            for child in composite
+            for part in child.modules()
+            if not isinstance(part, nn.Embedding)
+        ]
         beside += sum(p.numel() for part in parts for p in part.parameters(recurse=False))
         parent = parent.get_submodule(step)
     return size < _SHARE * beside
@@ -81,8 +117,9 @@ def find_parts(
 ) -> ModelParts:
     """Return the positions of the modules with parameters relative to the containers.
 
-    With several containers, what runs before the first is taken to be needed before the others too (a target's embedding may be looked
-    up before the encoder runs) unless it is named in ``before``.
+    With several containers, what runs before the first is taken to be needed before the others too
+    (a target's embedding may be looked up before the encoder runs) unless it is named in
+    ``before``.
 
     Args:
         model: The whole, uncut module.
@@ -93,8 +130,8 @@ def find_parts(
         everywhere: Modules known to be used without being called; what an example shows is added.
 
     Raises:
-        ValueError: A named module does not exist (with the nearest names); the forward does not call the layers one after the other,
-            or calls a module on both sides of them.
+        ValueError: A named module does not exist (with the nearest names); the forward does not
+            call the layers one after the other, or calls a module on both sides of them.
     """
     names = find_blocks(model) if blocks is None else as_names(blocks)
     for name in names:
@@ -104,10 +141,16 @@ def find_parts(
     for field, given in {**known, "everywhere": everywhere}.items():
         for name in given:
             _named(model, name, field)
-    guessed = _by_registration(model, names, known={name for given in known.values() for name in given})
+    guessed = _by_registration(
+        model, names, known={name for given in known.values() for name in given}
+    )
     order = call_order(model) if guessed else None
     for name, place in guessed.items():
-        places = {place} if order is None else _called_at(name, order, model=model, blocks=names, otherwise=place)
+        places = (
+            {place}
+            if order is None
+            else _called_at(name, order, model=model, blocks=names, otherwise=place)
+        )
         if 0 in places:
             known["before"].append(name)
         if len(names) > 1 and min(places) < len(names):
@@ -115,13 +158,20 @@ def find_parts(
         if len(names) in places:
             known["after"].append(name)
     outside = {top for given in known.values() for top in given}
-    uncalled = {name for name in used_uncalled(model) if any(f"{name}.".startswith(f"{top}.") for top in outside)}
+    uncalled = {
+        name
+        for name in used_uncalled(model)
+        if any(f"{name}.".startswith(f"{top}.") for top in outside)
+    }
     kept = tuple(sorted({*everywhere, *uncalled}))
-    return ModelParts(blocks=names, everywhere=kept, **{field: tuple(found) for field, found in known.items()})
+    return ModelParts(
+        blocks=names, everywhere=kept, **{field: tuple(found) for field, found in known.items()}
+    )
 
 
 def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]) -> dict[str, int]:
-    """The modules with parameters beside the containers, and behind how many of them each is registered."""
+    """The modules with parameters beside the containers, and behind how many of them each is
+    registered."""
     found: dict[str, int] = {}
     passed = 0
 
@@ -141,11 +191,15 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]
     return found
 
 
-def _called_at(name: str, order: Sequence[str], *, model: nn.Module, blocks: Sequence[str], otherwise: int) -> set[int]:
-    """Behind how many containers the forward calls ``name``, or what is in it; ``otherwise`` if it does not call it at all.
+def _called_at(
+    name: str, order: Sequence[str], *, model: nn.Module, blocks: Sequence[str], otherwise: int
+) -> set[int]:
+    """Behind how many containers the forward calls ``name``, or what is in it; ``otherwise`` if it
+    does not call it at all.
 
     Raises:
-        ValueError: The layers are not called one after the other, or ``name`` is called before and behind them.
+        ValueError: The layers are not called one after the other, or ``name`` is called before and
+            behind them.
     """
     spans = []
     for container in blocks:
@@ -155,31 +209,38 @@ def _called_at(name: str, order: Sequence[str], *, model: nn.Module, blocks: Seq
             return {otherwise}
         if called != layers:
             raise ValueError(
-                f"'{container}' looks like the repeated container of {type(model).__name__}, but its forward does not call its "
+                f"'{container}' looks like the repeated container of {type(model).__name__}, but "
+                "its forward does not call its "
                 f"{len(layers)} members once each and in order; name the container with "
-                "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use pipeline_parallel_size=1"
+                "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
+                "pipeline_parallel_size=1"
             )
         spans.append((order.index(layers[0]), order.index(layers[-1])))
     for (first, (_, stop)), (second, (start, _)) in pairwise(zip(blocks, spans, strict=True)):
         if stop > start:
             raise ValueError(
-                f"blocks={tuple(blocks)!r}, but the forward of {type(model).__name__} does not call all of '{first}' before '{second}'; "
+                f"blocks={tuple(blocks)!r}, but the forward of {type(model).__name__} does not "
+                f"call all of '{first}' before '{second}'; "
                 "name containers in the order of their calls, or one only"
             )
-    calls = [place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")]
+    calls = [
+        place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")
+    ]
     sides = {sum(start < place for start, _ in spans) for place in calls}
     is_inside = any(start <= place <= stop for place in calls for start, stop in spans)
     if is_inside or (len(blocks) in sides and len(sides) > 1):
         containers = " and ".join(f"'{container}'" for container in blocks)
         raise ValueError(
-            f"'{name}' is called more than once, before, between or behind the layers of {containers}; a pipeline keeps it at one end. "
+            f"'{name}' is called more than once, before, between or behind the layers of "
+            f"{containers}; a pipeline keeps it at one end. "
             "Use two modules with a tied weight, or pipeline_parallel_size=1"
         )
     return sides or {otherwise}
 
 
 def _in_order(names: Sequence[str], best: str, order: Sequence[str] | None) -> tuple[str, ...]:
-    """The containers in the order of their calls; only the largest where the calls of the others are mixed with its own."""
+    """The containers in the order of their calls; only the largest where the calls of the others
+    are mixed with its own."""
     if order is None:
         return tuple(names)
     spans = {}
@@ -188,7 +249,9 @@ def _in_order(names: Sequence[str], best: str, order: Sequence[str] | None) -> t
         if calls:
             spans[name] = (calls[0], calls[-1])
     ordered = sorted(spans, key=lambda name: spans[name])
-    if best not in ordered or any(spans[first][1] > spans[second][0] for first, second in pairwise(ordered)):
+    if best not in ordered or any(
+        spans[first][1] > spans[second][0] for first, second in pairwise(ordered)
+    ):
         return (best,)
     return tuple(ordered)
 
@@ -197,14 +260,21 @@ def _check_container(model: nn.Module, blocks: str) -> None:
     container = _named(model, blocks, "blocks")
     if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         raise ValueError(
-            f"blocks='{blocks}' is a {type(container).__name__}; the repeated container must be an nn.ModuleList, nn.Sequential or "
+            f"blocks='{blocks}' is a {type(container).__name__}; the repeated container must be "
+            "an nn.ModuleList, nn.Sequential or "
             "nn.ModuleDict"
         )
-    unpacked = [key for key, child in container.named_children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+    unpacked = [
+        key
+        for key, child in container.named_children()
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict))
+    ]
     if unpacked:
         raise ValueError(
-            f"blocks='{blocks}' holds lists of modules, such as '{blocks}.{unpacked[0]}', which the model unpacks and does not call, so "
-            "that no stage can begin at one. Put the members of each into a module with a forward, or use pipeline_parallel_size=1"
+            f"blocks='{blocks}' holds lists of modules, such as '{blocks}.{unpacked[0]}', which "
+            "the model unpacks and does not call, so "
+            "that no stage can begin at one. Put the members of each into a module with a "
+            "forward, or use pipeline_parallel_size=1"
         )
 
 
@@ -212,5 +282,8 @@ def _named(model: nn.Module, name: str, field: str) -> nn.Module:
     names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
-        raise ValueError(f"{field}='{name}' names no module of {type(model).__name__}; nearest: {', '.join(near)}")
+        raise ValueError(
+            f"{field}='{name}' names no module of {type(model).__name__}; nearest: "
+            f"{', '.join(near)}"
+        )
     return model.get_submodule(name)

@@ -1,9 +1,11 @@
 """Values that only the first stage has, followed through the model's code in front of the blocks.
 
-Modules before the blocks live on the first stage; on the others stubs return zeros, which placeholder blocks ignore. But a model may use
-what they return for more: give it to every block, add it to the blocks' result, log it. ``Foreign`` marks such tensors, and whatever
-is computed from them, on every stage. So the first stage knows what the next one cannot compute itself (with frozen weights and in
-evaluation too, where ``requires_grad`` tells nothing), and zeros that would be used as if they were values are refused.
+Modules before the blocks live on the first stage; on the others stubs return zeros, which
+placeholder blocks ignore. But a model may use
+what they return for more: give it to every block, add it to the blocks' result, log it. ``Foreign``
+marks such tensors, and whatever is computed from them, on every stage. So the first stage knows
+what the next one cannot compute itself (with frozen weights and in evaluation too, where
+``requires_grad`` tells nothing), and zeros that would be used as if they were values are refused.
 """
 
 from __future__ import annotations
@@ -21,10 +23,22 @@ from lightning_ptdp.shims.torch import storage_key
 __all__ = ["Foreign", "Origin", "known", "plain", "put_instead", "replacement"]
 
 _INSTEAD = "_ptdp_instead"
-_LIKE = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"})
+_LIKE = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+    }
+)
 _NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"})
 _SHAPE_OF_SECOND = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
-_READS = frozenset({"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__reduce_ex__"})
+_READS = frozenset(
+    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__reduce_ex__"}
+)
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 
 
@@ -34,7 +48,8 @@ class Origin:
 
     Attributes:
         why: Why their values may not be used; None where they are true, on the first stage.
-        behind: Whether the blocks have been reached: until then everything that is computed may be meant for them alone.
+        behind: Whether the blocks have been reached: until then everything that is computed may be
+            meant for them alone.
         over: Whether the run has ended; recomputation may still pass them around.
         written: Plain tensors that foreign values were written into.
     """
@@ -45,7 +60,8 @@ class Origin:
     written: list[Tensor] = field(default_factory=list)
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` shares memory with one into which foreign values were written."""
+        """Return True if ``tensor`` shares memory with one into which foreign values were
+        written."""
         if not self.written:
             return False
         memory = storage_key(tensor)
@@ -69,20 +85,33 @@ class Foreign(Tensor):
         return found
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         sources = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Foreign)]
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
         if origin.why is not None and name in _READS and (origin.behind or origin.over):
             raise StageError(origin.why)
-        if origin.behind and not origin.over and any(replacement(tensor) is not None for tensor in sources):
+        if (
+            origin.behind
+            and not origin.over
+            and any(replacement(tensor) is not None for tensor in sources)
+        ):
             # What blocks were given has crossed, and may be used behind them as well.
-            args, kwargs = (substitute(value, lambda _path, tensor: _instead(tensor)) for value in (args, kwargs))
+            args, kwargs = (
+                substitute(value, lambda _path, tensor: _instead(tensor))
+                for value in (args, kwargs)
+            )
             if not any(isinstance(tensor, Foreign) for tensor in _tensors((args, kwargs))):
                 return function(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)
-        if name in _LIKE or name in _NEW or (name in _SHAPE_OF_SECOND and not isinstance(args[0], Foreign)):
+        if (
+            name in _LIKE
+            or name in _NEW
+            or (name in _SHAPE_OF_SECOND and not isinstance(args[0], Foreign))
+        ):
             return plain(result)
         made = [tensor for tensor in _tensors(result) if isinstance(tensor, Foreign)]
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
@@ -127,7 +156,8 @@ def _instead(tensor: Tensor) -> Tensor:
 
 
 def put_instead(tensor: Tensor, by: Tensor | None) -> None:
-    """Note what the blocks of this stage are given in place of ``tensor``: a recomputation must give them the same."""
+    """Note what the blocks of this stage are given in place of ``tensor``: a recomputation must
+    give them the same."""
     setattr(tensor, _INSTEAD, by)
 
 

@@ -16,11 +16,11 @@ _LIMIT_S = 5.0
 
 
 def keep_flight_record(rank: int) -> str:
-    """Write it, over what an earlier run left there; its path, or "" where there is none. Takes some seconds at most and never raises.
+    """Write it, over what an earlier run left there; its path, or "" where there is none. Takes
+    some seconds at most and never raises.
 
-    The recorder is torch's, on by default (``TORCH_FR_BUFFER_SIZE``, before ``TORCH_NCCL_TRACE_BUFFER_SIZE``); ranks of one machine write
-    into one folder of this user.
-    """
+    The recorder is torch's, on by default (``TORCH_FR_BUFFER_SIZE``, before
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``); ranks of one machine write into one folder of this user."""
     path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
     done = threading.Event()
 
@@ -29,7 +29,9 @@ def keep_flight_record(rank: int) -> str:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             part = path.with_name(f".{path.name}.{os.getpid()}")
             part.write_bytes(flight_record())
-            part.replace(path)  # another job of this user on this machine may be read, or write, at this moment
+            part.replace(
+                path
+            )  # another job of this user on this machine may be read, or write, at this moment
             done.set()
 
     # It takes locks that a thread of NCCL's may hold.

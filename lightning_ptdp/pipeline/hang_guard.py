@@ -1,26 +1,27 @@
 """When a rank hangs, where its waits do not say so.
 
-With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device, and the host blocks
-wherever it next reads a result, in a call of C++ that may never return; only another thread can notice. It never touches the device. It
-looks at what the main thread notes (when it began what it is in), and at what was heard of the other ranks (status_board.py):
+With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device,
+and the host blocks wherever it next reads a result, in a call of C++ that may never return; only
+another thread can notice. It never touches the device. It looks at what the main thread notes (when
+it began what it is in), and at what was heard of the other ranks (status_board.py):
 
-=====================================================  ================================  ======================
-what is seen                                           with NCCL                         with gloo
-=====================================================  ================================  ======================
-another rank failed, and this one is stuck             for 10 s, or half of the limit    for 1.2 x the limit
-another rank, or the store, is silent for the limit,   for the limit                     for 1.2 x the limit
-and this one is stuck
-this rank is stuck, and its main thread was in         for 1.1 x the limit               never
-one single call for half of the limit
+=====================================================  ================================
+====================== what is seen                                           with NCCL
+with gloo =====================================================  ================================
+====================== another rank failed, and this one is stuck             for 10 s, or half of
+the limit    for 1.2 x the limit another rank, or the store, is silent for the limit,   for the
+limit                     for 1.2 x the limit and this one is stuck this rank is stuck, and its main
+thread was in         for 1.1 x the limit               never one single call for half of the limit
 this rank failed, and does not come to its end         for the limit                     never
-=====================================================  ================================  ======================
+=====================================================  ================================
+======================
 
-A rank "is stuck" while it is in one action of a step, one collective or one save. Between those (the data loader, callbacks,
-loggers, whatever a user does on the host) it is not watched, except that with NCCL a rank that failed or fell silent ends the others
-after the limit there too. Python that runs for long, such as a compilation, is never in one single call. A process that was stopped, or a
-machine that slept, does not count the time. Where several of these are seen, the failure of another rank is what is told, or else
-the silence of one, if it is half of the limit.
-"""
+A rank "is stuck" while it is in one action of a step, one collective or one save. Between those
+(the data loader, callbacks, loggers, whatever a user does on the host) it is not watched, except
+that with NCCL a rank that failed or fell silent ends the others after the limit there too. Python
+that runs for long, such as a compilation, is never in one single call. A process that was stopped,
+or a machine that slept, does not count the time. Where several of these are seen, the failure of
+another rank is what is told, or else the silence of one, if it is half of the limit."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Sight:
         heard: The other ranks.
         answered_at: When the store last answered.
         unanswered_s: How long it has not answered.
-        pulse: Another number whenever the main thread has run Python since the last time; None: it was not asked.
+        pulse: Another number whenever the main thread has run Python since the last time; None: it
+            was not asked.
     """
 
     now: float
@@ -91,9 +93,17 @@ class Judge:
         self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
         self._last = seen.now
         stuck = self._unchanged("note", (seen.note, seen.failed))
-        failures, silences, calls = self._failures(seen), self._silences(seen), self._in_one_call(seen)
+        failures, silences, calls = (
+            self._failures(seen),
+            self._silences(seen),
+            self._in_one_call(seen),
+        )
         if seen.failed:
-            return "it failed, and does not come to its end" if stuck > self._limit_s and not self._waits_raise else ""
+            return (
+                "it failed, and does not come to its end"
+                if stuck > self._limit_s and not self._waits_raise
+                else ""
+            )
         if self._waits_raise and not seen.watched:
             return ""
         patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
@@ -103,7 +113,9 @@ class Judge:
             return _failure(seen, failed[0])
         if stuck <= patience:
             return ""
-        reason = self._own_reason(silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0)
+        reason = self._own_reason(
+            silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0
+        )
         causes = [rank for rank in failures if not seen.heard[rank].status.failure.startswith(LOST)]
         return _failure(seen, causes[0]) if reason and causes else reason
 
@@ -128,19 +140,30 @@ class Judge:
         return self._unchanged("pulse", seen.pulse)
 
     def _failures(self, seen: Sight) -> dict[int, float]:
-        """By rank, how long it has been known to have failed; what was heard of an earlier training in this world does not count."""
-        failed = {rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if heard.lived}
-        return {rank: self._unchanged(("failed", rank), bool(failure)) for rank, failure in failed.items() if failure}
+        """By rank, how long it has been known to have failed; what was heard of an earlier training
+        in this world does not count."""
+        failed = {
+            rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if heard.lived
+        }
+        return {
+            rank: self._unchanged(("failed", rank), bool(failure))
+            for rank, failure in failed.items()
+            if failure
+        }
 
     def _silences(self, seen: Sight) -> dict[str, float]:
-        """By name, how long a rank has said nothing although the store answered, and how long the store has not answered."""
+        """By name, how long a rank has said nothing although the store answered, and how long the
+        store has not answered."""
         silences = {
             f"rank {rank}": min(self._unchanged(rank, heard), seen.answered_at - heard.at)
             for rank, heard in sorted(seen.heard.items())
             if not heard.status.is_done
         }
         store = min(self._unchanged("store", seen.answered_at), seen.unanswered_s)
-        return {**silences, "rank 0, which keeps the store (or torchrun does),": store if seen.watched else 0.0}
+        return {
+            **silences,
+            "rank 0, which keeps the store (or torchrun does),": store if seen.watched else 0.0,
+        }
 
 
 def _failure(seen: Sight, rank: int) -> str:
@@ -148,17 +171,21 @@ def _failure(seen: Sight, rank: int) -> str:
 
 
 class Guard:
-    """Calls ``look`` every ``interval_s`` seconds on a thread of its own, until it is closed or garbage, or ``look`` returns False."""
+    """Calls ``look`` every ``interval_s`` seconds on a thread of its own, until it is closed or
+    garbage, or ``look`` returns False."""
 
     def __init__(self, look: Callable[[], bool], *, interval_s: float) -> None:
         closing = threading.Event()
-        self._thread = threading.Thread(target=_watch, args=(look, interval_s, closing), name="ptdp guard", daemon=True)
+        self._thread = threading.Thread(
+            target=_watch, args=(look, interval_s, closing), name="ptdp guard", daemon=True
+        )
         self._thread.start()
         self._finalizer = weakref.finalize(self, closing.set)
         self._finalizer.atexit = False
 
     def close(self, limit_s: float = 1.0) -> None:
-        """Look no more; waits for the thread, but no longer than ``limit_s``: ``look`` may hang in a store that is frozen."""
+        """Look no more; waits for the thread, but no longer than ``limit_s``: ``look`` may hang in
+        a store that is frozen."""
         self._finalizer()
         self._thread.join(limit_s)
 
@@ -175,11 +202,13 @@ class Pulse:
     def __init__(self) -> None:
         self.beats, self._asked = 0, False
         self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._beat)
-        # A call that is pending cannot be taken back: what is to be called has to be there for ever.
+        # A call that is pending cannot be taken back: what is to be called has to be there for
+        # ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
 
     def ask(self) -> int:
-        """Have the main thread count on as soon as it comes to its next instruction; how far it is now."""
+        """Have the main thread count on as soon as it comes to its next instruction; how far it is
+        now."""
         if not self._asked:
             self._asked = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)

@@ -1,17 +1,20 @@
-"""Sends and receives between neighbouring stages: just-in-time buffers, one communicator a direction.
+"""Sends and receives between neighbouring stages: just-in-time buffers, one communicator a
+direction.
 
-What crosses is not agreed in advance. Its shapes depend on the microbatch alone, and every rank of a replica reads the same
-microbatches; so the first time that a microbatch of a new signature (shapes and dtypes of its tensors) crosses a boundary, a header
-goes ahead, and afterwards both sides know without asking::
+What crosses is not agreed in advance. Its shapes depend on the microbatch alone, and every rank of
+a replica reads the same microbatches; so the first time that a microbatch of a new signature
+(shapes and dtypes of its tensors) crosses a boundary, a header goes ahead, and afterwards both
+sides know without asking::
 
     header      int64, the length of ...
     form        ... this many pickled bytes: shapes, dtypes, structure (crossing.py)
     tensors     one message each
 
-Under tensor parallelism without sequence parallelism the t ranks of a stage hold the same hidden state. With ``scatter`` each sends
-1/t of it to its neighbour, and the receivers gather it over their own, faster links (arXiv 2104.04473, section 4.1). Only the first
-tensor that a block returns counts as the hidden state: a bias of the attention beside it may be that of a rank's own heads.
-"""
+Under tensor parallelism without sequence parallelism the t ranks of a stage hold the same hidden
+state. With ``scatter`` each sends 1/t of it to its neighbour, and the receivers gather it over
+their own, faster links (arXiv 2104.04473, section 4.1). Only the first
+tensor that a block returns counts as the hidden state: a bias of the attention beside it may be
+that of a rank's own heads."""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ _MIN_OUTSTANDING = 4
 
 
 class PeerError(PTDPError, RuntimeError):
-    """A neighbour did not answer within the limit or went away; the message names the rank and the action."""
+    """A neighbour did not answer within the limit or went away; the message names the rank and the
+    action."""
 
 
 @dataclass(eq=False)
@@ -50,7 +54,8 @@ class Receipt:
         key: Under which the form is known, for a hidden state.
         form: What comes, once known; until then a header is awaited.
         buffers: Posted, one a tensor (or the header's).
-        works: Handles of what was posted; None while an earlier header of the channel is awaited, since messages arrive in order.
+        works: Handles of what was posted; None while an earlier header of the channel is awaited,
+            since messages arrive in order.
     """
 
     transport: Transport
@@ -63,7 +68,8 @@ class Receipt:
     works: list[dist.Work | None] | None = None
 
     def post(self) -> bool:
-        """Post the receives of the tensors if their form is known, else of the header; whether it was the former."""
+        """Post the receives of the tensors if their form is known, else of the header; whether it
+        was the former."""
         transport = self.transport
         if self.form is None:
             self.form = transport.known.get(self.key)
@@ -77,7 +83,9 @@ class Receipt:
         """Wait for the header and the form, and post the receives of the tensors behind it."""
         assert self.form is None and self.key is not None
         (length,) = self._arrived()
-        self._post([torch.empty(int(length.item()), dtype=torch.uint8, device=self.transport.device)])
+        self._post(
+            [torch.empty(int(length.item()), dtype=torch.uint8, device=self.transport.device)]
+        )
         (encoded,) = self._arrived()
         self.transport.known[self.key] = Form.decode(bytes(encoded.tolist()))
         self.post()
@@ -93,7 +101,11 @@ class Receipt:
 
     def _post(self, buffers: list[Tensor]) -> None:
         self.buffers = buffers
-        self.works = [self.transport.irecv(buffer, self.source, self.direction) for buffer in buffers if buffer.numel()]
+        self.works = [
+            self.transport.irecv(buffer, self.source, self.direction)
+            for buffer in buffers
+            if buffer.numel()
+        ]
 
     def _arrived(self) -> list[Tensor]:
         assert self.works is not None
@@ -142,15 +154,17 @@ class Transport:
     def begin(self, schedule: Schedule) -> None:
         """A program of ``schedule`` starts.
 
-        gloo does not tell when a message has left, so there the oldest of a channel is waited for. That cannot deadlock,
-        as long as a channel may have as many messages under way as its receiver asks for ahead of their use.
-        """
+        gloo does not tell when a message has left, so there the oldest of a channel is waited for.
+        That cannot deadlock, as long as a channel may have as many messages under way as its
+        receiver asks for ahead of their use."""
         if schedule is not self._schedule and self.device.type == "cpu":
             self._schedule, self._limit = schedule, max(_MIN_OUTSTANDING, receives_ahead(schedule))
 
-    # ---- hidden states ------------------------------------------------------------------------------------------------
+    # ---- hidden states ---------------------------------------------------------------------------
 
-    def send_forward(self, what: str, crossing: Crossing, *, target: int, signature: Hashable) -> None:
+    def send_forward(
+        self, what: str, crossing: Crossing, *, target: int, signature: Hashable
+    ) -> None:
         """Send what crosses to global rank ``target``; returns at once.
 
         Args:
@@ -165,8 +179,13 @@ class Transport:
         key, header = (what.partition(".")[0], signature), []
         if key not in self.known:
             self.known[key] = crossing.form
-            encoded = torch.frombuffer(bytearray(crossing.form.encode()), dtype=torch.uint8).to(self.device)
-            header = [torch.tensor([encoded.numel()], dtype=torch.int64, device=self.device), encoded]
+            encoded = torch.frombuffer(bytearray(crossing.form.encode()), dtype=torch.uint8).to(
+                self.device
+            )
+            header = [
+                torch.tensor([encoded.numel()], dtype=torch.int64, device=self.device),
+                encoded,
+            ]
         elif self.known[key] != crossing.form:
             raise ValueError(_changed(what, self.known[key], crossing.form))
         self._send(what, crossing, target, "forward", header)
@@ -175,31 +194,35 @@ class Transport:
         """Post the receive of what crosses from global rank ``source``."""
         receipt = Receipt(self, what, source, "forward", key=(what.partition(".")[0], signature))
         queue = self._queues.setdefault(source, deque())
-        # Behind a header whose hidden state has not been asked for, nothing else may be: messages of a channel arrive in order.
+        # Behind a header whose hidden state has not been asked for, nothing else may be: messages
+        # of a channel arrive in order.
         if queue or not receipt.post():
             queue.append(receipt)
         return receipt
 
     def advance(self, source: int) -> None:
-        """Wait for the oldest header of the channel from ``source``, then post what was asked for behind it."""
+        """Wait for the oldest header of the channel from ``source``, then post what was asked for
+        behind it."""
         queue = self._queues[source]
         queue.popleft().learn()
         while queue and queue[0].post():
             queue.popleft()
 
-    # ---- gradients ----------------------------------------------------------------------------------------------------
+    # ---- gradients -------------------------------------------------------------------------------
 
     def send_backward(self, what: str, gradients: Crossing, *, target: int) -> None:
         """Send the gradients of what was received to the rank that sent it; returns at once."""
         self._send(what, gradients, target, "backward", [])
 
-    def receive_backward(self, what: str, *, source: int, awaited: tuple[TensorForm, ...]) -> Receipt:
+    def receive_backward(
+        self, what: str, *, source: int, awaited: tuple[TensorForm, ...]
+    ) -> Receipt:
         """Post the receive of the gradients that a crossing awaits."""
         receipt = Receipt(self, what, source, "backward", form=Form(tensors=awaited))
         receipt.post()
         return receipt
 
-    # ---- one tensor ---------------------------------------------------------------------------------------------------
+    # ---- one tensor ------------------------------------------------------------------------------
 
     def shares(self, form: TensorForm) -> int:
         """Return the number of ranks that send a tensor together, each an equal part of it."""
@@ -215,25 +238,31 @@ class Transport:
         return torch.empty(shape, dtype=form.dtype, device=self.device)
 
     def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
-        """The whole tensor from what one rank received of it; collective over the tensor-parallel group if it was scattered."""
+        """The whole tensor from what one rank received of it; collective over the tensor-parallel
+        group if it was scattered."""
         if self.shares(form) == 1:
             return buffer
         whole = torch.empty(form.shape, dtype=form.dtype, device=self.device)
-        all_gather_single(_as_bytes(whole.view(-1)), _as_bytes(buffer), self.mesh.group("tensor").handle)
+        all_gather_single(
+            _as_bytes(whole.view(-1)), _as_bytes(buffer), self.mesh.group("tensor").handle
+        )
         return whole
 
     def _own_part(self, tensor: Tensor, form: TensorForm) -> Tensor:
-        """Return the part of ``tensor`` that this rank sends: contiguous, without a copy if possible, and flat if it is a part."""
+        """Return the part of ``tensor`` that this rank sends: contiguous, without a copy if
+        possible, and flat if it is a part."""
         shares = self.shares(form)
         if shares == 1:
             return tensor.detach().contiguous()
         return tensor.detach().reshape(-1).tensor_split(shares)[self.mesh.group("tensor").rank]
 
-    # ---- messages -----------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def irecv(self, buffer: Tensor, source: int, direction: Direction) -> dist.Work | None:
         """Post a receive on the channel (source, this rank, direction); any dtype."""
-        return dist.irecv(_as_bytes(buffer), source, group=self.mesh.channels[source, self.mesh.rank, direction])
+        return dist.irecv(
+            _as_bytes(buffer), source, group=self.mesh.channels[source, self.mesh.rank, direction]
+        )
 
     def wait(self, work: dist.Work | None, what: str, peer: int) -> None:
         """Wait for a posted message.
@@ -252,15 +281,21 @@ class Transport:
         self.waiting(what, None)
 
     def flush(self) -> None:
-        """Wait until every message of the step has left, and drop the tensors that were kept for them."""
+        """Wait until every message of the step has left, and drop the tensors that were kept for
+        them."""
         for sent in self._outstanding.values():
             while sent:
                 self._wait_sent(sent.popleft())
 
-    def _send(self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]) -> None:
+    def _send(
+        self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]
+    ) -> None:
         channel = Channel(self.mesh.rank, target, direction)
         queue = self._outstanding.setdefault(channel, deque())
-        parts = (self._own_part(tensor, form) for tensor, form in zip(crossing.tensors, crossing.form.tensors, strict=True))
+        parts = (
+            self._own_part(tensor, form)
+            for tensor, form in zip(crossing.tensors, crossing.form.tensors, strict=True)
+        )
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]
@@ -269,7 +304,8 @@ class Transport:
         queue.append(_Sent(works, tensors, what, target))
 
     def _drop_sent(self, sent: deque[_Sent]) -> None:
-        """A sent tensor must live until its message has left, and no longer: drop the finished ones on every send."""
+        """A sent tensor must live until its message has left, and no longer: drop the finished ones
+        on every send."""
         while sent and (all(work is None or work.is_completed() for work in sent[0].works)):
             sent.popleft()
         while self.device.type == "cpu" and len(sent) >= self._limit:
@@ -280,12 +316,15 @@ class Transport:
             self.wait(work, sent.what, sent.target)
 
 
-_NATIVE = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8})
+_NATIVE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8}
+)
 """The dtypes that every backend sends without a view as bytes."""
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """To send or receive any dtype: the same memory as bytes, where the backend might not know the dtype."""
+    """To send or receive any dtype: the same memory as bytes, where the backend might not know the
+    dtype."""
     if tensor.dtype in _NATIVE:
         return tensor
     return tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)
@@ -296,6 +335,7 @@ def _changed(what: str, before: Form, now: Form) -> str:
     if str(before) == str(now):
         detail = "have another structure than those of a microbatch of the same input shapes before"
     return (
-        f"{what}: the tensors that cross {detail}; under a pipeline what passes between blocks may depend on the shapes in the batch, "
+        f"{what}: the tensors that cross {detail}; under a pipeline what passes between blocks "
+        "may depend on the shapes in the batch, "
         "not on its values"
     )

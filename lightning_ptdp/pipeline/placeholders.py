@@ -1,4 +1,5 @@
-"""Stand-ins for the modules that live on other pipeline stages. They hold no parameters, and keep what models inspect."""
+"""Stand-ins for the modules that live on other pipeline stages. They hold no parameters, and keep
+what models inspect."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class Placeholder(nn.Module):
-    """Base of the stand-ins; keeps the plain attributes of the module that it stands for and of its children, since models
-    inspect their layers."""
+    """Base of the stand-ins; keeps the plain attributes of the module that it stands for and of its
+    children, since models inspect their layers."""
 
     def __init__(self, name: str, original: nn.Module, boundary: Boundary) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class Placeholder(nn.Module):
         self._ptdp_hooks: dict[str, UserHooks] = {}
 
     def _keep_hooks(self, original: nn.Module, *, inside: bool = True) -> None:
-        """Keep the hooks that somebody has put on ``original`` and the modules inside, with a stand-in for each of these."""
+        """Keep the hooks that somebody has put on ``original`` and the modules inside, with a
+        stand-in for each of these."""
         for hooks in user_hooks(self._ptdp_name, original, inside=inside):
             outer = hooks.name == self._ptdp_name
             module = self if outer else Placeholder(hooks.name, hooks.module, self._ptdp_boundary)
@@ -51,7 +53,8 @@ class Placeholder(nn.Module):
     def _running(self) -> StageRun:
         if self._ptdp_boundary.run is None:
             raise StageError(
-                f"block '{self._ptdp_name}' lives on another pipeline stage, and the model was called outside of a step of the Trainer; "
+                f"block '{self._ptdp_name}' lives on another pipeline stage, and the model was "
+                "called outside of a step of the Trainer; "
                 "under a pipeline only trainer.fit, validate, test and predict can run it"
             )
         return self._ptdp_boundary.run
@@ -60,14 +63,17 @@ class Placeholder(nn.Module):
         name = self.__dict__.get("_ptdp_name", "?")
         check_kept(self, key)
         raise AttributeError(
-            f"'{name}' lives on another pipeline stage, and its attribute '{key}' with it. A module whose weight is used "
-            f"without calling the module must be tied instead (head.weight = {name}.weight), or be kept by every stage: "
+            f"'{name}' lives on another pipeline stage, and its attribute '{key}' with it. A "
+            "module whose weight is used "
+            f"without calling the module must be tied instead (head.weight = {name}.weight), or "
+            "be kept by every stage: "
             f"ParallelPlan(everywhere=('{name}',))"
         )
 
 
 class EarlierBlock(Placeholder):
-    """A block of an earlier stage: returns what was received, and calls the hooks that others have put on it."""
+    """A block of an earlier stage: returns what was received, and calls the hooks that others have
+    put on it."""
 
     def __init__(self, layer: Layer, original: nn.Module, boundary: Boundary) -> None:
         super().__init__(layer.name, original, boundary)
@@ -81,8 +87,10 @@ class EarlierBlock(Placeholder):
             passes[layer.container] += 1
             if passes[layer.container] > 1:
                 raise StageError(
-                    "one step calls the repeated blocks more than once; a pipeline stage sends one hidden state a microbatch. "
-                    "Concatenate the inputs along the batch dimension and call the model once, or use pipeline_parallel_size=1"
+                    "one step calls the repeated blocks more than once; a pipeline stage sends "
+                    "one hidden state a microbatch. "
+                    "Concatenate the inputs along the batch dimension and call the model once, or "
+                    "use pipeline_parallel_size=1"
                 )
         returned = self._ptdp_boundary.earlier_output(layer)
         self._replay_hooks(args)
@@ -108,15 +116,19 @@ class Absent(Placeholder):
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse."""
         raise StageError(
-            f"'{self._ptdp_name}' belongs to the last pipeline stage but was called before the repeated blocks; list "
+            f"'{self._ptdp_name}' belongs to the last pipeline stage but was called before the "
+            "repeated blocks; list "
             "it in the plan: ParallelPlan(before=(...,))"
         )
 
 
 class Stub(Placeholder):
-    """A module before the blocks: zeros of the right shape, which the first placeholder block ignores."""
+    """A module before the blocks: zeros of the right shape, which the first placeholder block
+    ignores."""
 
-    def __init__(self, name: str, original: nn.Module, boundary: Boundary, shape: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, name: str, original: nn.Module, boundary: Boundary, shape: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__(name, original, boundary)
         self._ptdp_shape = shape
         self._keep_hooks(original, inside=False)
@@ -126,9 +138,12 @@ class Stub(Placeholder):
         run = self._ptdp_boundary.run
         if run is not None and run.is_behind:
             raise StageError(
-                f"'{self._ptdp_name}' belongs to the first pipeline stage but was called after the repeated blocks. If it "
-                "stands behind them, list it in the plan: ParallelPlan(after=(...,)), or between=(...,) if it stands in front of "
-                "further ones; if the step calls the model more than once, concatenate the inputs along the batch dimension and call "
+                f"'{self._ptdp_name}' belongs to the first pipeline stage but was called after "
+                "the repeated blocks. If it "
+                "stands behind them, list it in the plan: ParallelPlan(after=(...,)), or "
+                "between=(...,) if it stands in front of "
+                "further ones; if the step calls the model more than once, concatenate the inputs "
+                "along the batch dimension and call "
                 "it once"
             )
         self._replay_hooks((x, *args))
@@ -136,22 +151,27 @@ class Stub(Placeholder):
 
 
 def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that makes an output of the right shape without the module's weights; None if there is none for its type."""
+    """Return a function that makes an output of the right shape without the module's weights; None
+    if there is none for its type."""
     if isinstance(module, nn.Embedding):
         if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
-            return None  # a fixed table that may be asked for places by their number: every stage has it
+            # a fixed table that may be asked for places by their number: every stage has it
+            return None
         width, dtype = module.embedding_dim, module.weight.dtype
         return partial(_zeros_after_lookup, width=width, dtype=dtype)
     if isinstance(module, nn.Linear):
         out = module.out_features
         return partial(_zeros_after_linear, width=out)
-    if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and _is_elementwise(module)):
+    if isinstance(module, _NORMS) or (
+        type(module).__name__.endswith("Norm") and _is_elementwise(module)
+    ):
         return _unchanged
     return None
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Return True if a user's norm can only keep the shape, since it has nothing but one or two vectors.
+    """Return True if a user's norm can only keep the shape, since it has nothing but one or two
+    vectors.
 
     A module without parameters may be that of a weight.
     """

@@ -10,7 +10,8 @@ __all__ = ["Observers", "StepObserver"]
 
 
 class StepObserver:
-    """Receiver of events of the runtime, the transport and the gradient buckets, on the thread that runs the program.
+    """Receiver of events of the runtime, the transport and the gradient buckets, on the thread that
+    runs the program.
 
     Events that it does not need are not defined.
     """
@@ -28,7 +29,8 @@ class StepObserver:
         """``action`` is done."""
 
     def reducing(self, stage: int | None, work: object) -> None:
-        """A reduction of gradients of ``stage`` (None: of no single one) was launched; ``work.when_done`` tells of its end."""
+        """A reduction of gradients of ``stage`` (None: of no single one) was launched;
+        ``work.when_done`` tells of its end."""
 
     def ended(self) -> None:
         """The program is done and its messages have left. Not called when it fails."""

@@ -57,9 +57,14 @@ class Account:
         shown = sorted([self.rank, *self._suspects(lines.keys() - {self.rank})])
         text = ["What each rank did last:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
         if self.store_answers is False:
-            known = "the lines above are of before" if self.heard else "what the others did last is not known"
+            known = (
+                "the lines above are of before"
+                if self.heard
+                else "what the others did last is not known"
+            )
             text.append(
-                "  rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not answer for "
+                "  rank 0, which keeps the store where ranks tell what they do (or torchrun "
+                "does), does not answer for "
                 f"{duration(time.monotonic() - self.as_of)}: {known}"
             )
         elif len(shown) < self.world_size:
@@ -69,8 +74,15 @@ class Account:
             if rank in self.heard:
                 known = f"for {duration(time.monotonic() - self.heard[rank].at)}: {self.heard[rank].status.place()}"
             text.append(f"No answer from rank {rank}, {known}")
-        causes = {rank: heard.status for rank, heard in sorted(self.heard.items()) if _is_cause(heard.status)}
-        text += [f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})" for rank in list(causes)[:1]]
+        causes = {
+            rank: heard.status
+            for rank, heard in sorted(self.heard.items())
+            if _is_cause(heard.status)
+        }
+        text += [
+            f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})"
+            for rank in list(causes)[:1]
+        ]
         return "\n".join(text)
 
     def lost(self) -> str:
@@ -81,20 +93,30 @@ class Account:
     def is_known(self) -> bool:
         """Return True if all other ranks that answer have named the missing rank, or have ended."""
         answering = self.heard.keys() - self.missing
-        told = all(self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST for rank in answering)
+        told = all(
+            self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST
+            for rank in answering
+        )
         return told and len(self.asked) == self.world_size - 1
 
     def _sentence(self, rank: int) -> str:
         until = time.monotonic() if self.store_answers else self.as_of
         heard = self.heard[rank]
-        return heard.status.sentence(silence_s=max(until - heard.at, 0.0), silent_after_s=self.silent_after_s)
+        return heard.status.sentence(
+            silence_s=max(until - heard.at, 0.0), silent_after_s=self.silent_after_s
+        )
 
     def _suspects(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks to name where there are too many: those that told nothing, failed, or have been at the same thing the longest."""
+        """The ranks to name where there are too many: those that told nothing, failed, or have been
+        at the same thing the longest."""
 
         def suspicion(rank: int) -> tuple[bool, bool, float]:
             heard = self.heard.get(rank)
-            return (True, True, 0.0) if heard is None else (False, bool(heard.status.failure), heard.status.age_s - heard.at)
+            return (
+                (True, True, 0.0)
+                if heard is None
+                else (False, bool(heard.status.failure), heard.status.age_s - heard.at)
+            )
 
         return sorted(ranks, key=suspicion, reverse=True)[: _MOST_LINES - 1]
 
@@ -104,7 +126,8 @@ def _is_cause(status: RankStatus) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """Return the summary of an error for other ranks. For a lost rank it says no more than that, since the place names the rank."""
+    """Return the summary of an error for other ranks. For a lost rank it says no more than that,
+    since the place names the rank."""
     if isinstance(error, PeerError) or is_communication_error(error):
         return LOST
     return f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
@@ -112,5 +135,11 @@ def summary(error: BaseException) -> str:
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line that is not of an installed package or of this one."""
-    own = [frame for frame in frames if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)]
-    return "".join(f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:])
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)
+    ]
+    return "".join(
+        f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:]
+    )

@@ -4,34 +4,52 @@ from __future__ import annotations
 
 from lightning_ptdp.pipeline.crossing import Path, StageError
 
-__all__ = ["LOST", "NOT_PASSED", "changed_argument", "computed_between", "lost_argument", "unsent_argument"]
+__all__ = [
+    "LOST",
+    "NOT_PASSED",
+    "changed_argument",
+    "computed_between",
+    "lost_argument",
+    "unsent_argument",
+]
 
 LOST = (
-    "something is computed between the repeated blocks or behind them (a sum around a block, a loss, a log) from what modules of an "
-    "earlier pipeline stage computed before them. Only what blocks are given and return crosses to the later stages: move it into the "
+    "something is computed between the repeated blocks or behind them (a sum around a block, a "
+    "loss, a log) from what modules of an "
+    "earlier pipeline stage computed before them. Only what blocks are given and return crosses "
+    "to the later stages: move it into the "
     "blocks, compute it anew behind them, or use pipeline_parallel_size=1"
 )
 NOT_PASSED = (
-    "a tensor that a block on an earlier pipeline stage returned is used, but the model does not pass it on to the next block, so it "
-    "does not cross. Where the model collects over its blocks what they return (all hidden states, losses of routers, attention "
-    "weights), let all of it cross with ParallelPlan(collects=True), carry a sum through the blocks (x, total = block(x, total)), or use "
+    "a tensor that a block on an earlier pipeline stage returned is used, but the model does not "
+    "pass it on to the next block, so it "
+    "does not cross. Where the model collects over its blocks what they return (all hidden "
+    "states, losses of routers, attention "
+    "weights), let all of it cross with ParallelPlan(collects=True), carry a sum through the "
+    "blocks (x, total = block(x, total)), or use "
     "pipeline_parallel_size=1"
 )
 
 
 def lost_argument(name: str, path: Path, place: str) -> StageError:
-    """Block ``name`` is given what only another stage has computed; ``place`` is the plan's list that says otherwise."""
+    """Block ``name`` is given what only another stage has computed; ``place`` is the plan's list
+    that says otherwise."""
     return StageError(
-        f"block '{name}' is given a tensor ({_place(path)}) that modules of another pipeline stage computed. Name these in "
-        f"the plan as ones that run in front of it: ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
+        f"block '{name}' is given a tensor ({_place(path)}) that modules of another pipeline "
+        "stage computed. Name these in "
+        f"the plan as ones that run in front of it: ParallelPlan({place}=(...,)), or use "
+        "pipeline_parallel_size=1"
     )
 
 
 def unsent_argument(name: str, path: Path) -> StageError:
-    """Block ``name`` is given something from before the blocks that no block before the boundary was given."""
+    """Block ``name`` is given something from before the blocks that no block before the boundary
+    was given."""
     return StageError(
-        f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated blocks, but no "
-        "block up to the first one of the next pipeline stage is given it there, so it does not cross. Give it to every "
+        f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated "
+        "blocks, but no "
+        "block up to the first one of the next pipeline stage is given it there, so it does not "
+        "cross. Give it to every "
         "block, or use pipeline_parallel_size=1"
     )
 
@@ -39,8 +57,10 @@ def unsent_argument(name: str, path: Path) -> StageError:
 def changed_argument(name: str, path: Path) -> StageError:
     """Block ``name`` is given something else from outside the blocks than the block before it."""
     return StageError(
-        f"block '{name}' is given another tensor ({_place(path)}) than the block before it, computed outside the blocks; what "
-        "crosses a pipeline boundary beside the blocks' own results must be one tensor for all of them. Compute it inside the "
+        f"block '{name}' is given another tensor ({_place(path)}) than the block before it, "
+        "computed outside the blocks; what "
+        "crosses a pipeline boundary beside the blocks' own results must be one tensor for all of "
+        "them. Compute it inside the "
         "blocks, or use pipeline_parallel_size=1"
     )
 
@@ -52,6 +72,7 @@ def _place(path: Path) -> str:
 def computed_between(name: str) -> StageError:
     """Block ``name`` is not given what the block before it returned."""
     return StageError(
-        f"something is computed between the repeated blocks, before block '{name}': its input is not what the block before it "
+        f"something is computed between the repeated blocks, before block '{name}': its input is "
+        "not what the block before it "
         "returned. Move it into the blocks, or use pipeline_parallel_size=1"
     )

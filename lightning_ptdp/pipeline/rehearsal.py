@@ -1,4 +1,5 @@
-"""Rehearsal of the pipeline's stages in one process, on the example of a model's input without data."""
+"""Rehearsal of the pipeline's stages in one process, on the example of a model's input without
+data."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ def rehearse(
     collects: bool,
     pipeline_parallel_size: int,
 ) -> None:
-    """Run all stages, one after the other, if an example of the input shows a forward that calls each block once. The model is not
-    changed. Where it brings no example, one tensor of the size that its first layer takes is tried.
+    """Run all stages, one after the other, if an example of the input shows a forward that calls
+    each block once. The model is not changed. Where it brings no example, one tensor of the size
+    that its first layer takes is tried.
 
     Args:
         model: The whole, uncut module.
@@ -43,15 +45,20 @@ def rehearse(
     layers = [layer.name for layer in layers_of(model, parts.blocks)]
     for name, module, args, kwargs in (*examples(model), *guesses(model, layers)):
         copy = without_tensors(model).eval()
-        cut = PipelineCut(copy, parts=parts, ranges=ranges, stages=range(len(ranges)), collects=collects)
-        failure = _run_stages(cut, partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs)))
+        cut = PipelineCut(
+            copy, parts=parts, ranges=ranges, stages=range(len(ranges)), collects=collects
+        )
+        failure = _run_stages(
+            cut, partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs))
+        )
         if failure is None:
             return
         if _runs_whole(module, args, kwargs, prefix=f"{name}." if name else "", layers=layers):
             stage, error = failure
             why = _why(error, parts, layers[ranges[stage][0]])
             raise ValueError(
-                f"pipeline_parallel_size={pipeline_parallel_size} cannot cut {type(model).__name__}: {why}"
+                f"pipeline_parallel_size={pipeline_parallel_size} cannot cut "
+                f"{type(model).__name__}: {why}"
             ) from error
 
 
@@ -69,7 +76,9 @@ def _run_stages(cut: PipelineCut, step: Callable[[], None]) -> tuple[int, Except
     return None
 
 
-def _runs_whole(module: nn.Module, args: Any, kwargs: Any, *, prefix: str, layers: Sequence[str]) -> bool:
+def _runs_whole(
+    module: nn.Module, args: Any, kwargs: Any, *, prefix: str, layers: Sequence[str]
+) -> bool:
     """Return True if the uncut module takes this input and calls each block once."""
     calls = [prefix + call for call in trace_calls(module, *args, **kwargs) or ()]
     return all(calls.count(layer) == 1 for layer in layers)
@@ -81,10 +90,14 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _why(error: Exception, parts: ModelParts, first: str) -> str:
-    if isinstance(error, StageError) or "pipeline stage" in str(error):  # a stand-in was asked for an attribute
+    if isinstance(error, StageError) or "pipeline stage" in str(
+        error
+    ):  # a stand-in was asked for an attribute
         return str(error)
     reason = re.split(r"\n|\. ", str(error))[0]
     return (
-        f"the stage that begins with block '{first}' fails ({type(error).__name__}: {reason}). Of the blocks of {parts.shown} a stage is "
-        "given only what the last one before it returned, so that skip connections are lost. Use pipeline_parallel_size=1"
+        f"the stage that begins with block '{first}' fails ({type(error).__name__}: {reason}). Of "
+        f"the blocks of {parts.shown} a stage is "
+        "given only what the last one before it returned, so that skip connections are lost. Use "
+        "pipeline_parallel_size=1"
     )

@@ -1,11 +1,11 @@
 """Attributes of a module that lives on another stage.
 
-Plain attributes can be read, as models inspect their layers (``layers[0].self_attn``); tensors that a block's forward stores
-(``self.loss = ...``) cannot, because other stages would not find them.
+Plain attributes can be read, as models inspect their layers (``layers[0].self_attn``); tensors that
+a block's forward stores (``self.loss = ...``) cannot, because other stages would not find them.
 
-Where one is read of a placeholder it is an error. But a sum over ``model.modules()`` does not even see the blocks of other
-stages; so one number with a gradient, which can only be a loss, is refused, and whatever else has a gradient is warned of.
-"""
+Where one is read of a placeholder it is an error. But a sum over ``model.modules()`` does not even
+see the blocks of other stages; so one number with a gradient, which can only be a loss, is refused,
+and whatever else has a gradient is warned of."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ _Path = tuple[str, ...]
 
 
 def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -> None:
-    """Until its first forward with gradients, see which tensors block ``name`` keeps: ``placeholders`` of others cannot have them."""
+    """Until its first forward with gradients, see which tensors block ``name`` keeps:
+    ``placeholders`` of others cannot have them."""
     before: dict[_Path, set[int]] = {}
 
     def enters(block: nn.Module, _args: object) -> None:
         before.clear()
-        before.update({path: {id(tensor) for tensor in tensors} for path, tensors in _kept_tensors(block)})
+        before.update(
+            {path: {id(tensor) for tensor in tensors} for path, tensors in _kept_tensors(block)}
+        )
 
     def leaves(block: nn.Module, _args: object, _output: object) -> None:
         if torch.is_grad_enabled():
@@ -45,7 +48,10 @@ def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -
                 for placeholder in placeholders:
                     _forget(placeholder, path)
 
-    handles = block.register_forward_pre_hook(eager(block, enters)), block.register_forward_hook(eager(block, leaves))
+    handles = (
+        block.register_forward_pre_hook(eager(block, enters)),
+        block.register_forward_hook(eager(block, leaves)),
+    )
 
 
 def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
@@ -57,20 +63,26 @@ def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
     graded = [tensor for tensor in tensors if tensor.requires_grad]
     if any(tensor.numel() == 1 for tensor in graded):
         raise StageError(
-            f"'{name}' is a number with a gradient that a block keeps in its forward, as a loss to be summed over the "
-            "blocks; under a pipeline a stage finds only those of its own blocks. Let the blocks return it (x, loss = block(x), with "
-            "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, total)), or use pipeline_parallel_size=1"
+            f"'{name}' is a number with a gradient that a block keeps in its forward, as a loss "
+            "to be summed over the "
+            "blocks; under a pipeline a stage finds only those of its own blocks. Let the blocks "
+            "return it (x, loss = block(x), with "
+            "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, total)), "
+            "or use pipeline_parallel_size=1"
         )
     if graded:
         warnings.warn(
-            f"'{name}' is kept by a block in its forward; under a pipeline a stage finds only what its own blocks "
-            "keep: what is used behind the blocks must be returned by them (ParallelPlan(collects=True))",
+            f"'{name}' is kept by a block in its forward; under a pipeline a stage finds only "
+            "what its own blocks "
+            "keep: what is used behind the blocks must be returned by them "
+            "(ParallelPlan(collects=True))",
             stacklevel=2,
         )
 
 
 def _kept_tensors(block: nn.Module) -> Iterator[tuple[_Path, tuple[Tensor, ...]]]:
-    """The tensors in attributes of its modules that are neither parameters nor buffers, by their path."""
+    """The tensors in attributes of its modules that are neither parameters nor buffers, by their
+    path."""
     for suffix, module in block.named_modules():
         parents = tuple(suffix.split(".")) if suffix else ()
         for key, value in vars(module).items():
@@ -79,25 +91,35 @@ def _kept_tensors(block: nn.Module) -> Iterator[tuple[_Path, tuple[Tensor, ...]]
 
 
 class _Shell:
-    """A child of a module that is not here: its public attributes that are neither parameters nor buffers; its children as shells."""
+    """A child of a module that is not here: its public attributes that are neither parameters nor
+    buffers; its children as shells."""
 
     def __init__(self, attributes: dict[str, object]) -> None:
         self.__dict__.update(attributes)
 
     def __getattr__(self, key: str) -> NoReturn:
         check_kept(self, key)
-        raise AttributeError(f"a module of another pipeline stage is asked for its attribute '{key}', which lives there with it")
+        raise AttributeError(
+            f"a module of another pipeline stage is asked for its attribute '{key}', which lives "
+            "there with it"
+        )
 
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """The public attributes of a module that are neither parameters nor buffers; its children as shells."""
+    """The public attributes of a module that are neither parameters nor buffers; its children as
+    shells."""
     plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-    children = {key: _Shell(plain_attributes(child)) for key, child in module._modules.items() if child is not None}
+    children = {
+        key: _Shell(plain_attributes(child))
+        for key, child in module._modules.items()
+        if child is not None
+    }
     return {**children, **plain}
 
 
 def _forget(shell: object, path: tuple[str, ...]) -> None:
-    """Let every access to ``path`` on ``shell`` raise an error, since the forward changes it on another stage."""
+    """Let every access to ``path`` on ``shell`` raise an error, since the forward changes it on
+    another stage."""
     *parents, key = path
     for parent in parents:
         if parent not in vars(shell):
@@ -116,6 +138,8 @@ def check_kept(shell: object, key: str) -> None:
     path = vars(shell).get("_ptdp_forgotten", {}).get(key)
     if path is not None:
         raise StageError(
-            f"'{path}' of a block of another pipeline stage is read, but blocks keep a tensor there in their forward, which does not "
-            "cross. Let the blocks return it (x, loss = block(x), with ParallelPlan(collects=True)), or use pipeline_parallel_size=1"
+            f"'{path}' of a block of another pipeline stage is read, but blocks keep a tensor "
+            "there in their forward, which does not "
+            "cross. Let the blocks return it (x, loss = block(x), with "
+            "ParallelPlan(collects=True)), or use pipeline_parallel_size=1"
         )

@@ -1,4 +1,5 @@
-"""The interpreter: executes one rank's actions of a schedule, in order, and knows nothing else about order."""
+"""The interpreter: executes one rank's actions of a schedule, in order, and knows nothing else
+about order."""
 
 from __future__ import annotations
 
@@ -27,16 +28,19 @@ class StepJob(Protocol):
         """Prepare the forward that is about to run."""
 
     def signature(self, microbatch: int) -> Hashable:
-        """Shapes and dtypes of the microbatch: equal signatures give hidden states of equal shape."""
+        """Shapes and dtypes of the microbatch: equal signatures give hidden states of equal
+        shape."""
 
     def forward(self, forward: Forward) -> object:
         """Run the user's step on the microbatch."""
 
     def finish(self, forward: Forward, output: Any) -> Tensor | None:
-        """Take the step's output on the last stage; returns the scalar to differentiate when training."""
+        """Take the step's output on the last stage; returns the scalar to differentiate when
+        training."""
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
-        """Prepare for the action that completes the gradients of ``stage``: a backward (None), or the weight gradients of ``awaited``."""
+        """Prepare for the action that completes the gradients of ``stage``: a backward (None), or
+        the weight gradients of ``awaited``."""
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """The gradient of an awaited parameter is complete."""
@@ -65,7 +69,11 @@ class PipelineRuntime:
 
     def run(self, schedule: Schedule, job: StepJob) -> None:
         """Execute this rank's program of ``schedule``; returns when all its messages have left."""
-        program, observer, transport = schedule.programs[self.group.rank], self.observer, self.transport
+        program, observer, transport = (
+            schedule.programs[self.group.rank],
+            self.observer,
+            self.transport,
+        )
         handlers = _Step(self, schedule, job, _final_gradients(program)).handlers()
         observer.began(schedule)
         if transport is not None:
@@ -90,7 +98,8 @@ class _Step:
     Attributes:
         final: The last backward or weight gradient of each stage.
         posted: What was asked for of other ranks, by the action that asked.
-        handed: What was computed, by the send that takes it away, or by the receive that there would be if the next stage were elsewhere.
+        handed: What was computed, by the send that takes it away, or by the receive that there
+            would be if the next stage were elsewhere.
         awaited: Gradients that are to be asked for.
         sent: The gradients that come back for what each forward has sent.
     """
@@ -135,10 +144,13 @@ class _Step:
         return self.posted.pop(key).wait() if key in self.posted else self.handed.pop(key)
 
     def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
-        """Keep the result of a computation for its send, or for the next stage where that is here too."""
+        """Keep the result of a computation for its send, or for the next stage where that is here
+        too."""
         message, target = MESSAGES[kind], stage + MESSAGES[kind].step
         is_here = self.schedule.rank_of(target) == self.runtime.group.rank
-        self.handed[(message.receive, target, microbatch) if is_here else (message.send, stage, microbatch)] = result
+        self.handed[
+            (message.receive, target, microbatch) if is_here else (message.send, stage, microbatch)
+        ] = result
 
     def _forward(self, stage: int, microbatch: int) -> None:
         job, key, received = self.job, (stage, microbatch), None
@@ -146,9 +158,13 @@ class _Step:
         training = forward.training
         forward.splits_backward = training and self.schedule.splits_backward
         if stage:
-            received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch).entering(training=training)
+            received = self._take(ActionKind.RECEIVE_FORWARD, stage, microbatch).entering(
+                training=training
+            )
         with self.runtime.surroundings.around(forward):
-            result, last = self.runtime.cut.run(stage, received, lambda: job.forward(forward), training=training)
+            result, last = self.runtime.cut.run(
+                stage, received, lambda: job.forward(forward), training=training
+            )
         roots: Roots
         if last:
             loss = job.finish(forward, result)
@@ -167,7 +183,11 @@ class _Step:
     def _backward(self, stage: int, microbatch: int) -> None:
         key, last = (stage, microbatch), stage == self.schedule.num_stages - 1
         gradients = None if last else self._take(ActionKind.RECEIVE_BACKWARD, stage, microbatch)
-        roots, received, deferred = self.roots.pop(key), self.inputs.pop(key), self.deferred.get(key)
+        roots, received, deferred = (
+            self.roots.pop(key),
+            self.inputs.pop(key),
+            self.deferred.get(key),
+        )
         if (ActionKind.BACKWARD, stage, microbatch) in self.final:
             self.job.before_last_gradients(stage, None)
         with contextlib.nullcontext() if deferred is None else deferred.collecting(key):
@@ -176,7 +196,11 @@ class _Step:
             self._hand(ActionKind.BACKWARD, stage, microbatch, received.gradients())
 
     def _weight(self, stage: int, microbatch: int) -> None:
-        key, job, last = (stage, microbatch), self.job, (ActionKind.WEIGHT, stage, microbatch) in self.final
+        key, job, last = (
+            (stage, microbatch),
+            self.job,
+            (ActionKind.WEIGHT, stage, microbatch) in self.final,
+        )
         deferred = self.deferred.pop(key, None)
         if last:
             job.before_last_gradients(stage, [] if deferred is None else deferred.parameters(key))
@@ -184,37 +208,55 @@ class _Step:
             deferred.run(key, job.gradient_complete if last else None)
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
-        crossing, target = self.handed.pop((ActionKind.SEND_FORWARD, stage, microbatch)), self._rank_of(stage + 1)
+        crossing, target = (
+            self.handed.pop((ActionKind.SEND_FORWARD, stage, microbatch)),
+            self._rank_of(stage + 1),
+        )
         signature = self.job.signature(microbatch)
-        self._transport.send_forward(f"F{stage + 1}.{microbatch}", crossing, target=target, signature=signature)
+        self._transport.send_forward(
+            f"F{stage + 1}.{microbatch}", crossing, target=target, signature=signature
+        )
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         source, signature = self._rank_of(stage - 1), self.job.signature(microbatch)
-        receipt = self._transport.receive_forward(f"F{stage}.{microbatch}", source=source, signature=signature)
+        receipt = self._transport.receive_forward(
+            f"F{stage}.{microbatch}", source=source, signature=signature
+        )
         self.posted[ActionKind.RECEIVE_FORWARD, stage, microbatch] = receipt
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         crossing = self.handed.pop((ActionKind.SEND_BACKWARD, stage, microbatch))
-        self._transport.send_backward(f"B{stage - 1}.{microbatch}", crossing, target=self._rank_of(stage - 1))
+        self._transport.send_backward(
+            f"B{stage - 1}.{microbatch}", crossing, target=self._rank_of(stage - 1)
+        )
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
         self.awaited.append((stage, microbatch))
         self._post_awaited()
 
     def _post_awaited(self) -> None:
-        """Post the receives of gradients, in the order of the program, as far as their shapes are known.
+        """Post the receives of gradients, in the order of the program, as far as their shapes are
+        known.
 
-        A gradient has the shape of the hidden state that was sent. Where a backward directly follows its own forward, the schedule
-        asks for the receive before that forward has run.
-        """
+        A gradient has the shape of the hidden state that was sent. Where a backward directly
+        follows its own forward, the schedule asks for the receive before that forward has run."""
         while self.awaited and self.awaited[0] in self.sent:
             stage, microbatch = key = self.awaited.pop(0)
-            what, source, awaited = f"B{stage}.{microbatch}", self._rank_of(stage + 1), self.sent.pop(key)
+            what, source, awaited = (
+                f"B{stage}.{microbatch}",
+                self._rank_of(stage + 1),
+                self.sent.pop(key),
+            )
             receipt = self._transport.receive_backward(what, source=source, awaited=awaited)
             self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 
 
 def _final_gradients(program: tuple[Action, ...]) -> frozenset[tuple[ActionKind, int, int | None]]:
-    """The last backward or weight gradient of each stage, after which its gradients may be reduced."""
-    last = {action.stage: action for action in program if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)}
+    """The last backward or weight gradient of each stage, after which its gradients may be
+    reduced."""
+    last = {
+        action.stage: action
+        for action in program
+        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
+    }
     return frozenset((action.kind, action.stage, action.microbatch) for action in last.values())

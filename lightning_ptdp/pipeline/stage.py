@@ -1,15 +1,14 @@
 """A stage of somebody's model: how its forward is entered and left without changing a line of it.
 
-The user's ``training_step`` runs on every stage. While a stage runs, the blocks of the repeated container that live elsewhere are
-placeholders::
+The user's ``training_step`` runs on every stage. While a stage runs, the blocks of the repeated
+container that live elsewhere are placeholders::
 
     stage 1 of 3     embedding   block 0      block 1      block 2   block 3   block 4      head
                      stub        Earlier      Earlier      real      real      Later        never reached
                      zeros       return what was received                      leaves by raising StageExit(what crosses)
 
-Placeholders hold no parameters, so the names of the parameters that remain are the uncut model's. What crosses is decided in
-boundary.py.
-"""
+Placeholders hold no parameters, so the names of the parameters that remain are the uncut model's.
+What crosses is decided in boundary.py."""
 
 from __future__ import annotations
 
@@ -27,7 +26,14 @@ from lightning_ptdp.pipeline.collected import eager, user_hooks
 from lightning_ptdp.pipeline.containers import layers_of, places_of
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
 from lightning_ptdp.pipeline.first_stage_values import known
-from lightning_ptdp.pipeline.placeholders import Absent, EarlierBlock, LaterBlock, Placeholder, Stub, stub_shape
+from lightning_ptdp.pipeline.placeholders import (
+    Absent,
+    EarlierBlock,
+    LaterBlock,
+    Placeholder,
+    Stub,
+    stub_shape,
+)
 from lightning_ptdp.pipeline.remote_attributes import watch_left
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.shims.transformers import install_capture
@@ -35,20 +41,27 @@ from lightning_ptdp.shims.transformers import install_capture
 __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
 
 _WHOLE_MODEL_ONCE = (
-    "every step, in evaluation too, must run the whole model once: what needs no model belongs into a hook such as "
-    "on_validation_epoch_end, and a batch that shall teach nothing returns its loss times zero. Or use pipeline_parallel_size=1"
+    "every step, in evaluation too, must run the whole model once: what needs no model belongs "
+    "into a hook such as "
+    "on_validation_epoch_end, and a batch that shall teach nothing returns its loss times zero. "
+    "Or use pipeline_parallel_size=1"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """Positions of the modules with parameters relative to the repeated containers. A module may be in two lists.
+    """Positions of the modules with parameters relative to the repeated containers. A module may be
+    in two lists.
 
     Attributes:
-        blocks: Dotted names of the containers, in the order in which they are called; "" is the module itself.
-        before: Names of the modules that run before the first container; they belong to the first stage.
-        between: Names of the modules that run before a further container; they belong to the stages where one begins.
-        after: Names of the modules that run after the last container; they belong to the last stage.
+        blocks: Dotted names of the containers, in the order in which they are called; "" is the
+            module itself.
+        before: Names of the modules that run before the first container; they belong to the first
+            stage.
+        between: Names of the modules that run before a further container; they belong to the stages
+            where one begins.
+        after: Names of the modules that run after the last container; they belong to the last
+            stage.
         everywhere: Names of the modules, among or inside of these, that every stage keeps.
     """
 
@@ -70,7 +83,9 @@ class ModelParts:
             if not any(f"{kept}.".startswith(f"{name}.") for kept in self.everywhere):
                 yield name
             elif not self.is_everywhere(name):
-                names[:0] = [f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()]
+                names[:0] = [
+                    f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()
+                ]
 
     @property
     def shown(self) -> str:
@@ -80,7 +95,8 @@ class ModelParts:
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """One place in the module tree, with its stand-ins and the stages that own what belongs there."""
+    """One place in the module tree, with its stand-ins and the stages that own what belongs
+    there."""
 
     parent: nn.Module
     key: str
@@ -90,7 +106,14 @@ class _Slot:
     later: Placeholder
 
     @classmethod
-    def of(cls, model: nn.Module, name: str, stages: Iterable[int], earlier: Placeholder, later: Placeholder) -> _Slot:
+    def of(
+        cls,
+        model: nn.Module,
+        name: str,
+        stages: Iterable[int],
+        earlier: Placeholder,
+        later: Placeholder,
+    ) -> _Slot:
         """The place called ``name``."""
         parent, _, key = name.rpartition(".")
         return cls(model.get_submodule(parent), key, name, frozenset(stages), earlier, later)
@@ -100,19 +123,22 @@ class _Slot:
 
 
 class PipelineCut:
-    """The stages of a model that one rank holds. Making it removes from the module what no local stage owns.
+    """The stages of a model that one rank holds. Making it removes from the module what no local
+    stage owns.
 
     Args:
         model: The module whose step will run, cut in place.
         parts: Where its modules stand.
         ranges: Half-open layer ranges, one a stage.
         stages: Stages of this rank.
-        collects: Whether all that blocks return crosses to all later stages, because the model uses it behind them.
+        collects: Whether all that blocks return crosses to all later stages, because the model uses
+            it behind them.
 
     Attributes:
         ranges: As given.
         starts: The stages on which a container but the first begins.
-        module_stages: Stages of every module of the uncut model, by name; None for what every stage keeps.
+        module_stages: Stages of every module of the uncut model, by name; None for what every stage
+            keeps.
     """
 
     def __init__(
@@ -128,18 +154,42 @@ class PipelineCut:
         keep_padded(model)
         self._layers, self.ranges = layers_of(model, parts.blocks), tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
-        begins = [index for index, layer in enumerate(self._layers) if layer.is_first and layer.container]
-        self.starts = frozenset(stage for stage, layers in enumerate(ranges) if any(index in range(*layers) for index in begins))
-        self._slots = [*self._block_slots(model), *self._early_slots(model), *self._after_slots(model)]
+        begins = [
+            index for index, layer in enumerate(self._layers) if layer.is_first and layer.container
+        ]
+        self.starts = frozenset(
+            stage
+            for stage, layers in enumerate(ranges)
+            if any(index in range(*layers) for index in begins)
+        )
+        self._slots = [
+            *self._block_slots(model),
+            *self._early_slots(model),
+            *self._after_slots(model),
+        ]
         away = [slot for slot in self._slots if slot.stages.isdisjoint(stages)]
-        self._early = [slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in away]
+        self._early = [
+            slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in away
+        ]
         self._local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
         # Of now: those that dropout by key and tensor parallelism add are no user's.
-        self._hooks = [h for layer in self._local for h in user_hooks(layer.name, model.get_submodule(layer.name))]
-        self._hooks += [h for s in self._early for h in user_hooks(s.name, model.get_submodule(s.name), inside=False)]
+        self._hooks = [
+            h
+            for layer in self._local
+            for h in user_hooks(layer.name, model.get_submodule(layer.name))
+        ]
+        self._hooks += [
+            h
+            for s in self._early
+            for h in user_hooks(s.name, model.get_submodule(s.name), inside=False)
+        ]
         self.module_stages = self._module_stages(model)
         self._tables = {
-            stage: [(s.parent._modules, s.key, s.placeholder(stage)) for s in self._slots if stage not in s.stages]
+            stage: [
+                (s.parent._modules, s.key, s.placeholder(stage))
+                for s in self._slots
+                if stage not in s.stages
+            ]
             for stage in stages
         }
         for slot in away:
@@ -150,8 +200,11 @@ class PipelineCut:
         self._differentiable: dict[Hashable, tuple[bool, ...]] = {}
         self._settled: dict[int, tuple[Form, Form]] = {}
 
-    def run(self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool) -> tuple[Any, bool]:
-        """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the ``Crossing`` to send, False).
+    def run(
+        self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool
+    ) -> tuple[Any, bool]:
+        """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the
+        ``Crossing`` to send, False).
 
         Raises:
             StageError: The model does something that cannot be cut.
@@ -165,38 +218,58 @@ class PipelineCut:
                 output = step()
             behind = boundary.running.is_behind
         except StageExit as leave:
-            return self._with_gradients(stage, leave.crossing) if training else leave.crossing, False
+            return self._with_gradients(
+                stage, leave.crossing
+            ) if training else leave.crossing, False
         finally:
             boundary.end()
         if stage != self.num_stages - 1:
             raise StageError(
-                f"the step returned on pipeline stage {stage} of {self.num_stages} without calling the next block of "
+                f"the step returned on pipeline stage {stage} of {self.num_stages} without "
+                "calling the next block of "
                 f"{self.parts.shown}; {_WHOLE_MODEL_ONCE}"
             )
         if received is not None and not behind:
-            raise StageError(f"the step did not call the blocks of {self.parts.shown}; {_WHOLE_MODEL_ONCE}")
+            raise StageError(
+                f"the step did not call the blocks of {self.parts.shown}; {_WHOLE_MODEL_ONCE}"
+            )
         return known(output), True
 
     def _with_gradients(self, stage: int, crossing: Crossing) -> Crossing:
-        """Settle for which tensors a gradient comes back, the first time that tensors of this kind cross.
+        """Settle for which tensors a gradient comes back, the first time that tensors of this kind
+        cross.
 
-        It may not change later, since the receiver is told once. Frozen parameters may be released during training, so where
-        there are any, all floating-point tensors count.
-        """
+        It may not change later, since the receiver is told once. Frozen parameters may be released
+        during training, so where there are any, all floating-point tensors count."""
         form = crossing.form
-        if stage in self._settled and (self._settled[stage][0] is form or self._settled[stage][0] == form):
+        if stage in self._settled and (
+            self._settled[stage][0] is form or self._settled[stage][0] == form
+        ):
             return Crossing(crossing.tensors, self._settled[stage][1])
-        key = (stage, repr((form.output, form.extras, form.collected)), tuple(tensor.dtype for tensor in form.tensors))
+        key = (
+            stage,
+            repr((form.output, form.extras, form.collected)),
+            tuple(tensor.dtype for tensor in form.tensors),
+        )
         if key not in self._differentiable:
             frozen = any(not parameter.requires_grad for parameter in self._model.parameters())
-            self._differentiable[key] = tuple(t.differentiable or (frozen and t.dtype.is_floating_point) for t in form.tensors)
+            self._differentiable[key] = tuple(
+                t.differentiable or (frozen and t.dtype.is_floating_point) for t in form.tensors
+            )
         kept = self._differentiable[key]
-        if any(tensor.differentiable and not flag for tensor, flag in zip(form.tensors, kept, strict=True)):
+        if any(
+            tensor.differentiable and not flag
+            for tensor, flag in zip(form.tensors, kept, strict=True)
+        ):
             raise StageError(
-                f"a tensor that leaves pipeline stage {stage} needs a gradient, but needed none when such tensors first crossed; what "
+                f"a tensor that leaves pipeline stage {stage} needs a gradient, but needed none "
+                "when such tensors first crossed; what "
                 "blocks detach may not change during training"
             )
-        tensors = tuple(dataclasses.replace(t, differentiable=flag) for t, flag in zip(form.tensors, kept, strict=True))
+        tensors = tuple(
+            dataclasses.replace(t, differentiable=flag)
+            for t, flag in zip(form.tensors, kept, strict=True)
+        )
         self._settled[stage] = form, dataclasses.replace(form, tensors=tensors)
         return Crossing(crossing.tensors, self._settled[stage][1])
 
@@ -225,14 +298,19 @@ class PipelineCut:
         for name, module in model.named_modules(remove_duplicate=False):
             for key, child in module._modules.items():
                 if child is not None:
-                    found[f"{name}.{key}" if name else key] = owners.get((id(module), key), found[name])
+                    found[f"{name}.{key}" if name else key] = owners.get(
+                        (id(module), key), found[name]
+                    )
         return found
 
     def _block_slots(self, model: nn.Module) -> Iterator[_Slot]:
         for stage, (start, stop) in enumerate(self.ranges):
             for layer in self._layers[start:stop]:
                 original = model.get_submodule(layer.name)
-                earlier, later = EarlierBlock(layer, original, self._boundary), LaterBlock(layer, original, self._boundary)
+                earlier, later = (
+                    EarlierBlock(layer, original, self._boundary),
+                    LaterBlock(layer, original, self._boundary),
+                )
                 yield _Slot.of(model, layer.name, [stage], earlier, later)
 
     def _early_slots(self, model: nn.Module) -> Iterator[_Slot]:
@@ -252,23 +330,30 @@ class PipelineCut:
             yield _Slot.of(model, name, [self.num_stages - 1], absent, absent)
 
     def _watch(self) -> None:
-        """Hook the local modules (on the first run, when sharding has put the final ones in place)."""
+        """Hook the local modules (on the first run, when sharding has put the final ones in
+        place)."""
         self._watched = True
         for hooks in self._hooks:
             hooks.watch(self._boundary.see)
         for slot in self._early:
             module = slot.parent._modules[slot.key]
             assert module is not None
-            module.register_forward_hook(eager(module, partial(self._boundary.mark_true, slot.stages)))
+            module.register_forward_hook(
+                eager(module, partial(self._boundary.mark_true, slot.stages))
+            )
         if not self._static or len(self.parts.blocks) > 1:
-            # Later they would be missing on the blocks of the chunks that are out of the tree at that time, and come behind the hook
-            # that leaves the step at the end of a container.
+            # Later they would be missing on the blocks of the chunks that are out of the tree at
+            # that time, and come behind the hook that leaves the step at the end of a container.
             install_capture(self._model)
         placeholders = self.earlier_blocks
         for layer in self._local:
             block = self._model.get_submodule(layer.name)
-            watch_left(layer.name, block, placeholders)  # in front of the hook that may leave the step
-            block.register_forward_pre_hook(eager(block, partial(self._boundary.arguments, layer)), with_kwargs=True)
+            watch_left(
+                layer.name, block, placeholders
+            )  # in front of the hook that may leave the step
+            block.register_forward_pre_hook(
+                eager(block, partial(self._boundary.arguments, layer)), with_kwargs=True
+            )
             block.register_forward_hook(eager(block, partial(self._boundary.returned, layer)))
 
 
@@ -277,7 +362,9 @@ class WholeModel:
 
     num_stages = 1
 
-    def run(self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool) -> tuple[Any, bool]:
+    def run(
+        self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool
+    ) -> tuple[Any, bool]:
         """Run ``step``; it is the first and the last stage at once."""
         assert stage == 0
         assert received is None

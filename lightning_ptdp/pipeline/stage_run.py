@@ -12,8 +12,21 @@ from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.containers import Place
 from lightning_ptdp.pipeline.crossing import Crossing, Form, Path, rebuild, tensors_in
-from lightning_ptdp.pipeline.first_stage_values import Foreign, Origin, plain, put_instead, replacement
-from lightning_ptdp.pipeline.refusals import LOST, NOT_PASSED, changed_argument, computed_between, lost_argument, unsent_argument
+from lightning_ptdp.pipeline.first_stage_values import (
+    Foreign,
+    Origin,
+    plain,
+    put_instead,
+    replacement,
+)
+from lightning_ptdp.pipeline.refusals import (
+    LOST,
+    NOT_PASSED,
+    changed_argument,
+    computed_between,
+    lost_argument,
+    unsent_argument,
+)
 from lightning_ptdp.shims.transformers import captured_outputs
 
 __all__ = ["StageRun"]
@@ -34,7 +47,8 @@ class StageRun:
         reached: Whether one of its blocks was called here.
         output: What the last block returned.
         past: Of the containers that have ended, what their last blocks returned.
-        outputs, seen, captured: What is collected over the blocks: what they returned, what hooks were given, what transformers kept.
+        outputs, seen, captured: What is collected over the blocks: what they returned, what hooks
+            were given, what transformers kept.
     """
 
     stage: int
@@ -60,9 +74,15 @@ class StageRun:
         if self.received is None:
             return
         form = self.received.form
-        self.past = form.past if self.place.inside else (*form.past, Form(tensors=form.tensors, output=form.output))
+        self.past = (
+            form.past
+            if self.place.inside
+            else (*form.past, Form(tensors=form.tensors, output=form.output))
+        )
         collected = rebuild(form.collected, self.received.tensors)
-        self.outputs, self.seen, self.captured = collected if collected is not None else ({}, [], {})
+        self.outputs, self.seen, self.captured = (
+            collected if collected is not None else ({}, [], {})
+        )
         self.begun = not self.place.inside
         self.output = self.received_output(self.received) if self.place.inside else None
 
@@ -77,7 +97,7 @@ class StageRun:
             origin.over = True
             origin.written.clear()
 
-    # ---- outputs ------------------------------------------------------------------------------------------------------
+    # ---- outputs ---------------------------------------------------------------------------------
 
     @property
     def is_behind(self) -> bool:
@@ -87,7 +107,11 @@ class StageRun:
     @property
     def collected(self) -> tuple[object, ...] | None:
         """All that is collected over the blocks up to here; None if nothing is."""
-        captured = {**self.captured, self.container: captured_outputs()} if captured_outputs() else self.captured
+        captured = (
+            {**self.captured, self.container: captured_outputs()}
+            if captured_outputs()
+            else self.captured
+        )
         parts = (self.outputs, self.seen, captured)
         return parts if any(parts) else None
 
@@ -103,10 +127,11 @@ class StageRun:
         """The tensors that the last block returned."""
         return {id(tensor) for _, tensor in tensors_in(self.output)}
 
-    # ---- one argument -------------------------------------------------------------------------------------------------
+    # ---- one argument ----------------------------------------------------------------------------
 
     def argument(self, name: str, path: Path, tensor: Tensor) -> Tensor:
-        """Return the argument of a local block where the model passes ``tensor``, which no block returned."""
+        """Return the argument of a local block where the model passes ``tensor``, which no block
+        returned."""
         if self.begun or self.received is None:
             if self._is_lost(tensor):
                 raise lost_argument(name, path, "between" if self.container else "before")
@@ -116,7 +141,10 @@ class StageRun:
         known = replacement(tensor)
         if known is not None and self._entered(known):
             return known
-        extra = next((self.received.tensors[i] for place, i in self.received.form.extras if place == path), None)
+        extra = next(
+            (self.received.tensors[i] for place, i in self.received.form.extras if place == path),
+            None,
+        )
         if extra is None:
             if self._is_foreign(tensor):
                 raise unsent_argument(name, path)
@@ -129,10 +157,11 @@ class StageRun:
         return extra
 
     def check_entrance(self, name: str, given: Sequence[object]) -> None:
-        """The first block that is called on a stage must be given the very tensors that were received.
+        """The first block that is called on a stage must be given the very tensors that were
+        received.
 
-        If not, the model computes something between its blocks, which would be computed once more behind the boundary.
-        """
+        If not, the model computes something between its blocks, which would be computed once more
+        behind the boundary."""
         if self.begun or self.received is None:
             return
         there = {id(tensor) for value in given for _, tensor in tensors_in(value)}
@@ -143,7 +172,9 @@ class StageRun:
     def known_extras(self) -> Iterator[tuple[Path, Tensor]]:
         """Extras that later stages may need, whether or not the next block is given them."""
         if not self.begun and self.received is not None:
-            yield from ((path, self.received.tensors[index]) for path, index in self.received.form.extras)
+            yield from (
+                (path, self.received.tensors[index]) for path, index in self.received.form.extras
+            )
             return
         for path, (first, *others) in self._given.items():
             if self._is_foreign(first) and all(other is first for other in others):
@@ -171,10 +202,18 @@ class StageRun:
         return self.training and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
     def _is_foreign(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, Foreign) or self.lost.has_written(tensor) or self.true.has_written(tensor)
+        return (
+            isinstance(tensor, Foreign)
+            or self.lost.has_written(tensor)
+            or self.true.has_written(tensor)
+        )
 
     def _is_lost(self, tensor: Tensor) -> bool:
-        return self.lost.has_written(tensor) or (isinstance(tensor, Foreign) and tensor.origin.why is not None)
+        return self.lost.has_written(tensor) or (
+            isinstance(tensor, Foreign) and tensor.origin.why is not None
+        )
 
     def _entered(self, tensor: Tensor) -> bool:
-        return self.received is not None and any(tensor is received for received in self.received.tensors)
+        return self.received is not None and any(
+            tensor is received for received in self.received.tensors
+        )

@@ -1,4 +1,5 @@
-"""Status of a rank: noted by the thread that works, published by another thread, shown by the ranks that wait for it."""
+"""Status of a rank: noted by the thread that works, published by another thread, shown by the ranks
+that wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Phase = Literal["in", "waits in", "after", ""]
 
 
 class LiveStatus:
-    """Current status of this rank. One thread writes and others read; a note is one assignment, so that it costs next to nothing.
+    """Current status of this rank. One thread writes and others read; a note is one assignment, so
+    that it costs next to nothing.
 
     Attributes:
         during: What the rank is busy with, such as "step 12"; "" between steps.
@@ -43,9 +45,14 @@ class LiveStatus:
     def status(self) -> RankStatus:
         """As of now."""
         phase, action, peer, since = self.note
-        same = {name: getattr(self, name) for name in ("during", "latest", "failure", "raised_at", "ended")}
+        same = {
+            name: getattr(self, name)
+            for name in ("during", "latest", "failure", "raised_at", "ended")
+        }
         age_s, beat = time.monotonic() - since, next(self._beats)
-        return RankStatus(**same, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat)
+        return RankStatus(
+            **same, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,8 @@ class RankStatus:
 
     Attributes:
         during, latest, failure, raised_at, ended: As in ``LiveStatus``.
-        phase, action, peer: What it was doing, to which action, waiting for, or having received from, which global rank.
+        phase, action, peer: What it was doing, to which action, waiting for, or having received
+            from, which global rank.
         age_s: How long it had been doing so.
         beat: Another one every time: who reads it twice knows that the rank lives.
     """
@@ -88,7 +96,11 @@ class RankStatus:
         """Return the rank's place, such as "step 12, waits in B1.2 for rank 2"."""
         if not self.during:
             return f"after {self.latest}" if self.latest else "before its first step"
-        peer = f" {'for' if self.phase == 'waits in' else 'with'} rank {self.peer}" if self.peer is not None else ""
+        peer = (
+            f" {'for' if self.phase == 'waits in' else 'with'} rank {self.peer}"
+            if self.peer is not None
+            else ""
+        )
         return f"{self.during}, {self.phase} {self.action}{peer}" if self.phase else self.during
 
     def sentence(self, *, silence_s: float | None, silent_after_s: float) -> str:
@@ -96,7 +108,8 @@ class RankStatus:
 
         Args:
             silence_s: Time since it was heard; None: it is the reader's own, and of now.
-            silent_after_s: Several times the time between publications: a rank that was silent for longer has fallen silent.
+            silent_after_s: Several times the time between publications: a rank that was silent for
+                longer has fallen silent.
         """
         silence = silence_s or 0.0
         if self.failure:
@@ -110,7 +123,8 @@ class RankStatus:
 
 
 def cause_first(message: str, explained: str) -> str:
-    """Return an error's message and what each rank did, behind the cause on another rank if one is known."""
+    """Return an error's message and what each rank did, behind the cause on another rank if one is
+    known."""
     rest, found, cause = explained.rpartition(f"\n{_CAUSE} ")
     return f"{_CAUSE} {cause}\n{message}\n{rest}" if found else f"{message}\n{explained}".rstrip()
 

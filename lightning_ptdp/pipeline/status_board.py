@@ -1,9 +1,10 @@
-"""The ranks' statuses on a board that all can read: one key a rank in the store of the process group.
+"""The ranks' statuses on a board that all can read: one key a rank in the store of the process
+group.
 
-The store's host may be the very process that is frozen or gone, and a call to it then never returns. So no call to the store is
-made on the thread of the user, nor on one that has to notice something: one background thread tells what this rank does and hears
-what the others do, once in a while and on request. What it heard last is kept, and outlives the store.
-"""
+The store's host may be the very process that is frozen or gone, and a call to it then never
+returns. So no call to the store is made on the thread of the user, nor on one that has to notice
+something: one background thread tells what this rank does and hears what the others do, once in a
+while and on request. What it heard last is kept, and outlives the store."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 __all__ = ["Board", "Bulletin", "Heard"]
 
 _POLL_S = 0.02
-_READS_PER_SECOND = 50_000  # of single keys, by all ranks together, that the store's host should have to serve
+_READS_PER_SECOND = (
+    50_000  # of single keys, by all ranks together, that the store's host should have to serve
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,10 @@ class Heard:
 
     Attributes:
         status: What it told.
-        at: When that was heard, as ``time.monotonic`` of this process: clocks of other machines do not matter.
-        lived: Whether it has told anything before its end. What an earlier training left in this store has not.
+        at: When that was heard, as ``time.monotonic`` of this process: clocks of other machines do
+            not matter.
+        lived: Whether it has told anything before its end. What an earlier training left in this
+            store has not.
     """
 
     status: RankStatus
@@ -52,8 +57,10 @@ class Board:
         interval_s: Time between two publications.
         requests: Set when they have been served.
         heard: By rank; an entry is replaced whenever the rank has told something new.
-        answered_at: When the store last answered, as ``time.monotonic``: until then silent ranks were silent by themselves.
-        asking_since: When the call to the store began that has not returned; None: none is under way.
+        answered_at: When the store last answered, as ``time.monotonic``: until then silent ranks
+            were silent by themselves.
+        asking_since: When the call to the store began that has not returned; None: none is under
+            way.
         gone: Whether the store is gone.
     """
 
@@ -85,7 +92,10 @@ class Board:
     def serve(self) -> None:
         """Tell and hear until it is told to end, or the store is gone."""
         request: threading.Event | None = threading.Event()
-        listened, listens_every_s = 0.0, max(self.interval_s, self.world_size * len(self.others) / _READS_PER_SECOND)
+        listened, listens_every_s = (
+            0.0,
+            max(self.interval_s, self.world_size * len(self.others) / _READS_PER_SECOND),
+        )
         try:
             while not self.closing.is_set():
                 self.asking_since = time.monotonic()
@@ -102,15 +112,23 @@ class Board:
                     request = None
             self.store.set(_key(self.rank), self.progress.status().encode())
         except Exception:
-            # Once the store is gone, it will not come back: leave quietly, since every further attempt prints torch's warnings.
+            # Once the store is gone, it will not come back: leave quietly, since every further
+            # attempt prints torch's warnings.
             self.gone = True
             if request is not None:
                 request.set()
 
     def _listen(self) -> None:
-        store, told = self.store, [rank for rank in self.others if rank in self.heard or self.store.check([_key(rank)])]
+        store, told = (
+            self.store,
+            [rank for rank in self.others if rank in self.heard or self.store.check([_key(rank)])],
+        )
         keys = [_key(rank) for rank in told]
-        texts = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
+        texts = (
+            store.multi_get(keys)
+            if keys and store.has_extended_api()
+            else [store.get(key) for key in keys]
+        )
         for rank, text in zip(told, texts, strict=True):
             status = RankStatus.decode(text)
             before = self.heard.get(rank)
@@ -119,15 +137,23 @@ class Board:
                 self.heard[rank] = Heard(status, time.monotonic(), lived)
 
     def meet(self, topic: str, limit_s: float, answer: list[bool]) -> None:
-        """Put into ``answer`` whether all ranks came to ``topic``; leaves it empty where the store cannot tell."""
+        """Put into ``answer`` whether all ranks came to ``topic``; leaves it empty where the store
+        cannot tell."""
         with contextlib.suppress(Exception):
             topic = f"lightning_ptdp/world/meeting/{topic}"
-            everyone, deadline = [f"{topic}/{other}" for other in range(self.world_size)], time.monotonic() + limit_s
+            everyone, deadline = (
+                [f"{topic}/{other}" for other in range(self.world_size)],
+                time.monotonic() + limit_s,
+            )
             self.store.set(f"{topic}/{self.rank}", "")
             while not (came := self.store.check(everyone)) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            # Whoever comes to an end first decides for all: one that gave up just before the last came must not be waited for.
-            answer.append(self.store.compare_set(f"{topic}/answer", "", str(came)) == str(came).encode() and came)
+            # Whoever comes to an end first decides for all: one that gave up just before the last
+            # came must not be waited for.
+            answer.append(
+                self.store.compare_set(f"{topic}/answer", "", str(came)) == str(came).encode()
+                and came
+            )
 
     def end(self) -> None:
         """Have the thread publish once more and end."""
@@ -137,7 +163,8 @@ class Board:
 
 
 class Bulletin:
-    """Publishes what this rank does, and hears the other ranks, until it is closed, garbage, or the store is gone.
+    """Publishes what this rank does, and hears the other ranks, until it is closed, garbage, or the
+    store is gone.
 
     Attributes:
         board: What is known.
@@ -152,8 +179,8 @@ class Bulletin:
         self._finalizer.atexit = False
 
     def exchange(self, limit_s: float) -> bool:
-        """Publish and listen now; whether that was done within ``limit_s``, of which the time counts that the store is silent already.
-        That the store is gone is known at once."""
+        """Publish and listen now; whether that was done within ``limit_s``, of which the time
+        counts that the store is silent already. That the store is gone is known at once."""
         if not self.board.is_mine or not self._thread.is_alive():
             return False
         done = threading.Event()
@@ -163,18 +190,24 @@ class Bulletin:
     def hear_all(self, limit_s: float) -> None:
         """Return when all the others have told something, or after ``limit_s``."""
         deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline and self.exchange(limit_s) and {*self.board.others} - self.board.heard.keys():
+        while (
+            time.monotonic() < deadline
+            and self.exchange(limit_s)
+            and {*self.board.others} - self.board.heard.keys()
+        ):
             time.sleep(_POLL_S)
 
     def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
-        """The ranks that have neither failed nor ended, and say nothing for ``limit_s``, or had said nothing for ``silent_after_s``; None:
-        the store did not answer for as long."""
+        """The ranks that have neither failed nor ended, and say nothing for ``limit_s``, or had
+        said nothing for ``silent_after_s``; None: the store did not answer for as long."""
         began = time.monotonic()
         while True:
             if not self.exchange(silent_after_s):
                 return None
             heard = dict(self.board.heard)
-            silent = {*self.board.others} - {rank for rank, last in heard.items() if last.at >= began or last.status.is_done}
+            silent = {*self.board.others} - {
+                rank for rank, last in heard.items() if last.at >= began or last.status.is_done
+            }
             if time.monotonic() - began > limit_s or all(
                 rank in heard and began - heard[rank].at > silent_after_s for rank in silent
             ):
@@ -182,20 +215,24 @@ class Bulletin:
             time.sleep(_POLL_S)
 
     def all_come(self, topic: str, limit_s: float) -> bool:
-        """Return True if all ranks ask this under the same ``topic``, which is used once, within ``limit_s``.
+        """Return True if all ranks ask this under the same ``topic``, which is used once, within
+        ``limit_s``.
 
         All that ask get the same answer.
         """
         if not self.board.is_mine:
             return False
         answer: list[bool] = []
-        asker = threading.Thread(target=self.board.meet, args=(topic, limit_s, answer), name="ptdp meeting", daemon=True)
+        asker = threading.Thread(
+            target=self.board.meet, args=(topic, limit_s, answer), name="ptdp meeting", daemon=True
+        )
         asker.start()
         asker.join(2 * limit_s)
         return answer == [True]
 
     def close(self, limit_s: float = 1.0) -> None:
-        """Publish once more and end the thread; waits for it, but no longer than ``limit_s``: it may hang in a store that is frozen."""
+        """Publish once more and end the thread; waits for it, but no longer than ``limit_s``: it
+        may hang in a store that is frozen."""
         if self.board.is_mine and self._finalizer.detach() is not None:
             self.board.end()
             self._thread.join(limit_s)

@@ -1,10 +1,12 @@
-"""Nothing hangs silently: a rank that does not hear from another raises an error that says what every rank did last.
+"""Nothing hangs silently: a rank that does not hear from another raises an error that says what
+every rank did last.
 
-Each rank notes what it is doing and publishes that twice a second (status_board.py), since a frozen process cannot be asked any more. The
-limit itself is that of the process groups: with gloo a wait that is too long raises. With NCCL a wait only queues work for the GPU; so
-there a thread decides by itself that the rank hangs (hang_guard.py), says so on stderr, gives the groups up and ends the process, and the
-launcher the others. With gloo it does that only where the error does not come.
-"""
+Each rank notes what it is doing and publishes that twice a second (status_board.py), since a frozen
+process cannot be asked any more. The
+limit itself is that of the process groups: with gloo a wait that is too long raises. With NCCL a
+wait only queues work for the GPU; so there a thread decides by itself that the rank hangs
+(hang_guard.py), says so on stderr, gives the groups up and ends the process, and the launcher the
+others. With gloo it does that only where the error does not come."""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ _ANSWER_LIMIT_S = 2.0
 _ROLL_CALL = 1.5  # intervals in which a rank that lives tells something
 _SILENT_INTERVALS = 4
 _RANKS_PER_SECOND = 1000  # publications that the store's host should have to take
-_ALL_WATCHED = 64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
+_ALL_WATCHED = (
+    64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
+)
 _REPORT_AT = 0.9  # of the limit: at the whole of it torch may end the process
 
 
@@ -50,13 +54,16 @@ class Watchdog(StepObserver):
     Attributes:
         rank: Global rank.
         world_size: Without other ranks there is no thread and nothing to say.
-        ranks: Global ranks that this one may wait for; they are listed in explanations, the others counted.
+        ranks: Global ranks that this one may wait for; they are listed in explanations, the others
+            counted.
         limit_s: The process groups' time limit.
         where: Description of this rank's place for messages, "" for none.
         store: A connection to a store for this object alone; None: nothing is published.
-        waits_raise: Whether a wait for another rank raises at the limit, as gloo's do. Otherwise stderr is told when this rank has been
-            in one action for 90 % of the limit, and the process is ended when it hangs.
-        interval_s: Time between publications; 0: half a second, more in worlds of over 500 ranks, less for short limits.
+        waits_raise: Whether a wait for another rank raises at the limit, as gloo's do. Otherwise
+            stderr is told when this rank has been in one action for 90 % of the limit, and the
+            process is ended when it hangs.
+        interval_s: Time between publications; 0: half a second, more in worlds of over 500 ranks,
+            less for short limits.
         closed: Whether ``close`` was called.
     """
 
@@ -75,21 +82,32 @@ class Watchdog(StepObserver):
         self._progress, self._pulse, self._thread = LiveStatus(), Pulse(), threading.get_ident()
         self._action: Action | None = None
         self._reported, self._is_over = 0.0, False
-        self.interval_s = self.interval_s or max(min(_INTERVAL_S, self.limit_s / 10), self.world_size / _RANKS_PER_SECOND)
-        self._judge = Judge(limit_s=self.limit_s, interval_s=self.interval_s, waits_raise=self.waits_raise)
+        self.interval_s = self.interval_s or max(
+            min(_INTERVAL_S, self.limit_s / 10), self.world_size / _RANKS_PER_SECOND
+        )
+        self._judge = Judge(
+            limit_s=self.limit_s, interval_s=self.interval_s, waits_raise=self.waits_raise
+        )
         self._bulletin: Bulletin | None = None
         self._guard: Guard | None = None
         if self.world_size > 1 and store is not None:
-            board = Board(store, self.rank, others, self.world_size, self._progress, self.interval_s)
+            board = Board(
+                store, self.rank, others, self.world_size, self._progress, self.interval_s
+            )
             self._bulletin = Bulletin(board)
-            self._guard = Guard(partial(Watchdog._look, weakref.proxy(self)), interval_s=self.interval_s)
+            self._guard = Guard(
+                partial(Watchdog._look, weakref.proxy(self)), interval_s=self.interval_s
+            )
 
     @classmethod
-    def create(cls, *, mesh: ProcessMesh, limit_s: float, store: dist.Store | None = None) -> Watchdog:
-        """The watchdog of this rank of ``mesh``; the default process group must exist if there is another rank.
+    def create(
+        cls, *, mesh: ProcessMesh, limit_s: float, store: dist.Store | None = None
+    ) -> Watchdog:
+        """The watchdog of this rank of ``mesh``; the default process group must exist if there is
+        another rank.
 
-        ``store`` is a connection for it alone; None: the process group's store is connected to once more, and where it cannot be (a kind
-        of the user's own), what other ranks do is not known.
+        ``store`` is a connection for it alone; None: the process group's store is connected to once
+        more, and where it cannot be (a kind of the user's own), what other ranks do is not known.
         """
         world_size, waits_raise = mesh.layout.world_size, True
         if world_size > 1:
@@ -110,19 +128,22 @@ class Watchdog(StepObserver):
             waits_raise=waits_raise,
         )
         if watchdog._bulletin is not None:
-            # So that of one that is lost at once there is something to say; all come here from making the mesh together.
+            # So that of one that is lost at once there is something to say; all come here from
+            # making the mesh together.
             watchdog._bulletin.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
         return watchdog
 
-    # ---- what is told to it -------------------------------------------------------------------------------------------
+    # ---- what is told to it ----------------------------------------------------------------------
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Around everything that a rank does in a step: ``what`` is such as "step 12". May be nested.
+        """Around everything that a rank does in a step: ``what`` is such as "step 12". May be
+        nested.
 
         Raises:
-            PeerError: For an error of torch's communication inside, a collective for example. Other errors pass as they are. All of
-                them are published, so that ranks which miss this one can say why.
+            PeerError: For an error of torch's communication inside, a collective for example. Other
+                errors pass as they are. All of them are published, so that ranks which miss this
+                one can say why.
         """
         progress = self._progress
         outer, action = progress.during, self._action
@@ -140,7 +161,9 @@ class Watchdog(StepObserver):
             if not is_communication_error(error):
                 raise
             place = progress.status().place()
-            raise PeerError(cause_first(f"{self._name} lost another rank ({place}): {error}", self.explain())) from error
+            raise PeerError(
+                cause_first(f"{self._name} lost another rank ({place}): {error}", self.explain())
+            ) from error
         progress.during, self._action = outer, action
         if action is None:
             progress.set("")
@@ -158,7 +181,9 @@ class Watchdog(StepObserver):
             self._progress.set("waits in", what, peer)
         elif self._action is not None:
             # Where a wait only queues work, this is where the rank may block.
-            self._progress.set("in", self._action, None if self.waits_raise else self._progress.note[2])
+            self._progress.set(
+                "in", self._action, None if self.waits_raise else self._progress.note[2]
+            )
         else:
             self._progress.set("after", what)
 
@@ -167,11 +192,12 @@ class Watchdog(StepObserver):
         self._action = None
         self._progress.set("after", action)
 
-    # ---- what it tells ------------------------------------------------------------------------------------------------
+    # ---- what it tells ---------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """For an error about another rank: what each rank did last, a line each; "" without other ranks. Takes some seconds at most and
-        never raises; the others are told who does not answer."""
+        """For an error about another rank: what each rank did last, a line each; "" without other
+        ranks. Takes some seconds at most and never raises; the others are told who does not
+        answer."""
         if self.world_size == 1:
             return ""
         if not self._progress.failure:
@@ -181,13 +207,19 @@ class Watchdog(StepObserver):
         if self._progress.failure == LOST and account.missing:
             self._progress.failure = account.lost()
             if self.publish() and self.rank == 0 and not account.is_known():
-                time.sleep(self.interval_s)  # the store may end with this process: let the others hear it
+                time.sleep(
+                    self.interval_s
+                )  # the store may end with this process: let the others hear it
         return account.text()
 
     def _account(self) -> Account:
         silent_after = self.interval_s * _SILENT_INTERVALS
         account = partial(
-            Account, rank=self.rank, own=self._progress.status(), world_size=self.world_size, silent_after_s=silent_after
+            Account,
+            rank=self.rank,
+            own=self._progress.status(),
+            world_size=self.world_size,
+            silent_after_s=silent_after,
         )
         if self._bulletin is None:
             return account()
@@ -197,12 +229,22 @@ class Watchdog(StepObserver):
         board = self._bulletin.board
         heard, as_of = dict(board.heard), board.answered_at
         alive = [rank for rank in heard if not heard[rank].status.is_done]
-        gone = {rank for rank in alive if rank == 0 or as_of - heard[rank].at > silent_after} if missing is None else missing
-        return account(asked=board.others, heard=heard, missing=frozenset(gone), as_of=as_of, store_answers=missing is not None)
+        gone = (
+            {rank for rank in alive if rank == 0 or as_of - heard[rank].at > silent_after}
+            if missing is None
+            else missing
+        )
+        return account(
+            asked=board.others,
+            heard=heard,
+            missing=frozenset(gone),
+            as_of=as_of,
+            store_answers=missing is not None,
+        )
 
     def annotate(self, error: BaseException) -> None:
-        """Tell the others of an error that ends the run, and need not have passed through ``during``; add what each rank did last to
-        one of torch's communication."""
+        """Tell the others of an error that ends the run, and need not have passed through
+        ``during``; add what each rank did last to one of torch's communication."""
         self._is_over = True
         if not self._progress.failure:
             self._note_failure(error)
@@ -210,7 +252,8 @@ class Watchdog(StepObserver):
             error.add_note(self.explain())
 
     def publish(self) -> bool:
-        """Tell the others now what this rank is doing; whether the store took it within a second."""
+        """Tell the others now what this rank is doing; whether the store took it within a
+        second."""
         return self._bulletin is not None and self._bulletin.exchange(_PUBLISH_LIMIT_S)
 
     @property
@@ -219,7 +262,8 @@ class Watchdog(StepObserver):
         return bool(self._progress.failure)
 
     def all_come(self, topic: str, *, limit_s: float) -> bool:
-        """Return True if all ranks ask this under the same ``topic``, which is used once, within ``limit_s``.
+        """Return True if all ranks ask this under the same ``topic``, which is used once, within
+        ``limit_s``.
 
         All that ask get the same answer; False if it cannot be determined.
         """
@@ -228,7 +272,8 @@ class Watchdog(StepObserver):
         return self._bulletin is not None and self._bulletin.all_come(topic, limit_s)
 
     def close(self) -> None:
-        """End the threads; call it before the process group is destroyed. Does nothing the second time.
+        """End the threads; call it before the process group is destroyed. Does nothing the second
+        time.
 
         Errors are still explained afterwards, but of the other ranks nothing is known.
         """
@@ -241,14 +286,17 @@ class Watchdog(StepObserver):
             self._bulletin = None
 
     def _note_failure(self, error: BaseException) -> None:
-        self._progress.failure, self._progress.raised_at = summary(error), place_of(traceback.extract_tb(error.__traceback__))
+        self._progress.failure, self._progress.raised_at = (
+            summary(error),
+            place_of(traceback.extract_tb(error.__traceback__)),
+        )
         self.publish()
 
     @property
     def _name(self) -> str:
         return f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
 
-    # ---- on the guard's thread ----------------------------------------------------------------------------------------
+    # ---- on the guard's thread -------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Report once where this rank is stuck, and end it if it hangs; whether to look again."""
@@ -271,7 +319,12 @@ class Watchdog(StepObserver):
         at_work = sight.watched and not sight.failed
         if reason := self._judge.look(sight):
             self._end(stuck, reason)
-        if not self.waits_raise and at_work and stuck > _REPORT_AT * self.limit_s and self._reported != since:
+        if (
+            not self.waits_raise
+            and at_work
+            and stuck > _REPORT_AT * self.limit_s
+            and self._reported != since
+        ):
             self._reported = since
             _say(f"{self._stuck(stuck)}.\n{self._account().text()}{self._recorded()}")
         return True
@@ -282,15 +335,25 @@ class Watchdog(StepObserver):
 
     def _end(self, stuck: float, reason: str) -> None:
         text, frame = self._stuck(stuck), sys._current_frames().get(self._thread)
-        place = place_of(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
+        place = (
+            place_of(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
+        )
         del frame
         self._progress.raised_at = self._progress.raised_at or place
-        _say(f"{text}: {reason}.\n{self.explain()}{self._recorded()}\nThis rank stands in {place}; it gives up and ends.")
+        _say(
+            f"{text}: {reason}.\n{self.explain()}{self._recorded()}\nThis rank stands in {place}; "
+            "it gives up and ends."
+        )
         give_up()
 
     def _recorded(self) -> str:
         path = "" if self.waits_raise else keep_flight_record(self.rank)
-        return f"\nWhat NCCL was asked for last, by torch's flight recorder (torchfrtrace reads it): {path}" if path else ""
+        return (
+            "\nWhat NCCL was asked for last, by torch's flight recorder (torchfrtrace reads it): "
+            f"{path}"
+            if path
+            else ""
+        )
 
 
 def _say(text: str) -> None:

@@ -1,12 +1,14 @@
-"""Which layout to use: a model of memory and time, and a search over all layouts that fit. ``ptdp plan`` on the command line.
+"""Which layout to use: a model of memory and time, and a search over all layouts that fit. ``ptdp
+plan`` on the command line.
 
-    job = Job(model=GPTConfig.gpt2(), world_size=8, global_batch_size=64, device=find_device("h100"))
+    job = Job(model=GPTConfig.gpt2(), world_size=8, global_batch_size=64,
+    device=find_device("h100"))
     for candidate in search(job).best:
         print(candidate.choice.options(), candidate.memory.total, candidate.time.total)
 
-Pure functions of sizes: nothing is run, and no device is needed. What is estimated (activations, parameters, memory; layers, links,
-schedules, steps) has a file each; all of them read the model as the record in ``shapes.py``.
-"""
+Pure functions of sizes: nothing is run, and no device is needed. What is estimated (activations,
+parameters, memory; layers, links, schedules, steps) has a file each; all of them read the model as
+the record in ``shapes.py``."""
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.calibrated_device import (
@@ -17,7 +19,15 @@ from lightning_ptdp.planner.calibrated_device import (
     save_calibration,
     whose_figures,
 )
-from lightning_ptdp.planner.devices import DEVICES, Cluster, Device, Link, find_device, known_device, known_peak_flops
+from lightning_ptdp.planner.devices import (
+    DEVICES,
+    Cluster,
+    Device,
+    Link,
+    find_device,
+    known_device,
+    known_peak_flops,
+)
 from lightning_ptdp.planner.foreign_sizes import gpt_sizes
 from lightning_ptdp.planner.gpt_shape import gpt_shape
 from lightning_ptdp.planner.job import RESERVE, Choice, Job
@@ -29,7 +39,16 @@ from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision, find_p
 from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
 from lightning_ptdp.planner.search_space import Misfit, Space
-from lightning_ptdp.planner.shapes import Attention, Bytes, Divided, EndShape, LayerShape, ModelShape, Parameters, Product
+from lightning_ptdp.planner.shapes import (
+    Attention,
+    Bytes,
+    Divided,
+    EndShape,
+    LayerShape,
+    ModelShape,
+    Parameters,
+    Product,
+)
 from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 

@@ -18,9 +18,10 @@ class LayerActivations:
 
     Attributes:
         kept: Bytes kept from the forward to the backward, under the chosen recomputation.
-        recomputed: Bytes that exist besides while the layer's backward runs, because they are computed again, or fetched.
-        cast_weights: Bytes of weights in the computing precision that autocast keeps from the forward to the backward. Only without
-            tensor parallelism: our sharded layers cast again.
+        recomputed: Bytes that exist besides while the layer's backward runs, because they are
+            computed again, or fetched.
+        cast_weights: Bytes of weights in the computing precision that autocast keeps from the
+            forward to the backward. Only without tensor parallelism: our sharded layers cast again.
     """
 
     kept: float
@@ -33,7 +34,9 @@ class LayerActivations:
         return self.kept + self.cast_weights
 
 
-def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None) -> LayerActivations:
+def layer_activations(
+    job: Job, choice: Choice, layer: LayerShape | None = None
+) -> LayerActivations:
     """Return the bytes that one layer keeps of one microbatch.
 
     Args:
@@ -52,17 +55,28 @@ def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None)
         if job.precision.casts:
             cast += layer.experts.local(choice.layout) * job.precision.compute
     if choice.recompute == "full":
-        return LayerActivations(kept=_block_input(choice, layer), recomputed=everything + cast, cast_weights=0.0)
+        return LayerActivations(
+            kept=_block_input(choice, layer), recomputed=everything + cast, cast_weights=0.0
+        )
     if choice.recompute == "offload":
         # What stays of each block is small; the block that runs and the one beside it are whole.
         return LayerActivations(kept=0.0, recomputed=2 * everything, cast_weights=cast)
     if choice.recompute == "selective" and job.software.again is not None:
-        results = sum(product.rows * product.local(choice.layout.tensor_parallel_size)[0] for product in layer.products)
-        attended = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
-        kept = (
-            choice.samples * (1 - job.software.again) * results * job.precision.compute + attended + _block_input(choice, layer)
+        results = sum(
+            product.rows * product.local(choice.layout.tensor_parallel_size)[0]
+            for product in layer.products
         )
-        return LayerActivations(kept=kept, recomputed=max(0.0, everything - kept), cast_weights=cast)
+        attended = cores - sum(
+            input_bytes(job, choice, attention) for attention in layer.attentions
+        )
+        kept = (
+            choice.samples * (1 - job.software.again) * results * job.precision.compute
+            + attended
+            + _block_input(choice, layer)
+        )
+        return LayerActivations(
+            kept=kept, recomputed=max(0.0, everything - kept), cast_weights=cast
+        )
     if choice.recompute == "selective":
         # The core's inputs are kept to run it again, its output by the projection behind it.
         inside = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
@@ -71,12 +85,12 @@ def layer_activations(job: Job, choice: Choice, layer: LayerShape | None = None)
 
 
 def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
-    """Return the bytes that the last stage holds for its norm, head and loss of one microbatch: (kept for the backward, on top of it
-    while that starts).
+    """Return the bytes that the last stage holds for its norm, head and loss of one microbatch:
+    (kept for the backward, on top of it while that starts).
 
-    The loss keeps its logits, or their log-softmax, in their own precision; autocast has it computed, and kept, in fp32. With a split
-    vocabulary the gradient is made in fp32 and then cast. (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)
-    """
+    The loss keeps its logits, or their log-softmax, in their own precision; autocast has it
+    computed, and kept, in fp32. With a split vocabulary the gradient is made in fp32 and then cast.
+    (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)"""
     t, width, head = choice.layout.tensor_parallel_size, job.precision.compute, job.shape.head
     logits = 0.0
     if head.products:
@@ -84,7 +98,9 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
         logits = choice.samples * last.rows * last.local(t)[0]
     kept = 4 if (job.precision.casts and t == 1) or job.software.single_loss else width
     made = 4 if t > 1 else kept
-    return logits * kept + kept_on(choice, head.kept), logits * (made + (width if made != width else 0))
+    return logits * kept + kept_on(choice, head.kept), logits * (
+        made + (width if made != width else 0)
+    )
 
 
 def kept_on(choice: Choice, kept: Bytes) -> float:

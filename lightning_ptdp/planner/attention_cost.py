@@ -1,13 +1,13 @@
 """Time and memory of one attention, for one microbatch on one rank.
 
-Fused attention keeps a log-sum-exp a query and head instead of the s x s scores: 4 a / h for 5 a s / h (arXiv 2205.05198, section 4)::
+Fused attention keeps a log-sum-exp a query and head instead of the s x s scores: 4 a / h for 5 a s
+/ h (arXiv 2205.05198, section 4)::
 
     n (q + 2 k)  queries, keys and values, n a fp32 log-sum-exps
     n a s        unfused: probabilities, the dropout's mask (1 byte) and result
 
-On a CPU attention with dropout is torch's composition of operations: it keeps its probabilities, mask and result, and copies of queries,
-keys (for each query head) and values, all in fp32.
-"""
+On a CPU attention with dropout is torch's composition of operations: it keeps its probabilities,
+mask and result, and copies of queries, keys (for each query head) and values, all in fp32."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["attention_time", "core_bytes", "input_bytes"]
 
 _LOG_SUM_EXP, _SINGLE = 4, 4
 _FUSED_BACKWARD = 2.5
-"""The backward of fused attention makes five products where the forward makes two (arXiv 2307.08691, section 3.1.2)."""
+"""The backward of fused attention makes five products where the forward makes two (arXiv
+2307.08691, section 3.1.2)."""
 
 
 def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
@@ -34,27 +35,42 @@ def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
 
 def core_bytes(job: Job, choice: Choice, attention: Attention) -> float:
     """Bytes that it keeps for its backward, its inputs among them."""
-    w, t, c = job.precision.compute, choice.layout.tensor_parallel_size, choice.layout.context_parallel_size
+    w, t, c = (
+        job.precision.compute,
+        choice.layout.tensor_parallel_size,
+        choice.layout.context_parallel_size,
+    )
     heads, _ = attention.local_heads(t)
     queries = choice.micro_batch_size * attention.queries / c
     if job.fuses(attention):
         return input_bytes(job, choice, attention) + queries * heads * _LOG_SUM_EXP
     if job.device.kind == "cpu":
         keys = choice.micro_batch_size * attention.keys / c
-        copies = queries * heads * attention.head_dim + keys * heads * (attention.head_dim + attention.value_dim)
+        copies = queries * heads * attention.head_dim + keys * heads * (
+            attention.head_dim + attention.value_dim
+        )
         return copies * _SINGLE + queries * heads * attention.keys * 3 * _SINGLE
     scores = queries * heads * attention.keys * (w + (w + MASK if attention.dropout else 0))
     return input_bytes(job, choice, attention) + scores
 
 
-def attention_time(job: Job, choice: Choice, attention: Attention) -> tuple[float, float, float, float]:
+def attention_time(
+    job: Job, choice: Choice, attention: Attention
+) -> tuple[float, float, float, float]:
     """Seconds of its forward and backward, and of what context parallelism adds to each of them."""
     device, software, width = job.device, job.software, job.precision.compute
     t, c = choice.layout.tensor_parallel_size, choice.layout.context_parallel_size
     heads, _ = attention.local_heads(t)
     if job.fuses(attention) and device.measured is not None:
         # Measured with a causal mask, and told of the whole square.
-        square = choice.micro_batch_size / c * attention.flops * heads / attention.heads * (1 if attention.causal else 2)
+        square = (
+            choice.micro_batch_size
+            / c
+            * attention.flops
+            * heads
+            / attention.heads
+            * (1 if attention.causal else 2)
+        )
         speed = device.peak(width) / device.peak(4 if device.kind == "cpu" else 2)
         there, back = device.measured.attention_rates(attention.keys, attention.head_dim)
         forward, backward = square / (there * speed), _FUSED_BACKWARD * square / (back * speed)
@@ -77,7 +93,8 @@ def attention_time(job: Job, choice: Choice, attention: Attention) -> tuple[floa
 
 
 def _traffic(job: Job, choice: Choice, attention: Attention) -> tuple[float, float]:
-    """Bytes of the scores between the products of an attention that is not fused: masked softmax, dropout."""
+    """Bytes of the scores between the products of an attention that is not fused: masked softmax,
+    dropout."""
     w, (heads, _) = job.precision.compute, attention.local_heads(choice.layout.tensor_parallel_size)
     queries = choice.micro_batch_size * attention.queries / choice.layout.context_parallel_size
     scores = queries * attention.keys * heads

@@ -1,4 +1,5 @@
-"""Measurements of a machine (``ptdp doctor --calibrate``) in a file: a device for the planner, and the machine's identity."""
+"""Measurements of a machine (``ptdp doctor --calibrate``) in a file: a device for the planner, and
+the machine's identity."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from typing import Any
 from lightning_ptdp.planner.devices import Cluster, Device, Link, known_device
 from lightning_ptdp.planner.measured import Measured
 
-__all__ = ["MACHINE_FILE", "Calibration", "device_here", "load_calibration", "machine", "save_calibration", "whose_figures"]
+__all__ = [
+    "MACHINE_FILE",
+    "Calibration",
+    "device_here",
+    "load_calibration",
+    "machine",
+    "save_calibration",
+    "whose_figures",
+]
 
 MACHINE_FILE = Path("ptdp-machine.json")
 """File that ``ptdp doctor --calibrate`` writes, and that plan, bench and ``layout="auto"`` read."""
@@ -50,7 +59,11 @@ class Calibration:
         if other:
             return f"was measured elsewhere ({'; '.join(other)}): ptdp doctor --calibrate measures this machine"
         age = datetime.now(UTC) - datetime.fromisoformat(self.made)
-        return f"is {age.days} days old: ptdp doctor --calibrate measures again" if age > _STALE else ""
+        return (
+            f"is {age.days} days old: ptdp doctor --calibrate measures again"
+            if age > _STALE
+            else ""
+        )
 
 
 def machine() -> dict[str, str]:
@@ -59,7 +72,12 @@ def machine() -> dict[str, str]:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "none"
-    return {"host": platform.node(), "processor": _processor(), "cores": str(os.cpu_count()), "torch": torch}
+    return {
+        "host": platform.node(),
+        "processor": _processor(),
+        "cores": str(os.cpu_count()),
+        "torch": torch,
+    }
 
 
 def save_calibration(device: Device, path: Path) -> None:
@@ -68,7 +86,12 @@ def save_calibration(device: Device, path: Path) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    content = {"format": _FORMAT, "made": datetime.now(UTC).isoformat(), "machine": machine(), "device": asdict(device)}
+    content = {
+        "format": _FORMAT,
+        "made": datetime.now(UTC).isoformat(),
+        "machine": machine(),
+        "device": asdict(device),
+    }
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -87,15 +110,19 @@ def load_calibration(path: Path) -> Calibration:
         made = str(content["made"])
         if datetime.fromisoformat(made).tzinfo is None:
             raise ValueError(f"made={made!r} has no time zone")
-        return Calibration(device=_device(content["device"]), machine=dict(content["machine"]), made=made)
+        return Calibration(
+            device=_device(content["device"]), machine=dict(content["machine"]), made=made
+        )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no file of ptdp doctor --calibrate ({type(error).__name__}: {error}): calibrate again, or name a device"
+            f"{path} is no file of ptdp doctor --calibrate ({type(error).__name__}: {error}): "
+            "calibrate again, or name a device"
         ) from error
 
 
 def device_here(name: str) -> Device | None:
-    """Return the device in this folder's ``MACHINE_FILE`` if it was measured here and its name is ``name``; else a preset, or None."""
+    """Return the device in this folder's ``MACHINE_FILE`` if it was measured here and its name is
+    ``name``; else a preset, or None."""
     if MACHINE_FILE.is_file():
         found = load_calibration(MACHINE_FILE)
         if found.device.name == name and not found.doubt():
@@ -104,7 +131,8 @@ def device_here(name: str) -> Device | None:
 
 
 def whose_figures(device: Device, processes: int) -> str:
-    """Return the source of the device's figures in an estimate for so many processes of a node, and a better one, in a few words."""
+    """Return the source of the device's figures in an estimate for so many processes of a node, and
+    a better one, in a few words."""
     measured, mend = device.measured, f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
         return f"the figures of {device.name} by its data sheet, not calibrated here: {mend}"
@@ -115,14 +143,23 @@ def whose_figures(device: Device, processes: int) -> str:
 
 def _device(values: dict[str, Any]) -> Device:
     cluster = values["cluster"]
-    links = {name: Link(**cluster[name]) for name in ("node", "card", "rail") if cluster.get(name) is not None}
+    links = {
+        name: Link(**cluster[name])
+        for name in ("node", "card", "rail")
+        if cluster.get(name) is not None
+    }
     joined = Cluster(**_rows({**cluster, **links}))
-    return Device(**{**values, "cluster": joined, "measured": Measured(**_rows(values["measured"]))})
+    return Device(
+        **{**values, "cluster": joined, "measured": Measured(**_rows(values["measured"]))}
+    )
 
 
 def _rows(values: Mapping[str, Any]) -> dict[str, Any]:
     """JSON's lists of lists as tuples."""
-    return {name: tuple(map(tuple, value)) if isinstance(value, list) else value for name, value in values.items()}
+    return {
+        name: tuple(map(tuple, value)) if isinstance(value, list) else value
+        for name, value in values.items()
+    }
 
 
 def _processor() -> str:
@@ -130,4 +167,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )

@@ -1,10 +1,12 @@
-"""Cost of context parallelism beside the attention itself: what travels, what hides it, and what is put together.
+"""Cost of context parallelism beside the attention itself: what travels, what hides it, and what is
+put together.
 
-Ring attention (context_parallel/ring.py) works in c steps. Keys and values travel in all of them but the last, their gradients, in fp32,
-from the third step on, and once more behind the last. A hop hides behind its step's share of the attention alone, 1/c of it. Each step
-after the first adds its result to those before, in fp32. All-to-all attention (context_parallel/all_to_all.py) hides nothing: it packs,
-sends and unpacks queries, keys and values in front of the attention, and its result behind it; the backward does the same.
-"""
+Ring attention (context_parallel/ring.py) works in c steps. Keys and values travel in all of them
+but the last, their gradients, in fp32, from the third step on, and once more behind the last. A hop
+hides behind its step's share of the attention alone, 1/c of it. Each step after the first adds its
+result to those before, in fp32. All-to-all attention (context_parallel/all_to_all.py) hides
+nothing: it packs, sends and unpacks queries, keys and values in front of the attention, and its
+result behind it; the backward does the same."""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ __all__ = ["exchange_operations", "exchange_time", "held_heads"]
 
 _SINGLE = 4
 _RING_STEP, _TRADE = 20, 15
-"""Operations of a step, and of the exchange of a tensor, counted by reading: slices, sum of the log-sum-exps, factors, products and sums;
-parts, their stack, the exchange and their order."""
+"""Operations of a step, and of the exchange of a tensor, counted by reading: slices, sum of the
+log-sum-exps, factors, products and sums; parts, their stack, the exchange and their order."""
 _HALVES = 0.75
-"""Under a causal mask a step sees all queries and half of the keys, or half of the queries and all keys."""
+"""Under a causal mask a step sees all queries and half of the keys, or half of the queries and all
+keys."""
 
 
 def held_heads(choice: Choice, attention: Attention) -> tuple[int, int]:
-    """Heads of queries, and of keys, that a rank keeps for each position of its part of the sequence.
+    """Heads of queries, and of keys, that a rank keeps for each position of its part of the
+    sequence.
 
     All-to-all attention copies heads of keys that are fewer than its ranks.
     """
@@ -43,7 +47,9 @@ def exchange_operations(choice: Choice) -> int:
     return 4 * _TRADE if choice.context_parallel_attention == "all_to_all" else (c - 1) * _RING_STEP
 
 
-def exchange_time(job: Job, choice: Choice, attention: Attention, forward: float, backward: float) -> tuple[float, float]:
+def exchange_time(
+    job: Job, choice: Choice, attention: Attention, forward: float, backward: float
+) -> tuple[float, float]:
     """Seconds that context parallelism adds to a forward and to a backward of an attention.
 
     Args:
@@ -94,6 +100,9 @@ def _ring(
     seen = _HALVES if attention.causal else 1.0
     # The sum so far is scaled, the new part is scaled into a tensor of its own, and both are added.
     merged = (c - 1) * seen * (6 * _SINGLE + width) + 2 * (_SINGLE + width)
-    # Each part is added to the gradients so far; these begin as zeros, and end in the precision of the computation.
+    # Each part is added to the gradients so far; these begin as zeros, and end in the precision of
+    # the computation.
     added = (c - 1) * seen * (2 * _SINGLE + width) + 2 * (_SINGLE + width)
-    return there + results * merged / job.device.stream, back + (queries + pairs) * added / job.device.stream
+    return there + results * merged / job.device.stream, back + (
+        queries + pairs
+    ) * added / job.device.stream

@@ -1,8 +1,8 @@
 """Figures of devices and of the links between them, in a few numbers; presets by name.
 
-The presets' rates are the vendors' (data sheets named beside each); the shares of them that programs reach are published measurements,
-named beside each, too. Change what you know better with ``dataclasses.replace``.
-"""
+The presets' rates are the vendors' (data sheets named beside each); the shares of them that
+programs reach are published measurements, named beside each, too. Change what you know better with
+``dataclasses.replace``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from typing import Literal
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.planner.measured import Measured
 
-__all__ = ["DEVICES", "Cluster", "Device", "Link", "find_device", "known_device", "known_peak_flops"]
+__all__ = [
+    "DEVICES",
+    "Cluster",
+    "Device",
+    "Link",
+    "find_device",
+    "known_device",
+    "known_peak_flops",
+]
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The alpha-beta model of a connection: a message of x bytes takes ``latency_s + x / bandwidth``.
+    """The alpha-beta model of a connection: a message of x bytes takes ``latency_s + x /
+    bandwidth``.
 
     Attributes:
         bandwidth: Bytes a second in one direction.
@@ -36,7 +45,8 @@ class Link:
         check_types(self)
         if not (self.bandwidth > 0 and self.latency_s >= 0):
             raise ValueError(
-                f"bandwidth={self.bandwidth!r} must be greater than 0, and latency_s={self.latency_s!r} must not be negative"
+                f"bandwidth={self.bandwidth!r} must be greater than 0, and "
+                f"latency_s={self.latency_s!r} must not be negative"
             )
 
 
@@ -49,10 +59,11 @@ class Cluster:
         cards: Network cards of a node, which its devices share out.
         node: From a device to the others of its node.
         card: Of one network card.
-        rail: What the switches between cards at the same place of their nodes give to each, if that is less than the card's.
+        rail: What the switches between cards at the same place of their nodes give to each, if that
+            is less than the card's.
         start_s: What a collective takes before its first step.
-        collectives: What was measured inside of a node, in place of all that: (operation, members of the group, bytes, seconds); 0 members
-            for messages.
+        collectives: What was measured inside of a node, in place of all that: (operation, members
+            of the group, bytes, seconds); 0 members for messages.
     """
 
     node_size: Size
@@ -68,7 +79,9 @@ class Cluster:
         if not self.start_s >= 0:
             raise ValueError(f"start_s={self.start_s!r} must not be negative")
         if any(not (nbytes > 0 and seconds > 0) for *_, nbytes, seconds in self.collectives):
-            raise ValueError(f"collectives={self.collectives!r:.80} must take longer than 0 seconds")
+            raise ValueError(
+                f"collectives={self.collectives!r:.80} must take longer than 0 seconds"
+            )
 
     @property
     def between(self) -> Link:
@@ -76,7 +89,8 @@ class Cluster:
         if self.rail is None:
             return self.card
         return Link(
-            bandwidth=min(self.card.bandwidth, self.rail.bandwidth), latency_s=max(self.card.latency_s, self.rail.latency_s)
+            bandwidth=min(self.card.bandwidth, self.rail.bandwidth),
+            latency_s=max(self.card.latency_s, self.rail.latency_s),
         )
 
 
@@ -88,20 +102,26 @@ class Device:
         name: For tables.
         kind: torch's name of such devices.
         memory_bytes: What a process can allocate at most.
-        reserved_bytes: Of that, what the driver, NCCL's buffers, the libraries' workspaces and fragmentation take.
-        flops_16: Peak operations a second of dense matrix products in bf16 or fp16, accumulated in fp32.
+        reserved_bytes: Of that, what the driver, NCCL's buffers, the libraries' workspaces and
+            fragmentation take.
+        flops_16: Peak operations a second of dense matrix products in bf16 or fp16, accumulated in
+            fp32.
         flops_8: The same of float8; None: the device has none.
         flops_32: The same in fp32, as torch computes it by default (without TF32).
         memory_bandwidth: Bytes a second, of its own memory.
         memory_share: Share of it that operations reach which only read and write.
         product_share: Share of the peak that the best matrix product reaches while it lasts.
-        attention_share: Share of the peak that the forward of FlashAttention-2 reaches, which torch has.
-        tuned_attention_share: The same of a kernel that is written for the device's own instructions; None: there is no faster one.
-        sustained: Of these rates, each measured alone, what a training reaches that lasts: a device is slowed by its power, and its
-            memory by what runs beside.
+        attention_share: Share of the peak that the forward of FlashAttention-2 reaches, which torch
+            has.
+        tuned_attention_share: The same of a kernel that is written for the device's own
+            instructions; None: there is no faster one.
+        sustained: Of these rates, each measured alone, what a training reaches that lasts: a device
+            is slowed by its power, and its memory by what runs beside.
         units: Multiprocessors: tiles of a product that are computed at a time.
-        cache_bandwidth: Bytes a second from the shared cache to all units; what makes small tiles slow.
-        memory_latency_s: Of a read that misses the caches: what a tile waits for before its first multiplication, and behind its last.
+        cache_bandwidth: Bytes a second from the shared cache to all units; what makes small tiles
+            slow.
+        memory_latency_s: Of a read that misses the caches: what a tile waits for before its first
+            multiplication, and behind its last.
         cluster: How several are joined.
         measured: What was found by measuring it, in place of all that (calibrated_device.py).
 
@@ -137,10 +157,13 @@ class Device:
             if field.name != "reserved_bytes" and not value > 0:
                 raise ValueError(f"{field.name}={value!r} must be greater than 0")
             if (field.name.endswith("_share") or field.name == "sustained") and value > 1:
-                raise ValueError(f"{field.name}={value!r} is a share of the peak: use a number between 0 and 1")
+                raise ValueError(
+                    f"{field.name}={value!r} is a share of the peak: use a number between 0 and 1"
+                )
         if not 0 <= self.reserved_bytes < self.memory_bytes:
             raise ValueError(
-                f"reserved_bytes={self.reserved_bytes!r} must be at least 0 and below memory_bytes={self.memory_bytes!r}"
+                f"reserved_bytes={self.reserved_bytes!r} must be at least 0 and below "
+                f"memory_bytes={self.memory_bytes!r}"
             )
 
     @property
@@ -160,16 +183,20 @@ class Device:
         return self.flops_16 if element_bytes == 2 else self.flops_32
 
 
-# What a collective takes to start and a step of its ring: all-reduces of 1 to 64 MiB on 2, 4 and 8 A100s joined by NVSwitch, as published
-# with arXiv 2312.12391, are 30 us + 5 us a step longer than their bytes take; the same measurements reach 229 of 300 GB/s at 1 GiB.
+# What a collective takes to start and a step of its ring: all-reduces of 1 to 64 MiB on 2, 4 and 8
+# A100s joined by NVSwitch, as published with arXiv 2312.12391, are 30 us + 5 us a step longer than
+# their bytes take; the same measurements reach 229 of 300 GB/s at 1 GiB.
 _START_S, _STEP_S, _NODE_SHARE = 30e-6, 5e-6, 0.77
-# Between nodes: NCCL's own model takes 14 us a step of a ring over the network (src/graph/tuning.cc, hwLat). Collectives reach about 90 %
-# of InfiniBand's rate: 64 of 66 encoded bits, headers, and the ring's fill.
+# Between nodes: NCCL's own model takes 14 us a step of a ring over the network
+# (src/graph/tuning.cc, hwLat). Collectives reach about 90 % of InfiniBand's rate: 64 of 66 encoded
+# bits, headers, and the ring's fill.
 _HOP_S, _CARD_SHARE = 14e-6, 0.9
-# Share of memory's bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and H100, PCIe).
+# Share of memory's bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and H100,
+# PCIe).
 _MEMORY_SHARE = 0.9
 _CYCLES = 470
-"""Latency of a read that misses the caches, in clock cycles (arXiv 2402.13499, table 4: 466 on an A100, 479 on an H100)."""
+"""Latency of a read that misses the caches, in clock cycles (arXiv 2402.13499, table 4: 466 on an
+A100, 479 on an H100)."""
 
 _SUSTAINED = 0.89
 """The one number here that is fitted: on rows 1, 3, 5, 7 and 9 of table 1 of arXiv 2104.04473."""
@@ -188,15 +215,18 @@ def _nvidia_node(*, node_size: int = 8, cards: int = 8, nvlink: float, card: flo
 
 _A100 = Device(
     name="a100-80gb",
-    # NVIDIA A100 80GB (SXM) data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s, NVLink 600 GB/s in both directions together; A100
-    # whitepaper: 108 multiprocessors at 1.41 GHz, L2 5,120 bytes a clock.
+    # NVIDIA A100 80GB (SXM) data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s, NVLink 600 GB/s in
+    # both directions together; A100 whitepaper: 108 multiprocessors at 1.41 GHz, L2 5,120 bytes a
+    # clock.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
     flops_16=312e12,
     flops_32=19.5e12,
     memory_bandwidth=2.039e12,
     memory_share=_MEMORY_SHARE,
-    product_share=0.869,  # 271.2 TFLOP/s: S. Bekman, Machine Learning Engineering, table of the maximum achievable matmul FLOPS
+    # 271.2 TFLOP/s: S. Bekman, Machine Learning Engineering, table of the maximum achievable matmul
+    # FLOPS
+    product_share=0.869,
     attention_share=0.6,  # arXiv 2307.08691, figures 4 to 6: 50 to 73 %
     sustained=_SUSTAINED,
     units=108,
@@ -207,7 +237,8 @@ _A100 = Device(
 )
 # NVIDIA A100 40GB (SXM) data sheet: 1,555 GB/s.
 _A100_40 = replace(_A100, name="a100-40gb", memory_bytes=39.5 * _GIB, memory_bandwidth=1.555e12)
-# NVIDIA A100 80GB PCIe data sheet: 1,935 GB/s, 300 W; without a bridge PCIe 4.0 x16, 64 GB/s both ways. 252.9 TFLOP/s in the same table.
+# NVIDIA A100 80GB PCIe data sheet: 1,935 GB/s, 300 W; without a bridge PCIe 4.0 x16, 64 GB/s both
+# ways. 252.9 TFLOP/s in the same table.
 _A100_PCIE = replace(
     _A100,
     name="a100-pcie",
@@ -217,8 +248,9 @@ _A100_PCIE = replace(
 )
 _V100 = Device(
     name="v100",
-    # NVIDIA V100 (SXM2, 32 GB) data sheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s, NVLink 300 GB/s both ways; V100 whitepaper: 80
-    # multiprocessors at 1.53 GHz; A100 whitepaper: V100's L2 gives 2,048 bytes a clock.
+    # NVIDIA V100 (SXM2, 32 GB) data sheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s, NVLink 300 GB/s
+    # both ways; V100 whitepaper: 80 multiprocessors at 1.53 GHz; A100 whitepaper: V100's L2 gives
+    # 2,048 bytes a clock.
     memory_bytes=31.7 * _GIB,
     reserved_bytes=2 * _GIB,
     flops_16=125e12,
@@ -226,19 +258,22 @@ _V100 = Device(
     memory_bandwidth=0.9e12,
     memory_share=_MEMORY_SHARE,
     product_share=0.74,  # arXiv 1804.06826, section 4.4: 83 of 112.7 TFLOP/s
-    attention_share=0.5,  # there is no fused kernel but torch's memory-efficient one, which does not reach more than products do
+    # there is no fused kernel but torch's memory-efficient one, which does not reach more than
+    # products do
+    attention_share=0.5,
     sustained=_SUSTAINED,
     units=80,
     cache_bandwidth=2048 * 1.53e9,
     memory_latency_s=_CYCLES / 1.53e9,
-    # arXiv 1909.08053, section 5: DGX-2H, 16 GPUs at 300 GB/s by NVSwitch, eight 100 Gbps cards a node.
+    # arXiv 1909.08053, section 5: DGX-2H, 16 GPUs at 300 GB/s by NVSwitch, eight 100 Gbps cards a
+    # node.
     cluster=_nvidia_node(node_size=16, nvlink=150e9, card=12.5e9),
 )
 _H100 = Device(
     name="h100-80gb",
-    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 and 1,979 float8 without sparsity, 67 fp32, 3.35 TB/s, NVLink 900 GB/s both ways;
-    # H100 whitepaper: 132 multiprocessors, 1.83 GHz at this peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would
-    # alone.
+    # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 and 1,979 float8 without sparsity, 67 fp32,
+    # 3.35 TB/s, NVLink 900 GB/s both ways; H100 whitepaper: 132 multiprocessors, 1.83 GHz at this
+    # peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would alone.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
     flops_8=1979e12,
@@ -248,7 +283,8 @@ _H100 = Device(
     memory_share=_MEMORY_SHARE,
     product_share=0.803,  # 794.5 TFLOP/s in the table named above
     attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2 reaches 35 to 40 %
-    tuned_attention_share=1.75 * 0.38,  # ibid.: FlashAttention-3 is 1.5 to 2 times as fast; cuDNN's is measured beside it
+    tuned_attention_share=1.75
+    * 0.38,  # ibid.: FlashAttention-3 is 1.5 to 2 times as fast; cuDNN's is measured beside it
     sustained=_SUSTAINED,
     units=132,
     cache_bandwidth=1.5 * 5120 * 1.83e9,
@@ -261,15 +297,16 @@ _H200 = replace(_H100, name="h200", memory_bytes=139 * _GIB, memory_bandwidth=4.
 _B200 = replace(
     _H100,
     name="b200",
-    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s, 2.25 PFLOP/s bf16 and 4.5 float8 without sparsity a GPU, NVLink 1.8 TB/s both ways,
-    # 400 Gbps cards.
+    # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s, 2.25 PFLOP/s bf16 and 4.5 float8 without
+    # sparsity a GPU, NVLink 1.8 TB/s both ways, 400 Gbps cards.
     memory_bytes=178 * _GIB,
     flops_8=4500e12,
     flops_16=2250e12,
     flops_32=80e12,
     memory_bandwidth=8e12,
     product_share=0.776,  # 1,745 TFLOP/s in the table named above
-    attention_share=0.3,  # FlashAttention-2's instructions do not use Blackwell's: no more than on an H100
+    # FlashAttention-2's instructions do not use Blackwell's: no more than on an H100
+    attention_share=0.3,
     tuned_attention_share=1.75 * 0.3,
     units=148,
     cache_bandwidth=2 * 1.5 * 5120 * 1.83e9,  # its pairs of units multiply tiles of twice the size
@@ -278,7 +315,8 @@ _B200 = replace(
 _CPU = Device(
     name="cpu",
     kind="cpu",
-    # One core for each process, joined by gloo over the loopback device; orders of magnitude, no data sheet: calibrate.
+    # One core for each process, joined by gloo over the loopback device; orders of magnitude, no
+    # data sheet: calibrate.
     memory_bytes=4 * _GIB,
     flops_16=25e9,
     flops_32=50e9,
@@ -289,11 +327,19 @@ _CPU = Device(
     units=1,
     cache_bandwidth=1e15,  # a core's tiles fit into its own caches
     memory_latency_s=1e-7,
-    cluster=Cluster(node_size=64, cards=64, node=Link(bandwidth=1e9, latency_s=1e-4), card=Link(bandwidth=1e9, latency_s=2e-4)),
+    cluster=Cluster(
+        node_size=64,
+        cards=64,
+        node=Link(bandwidth=1e9, latency_s=1e-4),
+        card=Link(bandwidth=1e9, latency_s=2e-4),
+    ),
 )
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
-    {device.name: device for device in (_A100, _A100_40, _A100_PCIE, _V100, _H100, _H200, _B200, _CPU)}
+    {
+        device.name: device
+        for device in (_A100, _A100_40, _A100_PCIE, _V100, _H100, _H200, _B200, _CPU)
+    }
 )
 """The presets."""
 
@@ -305,7 +351,9 @@ def find_device(name: str) -> Device:
         ValueError: There is none; the message names the nearest.
     """
     wanted = name.lower()
-    found = [device for key, device in DEVICES.items() if key == wanted or key.startswith(f"{wanted}-")]
+    found = [
+        device for key, device in DEVICES.items() if key == wanted or key.startswith(f"{wanted}-")
+    ]
     if found:
         return found[0]
     near = difflib.get_close_matches(wanted, DEVICES, n=1, cutoff=0.4)
@@ -314,15 +362,23 @@ def find_device(name: str) -> Device:
 
 
 def known_device(name: str) -> Device | None:
-    """The preset of a device that calls itself ``name`` ("NVIDIA H100 80GB HBM3", "cpu"); None if it is none of them."""
+    """The preset of a device that calls itself ``name`` ("NVIDIA H100 80GB HBM3", "cpu"); None if
+    it is none of them."""
     words = name.lower().replace("-", " ").split()
     found = [preset for key, preset in DEVICES.items() if key.partition("-")[0] in words]
     # The kind of an A100 follows: "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB".
-    return next((preset for preset in reversed(found) if preset.name.rpartition("-")[2] in words), found[0] if found else None)
+    return next(
+        (preset for preset in reversed(found) if preset.name.rpartition("-")[2] in words),
+        found[0] if found else None,
+    )
 
 
 def known_peak_flops(device: str, precision: str) -> float | None:
-    """The data sheet's dense peak of a GPU that calls itself ``device``, in Lightning's ``precision``; None if it is none of the
-    presets."""
+    """The data sheet's dense peak of a GPU that calls itself ``device``, in Lightning's
+    ``precision``; None if it is none of the presets."""
     preset = known_device(device)
-    return None if preset is None or preset.name == "cpu" else preset.peak(2 if "16" in precision else 4)
+    return (
+        None
+        if preset is None or preset.name == "cpu"
+        else preset.peak(2 if "16" in precision else 4)
+    )

@@ -14,14 +14,16 @@ from lightning_ptdp.planner.traced_blocks import Run
 __all__ = ["Example", "call_with", "longest_sample"]
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""Arguments of a module's forward: one, several, or several by name. The first dimension of each tensor is the batch."""
+"""Arguments of a module's forward: one, several, or several by name. The first dimension of each
+tensor is the batch."""
 
 _LENGTHS = ("sequence_length", "max_position_embeddings", "n_positions")
 
 
 def call_with(module: nn.Module, example: Example | None, *, sequence_length: int | None) -> Run:
-    """Return a call of ``module`` with a batch: with ``example`` at another batch size, or the module's ``example_input_array``; else
-    of a Hugging Face model inside with its arguments, or of a model of tokens with their ids.
+    """Return a call of ``module`` with a batch: with ``example`` at another batch size, or the
+    module's ``example_input_array``; else of a Hugging Face model inside with its arguments, or of
+    a model of tokens with their ids.
 
     Args:
         module: The whole model.
@@ -36,23 +38,40 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
         return lambda model, samples: _call(model, _sized(given, samples))
     for name, child in module.named_modules():
         if isinstance(getattr(child, "dummy_inputs", None), Mapping):
-            if (main := getattr(child, "main_input_name", "input_ids")) not in ("input_ids", "pixel_values"):
-                raise ValueError(f"{type(child).__name__} takes {main}: give plan an example= of what its forward takes")
+            if (main := getattr(child, "main_input_name", "input_ids")) not in (
+                "input_ids",
+                "pixel_values",
+            ):
+                raise ValueError(
+                    f"{type(child).__name__} takes {main}: give plan an example= of what its "
+                    "forward takes"
+                )
             tokens = 1 if main == "pixel_values" else _known(sequence_length, module)
-            return lambda model, samples: model.get_submodule(name)(**_inputs(child, samples, tokens))
+            return lambda model, samples: model.get_submodule(name)(
+                **_inputs(child, samples, tokens)
+            )
     if any(isinstance(child, nn.Embedding) for child in module.modules()):
         tokens = _known(sequence_length, module)
         return lambda model, samples: model(torch.zeros(samples, tokens, dtype=torch.long))
     raise ValueError(
-        f"it is not known what {type(module).__name__} is called with: give plan an example= of what its forward takes, or the module an "
+        f"it is not known what {type(module).__name__} is called with: give plan an example= of "
+        "what its forward takes, or the module an "
         "example_input_array"
     )
 
 
 def longest_sample(module: nn.Module, example: Example | None = None) -> int | None:
-    """Tokens of the longest sample that the module says that it takes, or of the ids in the example; None: it does not say."""
+    """Tokens of the longest sample that the module says that it takes, or of the ids in the
+    example; None: it does not say."""
     given = example if example is not None else getattr(module, "example_input_array", None)
-    ids = next((leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and not leaf.is_floating_point()), None)
+    ids = next(
+        (
+            leaf
+            for leaf in tree_leaves(given)
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point()
+        ),
+        None,
+    )
     if ids is not None and ids.dim() > 1:
         return ids.size(1)
     for child in module.modules():
@@ -68,7 +87,8 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
 def _known(sequence_length: int | None, module: nn.Module) -> int:
     if sequence_length is None:
         raise ValueError(
-            f"{type(module).__name__} does not say how long its sequences are: give sequence_length= (--sequence of ptdp plan), or an "
+            f"{type(module).__name__} does not say how long its sequences are: give "
+            "sequence_length= (--sequence of ptdp plan), or an "
             "example= of what its forward takes, or the module an example_input_array"
         )
     return sequence_length
@@ -82,7 +102,12 @@ def _call(model: nn.Module, example: Example) -> object:
 
 def _sized(example: Any, samples: int) -> Any:
     return tree_map(
-        lambda leaf: torch.zeros((samples, *leaf.shape[1:]), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, example
+        lambda leaf: (
+            torch.zeros((samples, *leaf.shape[1:]), dtype=leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else leaf
+        ),
+        example,
     )
 
 
@@ -93,7 +118,9 @@ def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return {"pixel_values": torch.zeros(samples, getattr(config, "num_channels", 3), height, width)}
+        return {
+            "pixel_values": torch.zeros(samples, getattr(config, "num_channels", 3), height, width)
+        }
     found["input_ids"] = torch.zeros(samples, length, dtype=torch.long)
     if getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = found["input_ids"]

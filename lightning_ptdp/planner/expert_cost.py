@@ -1,16 +1,19 @@
 """Time and memory of a mixture's experts: rows that travel, grouped products, copies.
 
-n tokens a rank, k experts a token: r = n k rows leave each rank and, were the experts equally busy, come to each. The fullest rank has
-``imbalance`` times as many, and the others wait for it. Shapes: h channels, f inner channels, E experts, e ranks that share them; w bytes
-an element.
+n tokens a rank, k experts a token: r = n k rows leave each rank and, were the experts equally busy,
+come to each. The fullest rank has ``imbalance`` times as many, and the others wait for it. Shapes:
+h channels, f inner channels, E experts, e ranks that share them; w bytes an element.
 
-=============  ============================================================================================================
-all-to-all     r h w (e - 1) / e bytes leave a rank, four times: to the experts and back, and their gradients
-products       E / e of them in one call, (r e / E, h) x (h, 2 f) and (r e / E, f) x (f, h): few rows each, many tiles in all
-traffic        rows put into the order of the experts, and back into that of the tokens, once more where they travelled;
+=============
+============================================================================================================
+all-to-all     r h w (e - 1) / e bytes leave a rank, four times: to the experts and back, and their
+gradients products       E / e of them in one call, (r e / E, h) x (h, 2 f) and (r e / E, f) x (f,
+h): few rows each, many tiles in all traffic        rows put into the order of the experts, and back
+into that of the tokens, once more where they travelled;
                activation; weighted sum
-kept           rows that came, 2 r h with the outputs that the weights' gradient needs; 3 r f; scores of the router
-=============  ============================================================================================================
+kept           rows that came, 2 r h with the outputs that the weights' gradient needs; 3 r f;
+scores of the router =============
+============================================================================================================
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ __all__ = [
 ]
 
 _SCORE, _SCORES = 4, 3
-"""Bytes of a score, and how many of each expert's are kept: logits, probabilities, those of the auxiliary losses."""
+"""Bytes of a score, and how many of each expert's are kept: logits, probabilities, those of the
+auxiliary losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,8 @@ class ExpertTime:
 
 
 def rows(experts: ExpertShape, job: Job, choice: Choice) -> float:
-    """r of one rank, were the experts equally busy: each of the tensor-parallel ranks sends its part of the tokens, or all of them where
-    it has a part of each expert."""
+    """r of one rank, were the experts equally busy: each of the tensor-parallel ranks sends its
+    part of the tokens, or all of them where it has a part of each expert."""
     layout = choice.layout
     senders = layout.tensor_parallel_size // layout.expert_tensor_parallel_size
     return experts.chosen * choice.tokens(job) / senders
@@ -70,8 +74,9 @@ def local_experts(experts: ExpertShape, choice: Choice) -> int:
 
 
 def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replicas"]) -> GroupLink:
-    """The ranks that share a layer's experts, or those that hold the same ones: blocks of the ranks of data and context parallelism, each
-    in every tensor-parallel rank's place; or, folded, blocks of all ranks of a stage."""
+    """The ranks that share a layer's experts, or those that hold the same ones: blocks of the ranks
+    of data and context parallelism, each in every tensor-parallel rank's place; or, folded, blocks
+    of all ranks of a stage."""
     layout, fold = choice.layout, job.software.folds_experts
     e, first = layout.expert_parallel_size, 1 if fold else layout.tensor_parallel_size
     size, stride = (e, first) if axis == "expert" else (expert_shards(job, choice), first * e)
@@ -97,7 +102,9 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
         weight += gradient
     group = expert_link(job, choice, "expert")
     sent = job.imbalance * r * experts.hidden * width
-    return ExpertTime(forward=forward, backward=backward, weight=weight, dispatch=2 * group.all_to_all(sent))
+    return ExpertTime(
+        forward=forward, backward=backward, weight=weight, dispatch=2 * group.all_to_all(sent)
+    )
 
 
 def _split(experts: ExpertShape, choice: Choice) -> ExpertShape:
@@ -127,7 +134,12 @@ def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
 
 
 def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:
-    """Bytes that exist for a moment while rows travel: as they leave, and as they arrive; and the widest gradients between products."""
+    """Bytes that exist for a moment while rows travel: as they leave, and as they arrive; and the
+    widest gradients between products."""
     w, r = job.precision.compute, rows(experts, job, choice)
-    travelling = (1 + job.imbalance) * r * experts.hidden * w if choice.layout.expert_parallel_size > 1 else 0.0
+    travelling = (
+        (1 + job.imbalance) * r * experts.hidden * w
+        if choice.layout.expert_parallel_size > 1
+        else 0.0
+    )
     return travelling + 2 * job.imbalance * r * _split(experts, choice).matrices[0][0] * w

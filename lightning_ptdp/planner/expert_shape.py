@@ -12,7 +12,8 @@ __all__ = ["ExpertShape", "experts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """The experts that a layer's router chooses from; the router, and experts that every token visits, are ordinary products.
+    """The experts that a layer's router chooses from; the router, and experts that every token
+    visits, are ordinary products.
 
     Attributes:
         number: E, experts of the layer.
@@ -32,7 +33,8 @@ class ExpertShape:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(outputs, inputs) of one expert's matrices: up, with the gate if there is one, and down."""
+        """(outputs, inputs) of one expert's matrices: up, with the gate if there is one, and
+        down."""
         return ((2 if self.gated else 1) * self.width, self.hidden), (self.hidden, self.width)
 
     @property
@@ -56,5 +58,8 @@ def experts_of(model: GPTConfig) -> ExpertShape | None:
     if model.num_experts is None:
         return None
     return ExpertShape(
-        number=model.num_experts, chosen=model.experts_per_token, hidden=model.hidden_size, width=model.expert_size
+        number=model.num_experts,
+        chosen=model.experts_per_token,
+        hidden=model.hidden_size,
+        width=model.expert_size,
     )

@@ -1,8 +1,10 @@
 """Seconds for memory that a process has just been given, on a CPU.
 
-The system hands it out page by page, each cleared when it is first touched. The C library keeps small blocks for their next use, and gives
-large ones back: those above 32 MiB (glibc's DEFAULT_MMAP_THRESHOLD_MAX), and where there are several processes those above 1 MiB
-(``shims/glibc.py``). So every large tensor that an operation makes costs that much besides. Tensors that are made::
+The system hands it out page by page, each cleared when it is first touched. The C library keeps
+small blocks for their next use, and gives
+large ones back: those above 32 MiB (glibc's DEFAULT_MMAP_THRESHOLD_MAX), and where there are
+several processes those above 1 MiB (``shims/glibc.py``). So every large tensor that an operation
+makes costs that much besides. Tensors that are made::
 
     forward     each product's input (a norm's output, an activation's) and its result; the sum with the stream behind a row layer
     backward    as many gradients; the attention's three, once more where they are put together
@@ -32,7 +34,8 @@ def fresh_seconds(job: Job, sizes: Iterable[float]) -> float:
 
 
 def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[float], list[float]]:
-    """Bytes of the tensors that a layer's forward makes, and its backward; those of experts are small ones."""
+    """Bytes of the tensors that a layer's forward makes, and its backward; those of experts are
+    small ones."""
     layout, samples, width = choice.layout, choice.samples, job.precision.compute
     t = layout.tensor_parallel_size
     divides = t if layout.sequence_parallel else 1
@@ -44,7 +47,11 @@ def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[flo
             made = [inputs, outputs, stream]  # the sum with the stream is the last
             forward += [stream] if product.bias and t > 1 else []
         else:
-            made = [inputs / divides, outputs] if product.enters or product.cut == "none" else [outputs]
+            made = (
+                [inputs / divides, outputs]
+                if product.enters or product.cut == "none"
+                else [outputs]
+            )
         forward += made
         backward += made
     for attention in layer.attentions:

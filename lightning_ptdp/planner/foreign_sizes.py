@@ -1,4 +1,5 @@
-"""The sizes of a model that is not ours: what a Hugging Face configuration says, as those of a GPT that keeps and computes the same."""
+"""The sizes of a model that is not ours: what a Hugging Face configuration says, as those of a GPT
+that keeps and computes the same."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _GATED = ("silu", "swish")
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Latent attention (arXiv 2405.04434, section 2.1): queries, keys and values are made of something narrower.
+    """Latent attention (arXiv 2405.04434, section 2.1): queries, keys and values are made of
+    something narrower.
 
     Attributes:
         queries: Channels of what queries are made of; None: of the stream itself.
@@ -72,52 +74,82 @@ class PlannedGPT(GPTConfig):
             super()._check_heads()
 
 
-_PERIODS = ("decoder_sparse_step", "interleave_moe_layer_step", "expert_layer_period", "moe_layer_freq")
+_PERIODS = (
+    "decoder_sparse_step",
+    "interleave_moe_layer_step",
+    "expert_layer_period",
+    "moe_layer_freq",
+)
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def gpt_sizes(config: object) -> GPTConfig:
-    """A GPT of the sizes of ``config``: ours, or a Hugging Face configuration, as an object or as what its ``config.json`` holds.
+    """A GPT of the sizes of ``config``: ours, or a Hugging Face configuration, as an object or as
+    what its ``config.json`` holds.
 
-    Gated feed-forward parts and RMSNorm are taken for granted where the configuration has key/value heads of its own, as Llama's kin does.
+    Gated feed-forward parts and RMSNorm are taken for granted where the configuration has key/value
+    heads of its own, as Llama's kin does.
 
     Raises:
-        ValueError: A size is missing, or there is something that no GPT of ours has; the message names it.
+        ValueError: A size is missing, or there is something that no GPT of ours has; the message
+            names it.
     """
     if isinstance(config, GPTConfig):
         return config
     if isinstance(config, TransformerConfig):
-        # A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and the small parts around its head.
-        return GPTConfig(**{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__})
+        # A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and
+        # the small parts around its head.
+        return GPTConfig(
+            **{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__}
+        )
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     found = _found(values, _NAMES)
     if missing := [_NAMES[field][0] for field in _NEEDED if found[field] is None]:
-        raise ValueError(f"its configuration has no {', '.join(missing)}: give the sizes as options, such as --layers 24")
+        raise ValueError(
+            f"its configuration has no {', '.join(missing)}: give the sizes as options, such as "
+            "--layers 24"
+        )
     given = {field: value for field, value in found.items() if value is not None}
     kinds = sorted({str(kind) for kind in values.get("layer_types") or ()} - _ATTENTION)
     if kinds := kinds or sorted(name for name in values if name.startswith("mamba_"))[:1]:
         raise ValueError(
-            f"its layers are not all attention ({', '.join(kinds)}): give the sizes of a model that takes about as long"
+            f"its layers are not all attention ({', '.join(kinds)}): give the sizes of a model "
+            "that takes about as long"
         )
     given |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
     if found["num_kv_heads"] is not None or "num_experts" in given:
         head, latent = values.get("head_dim"), _latent(values)
         return PlannedGPT.llama(**given, tie_embeddings=tied, head_size=head, latent=latent)
-    return GPTConfig.gpt2(**given, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu")
+    return GPTConfig.gpt2(
+        **given, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu"
+    )
 
 
 def _found(values: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    return {field: next((values[name] for name in every if values.get(name)), None) for field, every in names.items()}
+    return {
+        field: next((values[name] for name in every if values.get(name)), None)
+        for field, every in names.items()
+    }
 
 
 def _latent(values: Mapping[str, Any]) -> Latent | None:
     if not values.get("kv_lora_rank"):
         return None
-    names = {"keys": "kv_lora_rank", "plain": "qk_nope_head_dim", "turned": "qk_rope_head_dim", "values": "v_head_dim"}
+    names = {
+        "keys": "kv_lora_rank",
+        "plain": "qk_nope_head_dim",
+        "turned": "qk_rope_head_dim",
+        "values": "v_head_dim",
+    }
     if missing := [name for name in names.values() if not values.get(name)]:
-        raise ValueError(f"its configuration has kv_lora_rank={values['kv_lora_rank']!r}, and no {', '.join(missing)}")
-    return Latent(queries=values.get("q_lora_rank"), **{field: values[name] for field, name in names.items()})
+        raise ValueError(
+            f"its configuration has kv_lora_rank={values['kv_lora_rank']!r}, and no "
+            f"{', '.join(missing)}"
+        )
+    return Latent(
+        queries=values.get("q_lora_rank"), **{field: values[name] for field, name in names.items()}
+    )
 
 
 def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,17 +159,22 @@ def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if "experts_per_token" not in found:
         raise ValueError(
-            f"num_experts={found['num_experts']!r}, and nothing says how many of them a token visits (num_experts_per_tok)"
+            f"num_experts={found['num_experts']!r}, and nothing says how many of them a token "
+            "visits (num_experts_per_tok)"
         )
     for name in _PERIODS:
         if (every := values.get(name) or 1) != 1:
-            raise ValueError(f"{name}={every!r}: experts in some of the layers are planned only where the others come first")
+            raise ValueError(
+                f"{name}={every!r}: experts in some of the layers are planned only where the "
+                "others come first"
+            )
     if shared := values.get("shared_expert_intermediate_size"):
         found["shared_experts"] = max(1, round(shared / found["expert_hidden_size"]))
     if dense := values.get("mlp_only_layers"):
         if sorted(dense) != list(range(len(dense))):
             raise ValueError(
-                f"mlp_only_layers={dense!r}: experts in some of the layers are planned only where the others come first"
+                f"mlp_only_layers={dense!r}: experts in some of the layers are planned only where "
+                "the others come first"
             )
         found["dense_layers"] = len(dense)
     return found

@@ -1,8 +1,9 @@
 """The shape of our GPT, by formulas.
 
-Between the matrix products of a layer its operations read and write so many bytes, counted operation by operation: r bytes an element of
-the stream between blocks and w of what products read and write, h channels, f inner channels, 1 byte an element of a dropout's mask.
-"alike" are operations on the whole stream, which sequence parallelism divides by t::
+Between the matrix products of a layer its operations read and write so many bytes, counted
+operation by operation: r bytes an element of the stream between blocks and w of what products read
+and write, h channels, f inner channels, 1 byte an element of a dropout's mask. "alike" are
+operations on the whole stream, which sequence parallelism divides by t::
 
     forward                                         backward
     2 norms        r + w, or 2 r + w                w + 2 r, or 3 w + 4 r; the stream's gradient added up, 3 r
@@ -10,11 +11,13 @@ the stream between blocks and w of what products read and write, h channels, f i
     activation     2 w an inner channel (GELU)      3 w; the bias' gradient w
     attention's    its result laid out              its gradients put together, 4 w a channel
 
-What is not fused into one pass is read and written once more for each further pass: a bias 2 w, a dropout 2 w, autocast's cast r + w.
+What is not fused into one pass is read and written once more for each further pass: a bias 2 w, a
+dropout 2 w, autocast's cast r + w.
 
-What a layer keeps for its backward is that of arXiv 2205.05198 (section 4 and table 2), ``s b h (34 + 5 a s / h)`` in 16 bits with dropout
-and without tensor parallelism, by what makes it up; n = b s / c tokens, q the width of the queries, in elements, and what the attention
-keeps (``attention_cost.py``)::
+What a layer keeps for its backward is that of arXiv 2205.05198 (section 4 and table 2), ``s b h (34
++ 5 a s / h)`` in 16 bits with dropout and without tensor parallelism, by what makes it up; n = b s
+/ c tokens, q the width of the queries, in elements, and what the attention keeps
+(``attention_cost.py``)::
 
     everywhere alike, 1/t with sequence parallelism     split over t anyway
     2 n h   inputs of the two norms                     n q          output of the attention
@@ -54,7 +57,14 @@ _STATISTIC, _ID = 4, 8
 
 
 @functools.lru_cache(maxsize=64)
-def gpt_shape(config: GPTConfig, *, sequence_length: int, precision: Precision, software: Software, on_cpu: bool) -> ModelShape:
+def gpt_shape(
+    config: GPTConfig,
+    *,
+    sequence_length: int,
+    precision: Precision,
+    software: Software,
+    on_cpu: bool,
+) -> ModelShape:
     """The shape of a GPT or a Llama of ours.
 
     Args:
@@ -66,7 +76,10 @@ def gpt_shape(config: GPTConfig, *, sequence_length: int, precision: Precision, 
     """
     s, h, v = sequence_length, config.hidden_size, config.vocabulary_size
     norm, mixtures = norm_parameters(config), config.layers_with_experts
-    dense, mixture = (_layer(config, s, precision, software, on_cpu=on_cpu, mixture=kind) for kind in (False, True))
+    dense, mixture = (
+        _layer(config, s, precision, software, on_cpu=on_cpu, mixture=kind)
+        for kind in (False, True)
+    )
     stream, table = s * h * precision.residual, (v, h)
     mask = (precision.residual if on_cpu else MASK) if config.dropout else 0
     first = EndShape(
@@ -85,7 +98,11 @@ def gpt_shape(config: GPTConfig, *, sequence_length: int, precision: Precision, 
         cost=v * h,
     )
     return ModelShape(
-        runs=tuple((count, layer) for count, layer in ((config.num_layers - mixtures, dense), (mixtures, mixture)) if count),
+        runs=tuple(
+            (count, layer)
+            for count, layer in ((config.num_layers - mixtures, dense), (mixtures, mixture))
+            if count
+        ),
         input=first,
         head=head,
         tied=config.tie_embeddings,
@@ -98,13 +115,28 @@ def gpt_shape(config: GPTConfig, *, sequence_length: int, precision: Precision, 
     )
 
 
-def _layer(config: GPTConfig, s: int, precision: Precision, software: Software, *, on_cpu: bool, mixture: bool) -> LayerShape:
-    h, norm, bias, part = config.hidden_size, norm_parameters(config), config.bias, _attention(config, s)
+def _layer(
+    config: GPTConfig,
+    s: int,
+    precision: Precision,
+    software: Software,
+    *,
+    on_cpu: bool,
+    mixture: bool,
+) -> LayerShape:
+    h, norm, bias, part = (
+        config.hidden_size,
+        norm_parameters(config),
+        config.bias,
+        _attention(config, s),
+    )
     _, _, (up, _), (_, f) = layer_matrices(config, mixture=mixture)
     products = [*part.products]
     if f:
         products += [
-            Product(rows=s, outputs=up, inputs=h, cut="outputs", enters=True, bias=bias, whole=mixture),
+            Product(
+                rows=s, outputs=up, inputs=h, cut="outputs", enters=True, bias=bias, whole=mixture
+            ),
             Product(rows=s, outputs=h, inputs=f, cut="inputs", bias=bias, whole=mixture),
         ]
     fused = is_fused(part.attention, software=software, on_cpu=on_cpu)
@@ -163,11 +195,25 @@ def _attention(config: GPTConfig, s: int) -> _Part:
     keys = qkv - q
     return _Part(
         products=(
-            Product(rows=s, outputs=qkv, inputs=h, cut="outputs", enters=True, copied=keys, least=2 * config.head_dim, bias=bias),
+            Product(
+                rows=s,
+                outputs=qkv,
+                inputs=h,
+                cut="outputs",
+                enters=True,
+                copied=keys,
+                least=2 * config.head_dim,
+                bias=bias,
+            ),
             Product(rows=s, outputs=h, inputs=q, cut="inputs", bias=bias),
         ),
         attention=_scores(config, s, config.kv_heads, config.head_dim, config.head_dim),
-        parameters=Parameters(whole=h * bias, split=q * (h + bias) + h * q, copied=keys * (h + bias), heads=config.kv_heads),
+        parameters=Parameters(
+            whole=h * bias,
+            split=q * (h + bias) + h * q,
+            copied=keys * (h + bias),
+            heads=config.kv_heads,
+        ),
         made=qkv,
         turned=q + keys / 2,
         results=q,
@@ -178,7 +224,9 @@ def _attention(config: GPTConfig, s: int) -> _Part:
 def _latent(config: GPTConfig, latent: Latent, s: int) -> _Part:
     h, a, width = config.hidden_size, config.num_heads, latent.plain + latent.turned
     results, key_values = a * latent.values, a * (latent.plain + latent.values)
-    queries = [Product(rows=s, outputs=a * width, inputs=latent.queries or h, cut="outputs", enters=True)]
+    queries = [
+        Product(rows=s, outputs=a * width, inputs=latent.queries or h, cut="outputs", enters=True)
+    ]
     if latent.queries:
         queries.insert(0, Product(rows=s, outputs=latent.queries, inputs=h))
     products = (
@@ -216,7 +264,9 @@ def _scores(config: GPTConfig, s: int, kv_heads: int, head_dim: int, value_dim: 
     )
 
 
-def _kept(config: GPTConfig, part: _Part, s: int, precision: Precision, *, on_cpu: bool, mixture: bool) -> Bytes:
+def _kept(
+    config: GPTConfig, part: _Part, s: int, precision: Precision, *, on_cpu: bool, mixture: bool
+) -> Bytes:
     *_, (_, f) = layer_matrices(config, mixture=mixture)
     h, w = config.hidden_size, precision.compute
     statistics = _STATISTIC * (1 if config.norm == "rms" else 2)
@@ -225,11 +275,22 @@ def _kept(config: GPTConfig, part: _Part, s: int, precision: Precision, *, on_cp
     inner = 2 * f if config.mlp == "gelu" else 3 * f
     # Cosines and sines of half the channels at each position.
     tables = s * part.table * w if config.position == "rope" else 0.0
-    return Bytes(alike=s * (2 * norm + masks + part.narrow * 2 * w), split=s * (part.results + inner) * w, once=tables)
+    return Bytes(
+        alike=s * (2 * norm + masks + part.narrow * 2 * w),
+        split=s * (part.results + inner) * w,
+        once=tables,
+    )
 
 
 def _traffic(
-    config: GPTConfig, part: _Part, s: int, precision: Precision, software: Software, *, fused: bool, mixture: bool
+    config: GPTConfig,
+    part: _Part,
+    s: int,
+    precision: Precision,
+    software: Software,
+    *,
+    fused: bool,
+    mixture: bool,
 ) -> tuple[Bytes, Bytes]:
     how, r, w = software.elementwise, precision.residual, precision.compute
     *_, (_, f) = layer_matrices(config, mixture=mixture)
@@ -252,7 +313,9 @@ def _traffic(
     active = (5 if eager else 3) * w if gated else 2 * w
     active_back = (9 if eager else 5) * w if gated else 3 * w
     split = float(f * active)
-    split_back = float(f * (active_back + (w if config.bias else 0)) + qkv * (2 if fused else 4) * w)
+    split_back = float(
+        f * (active_back + (w if config.bias else 0)) + qkv * (2 if fused else 4) * w
+    )
     if not fused:
         split += 2 * w * q
         split_back += 2 * w * q
@@ -260,5 +323,10 @@ def _traffic(
         split += part.turned * w * (8 if eager else 2)
         split_back += part.turned * w * (8 if eager else 2)
     h = config.hidden_size
-    alike, alike_back = 2 * h * (norm + total) + part.narrow * norm, 2 * h * back + part.narrow * ((2 * reads - 1) * 2 * w)
-    return Bytes(alike=s * alike, split=s * split), Bytes(alike=s * alike_back, split=s * split_back)
+    alike, alike_back = (
+        2 * h * (norm + total) + part.narrow * norm,
+        2 * h * back + part.narrow * ((2 * reads - 1) * 2 * w),
+    )
+    return Bytes(alike=s * alike, split=s * split), Bytes(
+        alike=s * alike_back, split=s * split_back
+    )

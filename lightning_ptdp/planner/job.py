@@ -20,7 +20,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 __all__ = ["RESERVE", "Choice", "Job"]
 
 RESERVE = 0.2
-"""The memory of published trainings in bf16 is 17 to 23 % above the estimate: allocators keep fragments, and libraries their workspaces."""
+"""The memory of published trainings in bf16 is 17 to 23 % above the estimate: allocators keep
+fragments, and libraries their workspaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +36,16 @@ class Job:
         precision: Of weights and arithmetic.
         software: What runs.
         sequence_length: s in tokens; by default the longest that the model takes.
-        imbalance: Rows that the busiest rank's experts get, over the mean. 1 is what balancing aims at, and what published benchmarks
-            force; a run's own is in its metrics.
-        trained: Share of the parameters that are trained; the others are frozen, as beside adapters.
-        reserve: Share of a device's usable memory that a layout leaves free, because estimates of memory are too low.
+        imbalance: Rows that the busiest rank's experts get, over the mean. 1 is what balancing aims
+            at, and what published benchmarks force; a run's own is in its metrics.
+        trained: Share of the parameters that are trained; the others are frozen, as beside
+            adapters.
+        reserve: Share of a device's usable memory that a layout leaves free, because estimates of
+            memory are too low.
 
     Raises:
-        ValueError: A size is not a positive integer, the sequence is longer than the model takes, or a share is out of range.
+        ValueError: A size is not a positive integer, the sequence is longer than the model takes,
+            or a share is out of range.
     """
 
     model: GPTConfig | ModelShape
@@ -58,21 +62,30 @@ class Job:
     def __post_init__(self) -> None:
         check_types(self)
         if not 1 <= self.imbalance < math.inf:
-            raise ValueError(f"imbalance={self.imbalance!r} is the busiest rank's share over the mean: use 1 or more")
+            raise ValueError(
+                f"imbalance={self.imbalance!r} is the busiest rank's share over the mean: use 1 "
+                "or more"
+            )
         if self.software.float8 and self.device.flops_8 is None:
             raise ValueError(
-                f"software={self.software.name!r} multiplies in float8, for which no rate of {self.device.name} is known: use h100, h200 "
+                f"software={self.software.name!r} multiplies in float8, for which no rate of "
+                f"{self.device.name} is known: use h100, h200 "
                 "or b200, or other software"
             )
         if not 0 <= self.trained <= 1:
-            raise ValueError(f"trained={self.trained!r} is a share of the parameters: use a number from 0 to 1")
+            raise ValueError(
+                f"trained={self.trained!r} is a share of the parameters: use a number from 0 to 1"
+            )
         if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve={self.reserve!r} is a share of the memory: use a number from 0 to below 1")
+            raise ValueError(
+                f"reserve={self.reserve!r} is a share of the memory: use a number from 0 to below 1"
+            )
         if self.sequence_length == 0:
             object.__setattr__(self, "sequence_length", self.model.sequence_length)
         if self.sequence_length > self.model.sequence_length:
             raise ValueError(
-                f"sequence_length={self.sequence_length} is longer than the model's {self.model.sequence_length}: use a model with a "
+                f"sequence_length={self.sequence_length} is longer than the model's "
+                f"{self.model.sequence_length}: use a model with a "
                 "greater sequence_length"
             )
 
@@ -99,7 +112,8 @@ class Job:
 
     @property
     def overlaps(self) -> bool:
-        """Return True if collectives run beside computations in this software. On a CPU there must be a core for them, too."""
+        """Return True if collectives run beside computations in this software. On a CPU there must
+        be a core for them, too."""
         return self.shared_cores == 0 or self.shared_cores >= 2 * self.processes
 
     @property
@@ -142,7 +156,8 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to lay out a job; the names are the strategy's options, and ``micro_batch_size`` is the data's.
+    """One way to lay out a job; the names are the strategy's options, and ``micro_batch_size`` is
+    the data's.
 
     Attributes:
         layout: Degrees of parallelism.
@@ -150,8 +165,9 @@ class Choice:
         num_microbatches: m, microbatches in a step of a replica.
         schedule: Name of the pipeline schedule.
         context_parallel_attention: "ring" or "all_to_all"; without context parallelism "ring".
-        recompute: "none", "selective", "full" or "offload", for which the memory model is right on the device; host memory and the
-            copies' time are not modelled, so that no search tries it.
+        recompute: "none", "selective", "full" or "offload", for which the memory model is right on
+            the device; host memory and the copies' time are not modelled, so that no search tries
+            it.
         distribute_saved_activations: Keep 1/t of a recomputed block's input.
         shard_optimizer: Spread the optimizer's state over the replicas (ZeRO-1).
     """
@@ -166,10 +182,14 @@ class Choice:
     shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        assert self.layout.pipeline_parallel_size == 1 or self.layout.placement == schedule_placement(self.schedule), self
+        assert (
+            self.layout.pipeline_parallel_size == 1
+            or self.layout.placement == schedule_placement(self.schedule)
+        ), self
 
     def tokens(self, job: Job) -> float:
-        """Tokens of a microbatch that one rank holds between blocks without sequence parallelism: b s / c."""
+        """Tokens of a microbatch that one rank holds between blocks without sequence parallelism: b
+        s / c."""
         return self.micro_batch_size * job.sequence_length / self.layout.context_parallel_size
 
     @property
@@ -178,16 +198,20 @@ class Choice:
         return self.micro_batch_size / self.layout.context_parallel_size
 
     def options(self) -> dict[str, object]:
-        """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always among them."""
+        """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always
+        among them."""
         every, defaults = self.all_options(), self.layout.options() | _DEFAULTS
         return {name: value for name, value in every.items() if value != defaults.get(name)}
 
     def all_options(self) -> dict[str, object]:
-        """The arguments of ``PTDPStrategy``, defaults among them: what a file that has other ones needs."""
+        """The arguments of ``PTDPStrategy``, defaults among them: what a file that has other ones
+        needs."""
         chosen = {**vars(self.layout), **vars(self)}
         if self.layout.pipeline_parallel_size == 1:
             chosen["schedule"] = "auto"
-        return {name: chosen[name] for name in (*self.layout.options(), *_DEFAULTS, "num_microbatches")}
+        return {
+            name: chosen[name] for name in (*self.layout.options(), *_DEFAULTS, "num_microbatches")
+        }
 
     def describe_layout(self) -> str:
         """Degrees, and the exchange of context parallelism where it is not the default."""

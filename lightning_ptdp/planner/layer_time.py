@@ -1,8 +1,8 @@
 """Seconds that one rank spends on one layer, and on the ends of the model, for one microbatch.
 
-The device computes products by their shapes (product_duration.py) and reads and writes what lies between them (shapes.py); collectives of
-tensor parallelism add what no product beside them hides. If the host needs longer to launch all of it, its time counts.
-"""
+The device computes products by their shapes (product_duration.py) and reads and writes what lies
+between them (shapes.py); collectives of tensor parallelism add what no product beside them hides.
+If the host needs longer to launch all of it, its time counts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
 
 _DISPATCH_OPERATIONS, _EXPERT_OPERATIONS = 50, 5
-"""Counted by reading expert_parallel/dispatch.py and a router: scores, choice, order, counts, two exchanges, weighted sum; and for each
-call two products, the gate's activation and its product."""
+"""Counted by reading expert_parallel/dispatch.py and a router: scores, choice, order, counts, two
+exchanges, weighted sum; and for each call two products, the gate's activation and its product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class PassTime:
         forward: The forward pass.
         backward: The whole backward pass, recomputation and weight gradients included.
         weight: Of that, the gradients of the weights, which a schedule may put off.
-        communication: Of both passes, what is spent waiting for collectives, those of experts aside.
+        communication: Of both passes, what is spent waiting for collectives, those of experts
+            aside.
         experts: Of both passes, the products of experts.
         dispatch: Of both passes, their all-to-alls.
     """
@@ -50,7 +51,9 @@ class PassTime:
     dispatch: float = 0.0
 
     def __add__(self, other: PassTime) -> PassTime:
-        return PassTime(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+        return PassTime(
+            **{name: value + getattr(other, name) for name, value in vars(self).items()}
+        )
 
     def times(self, count: float) -> PassTime:
         """``count`` of them after each other."""
@@ -73,33 +76,65 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     """One layer; None: the model's first."""
     layer, software = layer or job.shape.runs[0][1], job.software
     stream = _layer_stream(job, layer)
-    products = [_products(job, choice, product, float8=job.software.float8) for product in layer.products]
+    products = [
+        _products(job, choice, product, float8=job.software.float8) for product in layer.products
+    ]
     cores = [attention_time(job, choice, attention) for attention in layer.attentions]
-    core, core_backward, exposed, exposed_backward = (sum(parts) for parts in zip(*cores, strict=True)) if cores else (0.0,) * 4
+    core, core_backward, exposed, exposed_backward = (
+        (sum(parts) for parts in zip(*cores, strict=True)) if cores else (0.0,) * 4
+    )
     sent, sent_backward, collectives = _tensor_collectives(job, choice, layer, products)
 
     moved, moved_backward = _moved(job, choice, layer)
-    experts, travel, operations = (NOTHING, 0.0, 0) if layer.experts is None else _experts(job, choice, layer, layer.experts)
+    experts, travel, operations = (
+        (NOTHING, 0.0, 0) if layer.experts is None else _experts(job, choice, layer, layer.experts)
+    )
 
-    fresh, fresh_backward = (fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice, layer))
+    fresh, fresh_backward = (
+        fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice, layer)
+    )
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
     operations += software.operations + len(layer.attentions) * exchange_operations(choice)
     host = operation_s * (operations + collectives * software.collective_operations)
-    between, between_backward = kept_on(choice, layer.forward) + _biases(job, choice, layer), kept_on(choice, layer.backward)
-    forward = sum(one.forward for one in products) + core + between / stream + fresh + moved + sent + exposed
+    between, between_backward = (
+        kept_on(choice, layer.forward) + _biases(job, choice, layer),
+        kept_on(choice, layer.backward),
+    )
+    forward = (
+        sum(one.forward for one in products)
+        + core
+        + between / stream
+        + fresh
+        + moved
+        + sent
+        + exposed
+    )
     forward += experts.forward + travel
     forward, waited = _beside(job, host, forward), sent + exposed
-    weight = sum(one.weight_gradient for one in products) + experts.weight + _accumulation(job, choice, layer)
-    backward = sum(one.input_gradient for one in products) + weight + core_backward + between_backward / stream
+    weight = (
+        sum(one.weight_gradient for one in products)
+        + experts.weight
+        + _accumulation(job, choice, layer)
+    )
+    backward = (
+        sum(one.input_gradient for one in products)
+        + weight
+        + core_backward
+        + between_backward / stream
+    )
     backward += experts.backward - experts.weight + travel
-    backward = _beside(job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward)
+    backward = _beside(
+        job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward
+    )
     again = choice.recompute == "full"
     if again:
         backward, waited = backward + forward, 2 * waited
     elif choice.recompute == "selective":
         backward += _selected(job, sum(one.forward for one in products), core, between / stream)
-    forward, backward, weight = (software.slower * seconds for seconds in (forward, backward, weight))
+    forward, backward, weight = (
+        software.slower * seconds for seconds in (forward, backward, weight)
+    )
     gathered, scattered = sharding_time(job, choice, layer, forward, backward)
     return PassTime(
         forward=forward + gathered,
@@ -117,18 +152,34 @@ def _selected(job: Job, products: float, attention: float, between: float) -> fl
     return attention if share is None else share * products + between
 
 
-def _experts(job: Job, choice: Choice, layer: LayerShape, experts: ExpertShape) -> tuple[PassTime, float, int]:
-    """Return the times of a layer's experts: router, products and what lies between them; the all-to-alls of one direction; operations
-    of a forward.
-    """
-    time, traffic, stream = expert_time(experts, job, choice), expert_traffic(experts, job, choice), _layer_stream(job, layer)
-    router = _products(job, choice, Product(rows=layer.products[0].rows, outputs=experts.number, inputs=experts.hidden))
+def _experts(
+    job: Job, choice: Choice, layer: LayerShape, experts: ExpertShape
+) -> tuple[PassTime, float, int]:
+    """Return the times of a layer's experts: router, products and what lies between them; the
+    all-to-alls of one direction; operations of a forward."""
+    time, traffic, stream = (
+        expert_time(experts, job, choice),
+        expert_traffic(experts, job, choice),
+        _layer_stream(job, layer),
+    )
+    router = _products(
+        job,
+        choice,
+        Product(rows=layer.products[0].rows, outputs=experts.number, inputs=experts.hidden),
+    )
     made = PassTime(
         forward=time.forward + router.forward + traffic[0] / stream,
-        backward=time.backward + router.input_gradient + router.weight_gradient + traffic[1] / stream,
+        backward=time.backward
+        + router.input_gradient
+        + router.weight_gradient
+        + traffic[1] / stream,
         weight=time.weight,
     )
-    calls = 1 if job.software.groups_products and job.device.kind == "cuda" else local_experts(experts, choice)
+    calls = (
+        1
+        if job.software.groups_products and job.device.kind == "cuda"
+        else local_experts(experts, choice)
+    )
     return made, time.dispatch, _DISPATCH_OPERATIONS + _EXPERT_OPERATIONS * calls
 
 
@@ -143,20 +194,30 @@ def _beside(job: Job, host: float, device: float) -> float:
 
 
 def input_time(job: Job, choice: Choice) -> PassTime:
-    """Return the time of the work before the layers: a look-up, the sum over the split vocabulary, and the gradient of the table."""
+    """Return the time of the work before the layers: a look-up, the sum over the split vocabulary,
+    and the gradient of the table."""
     first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
     products = [_products(job, choice, product) for product in first.products]
-    table = job.trained * first.table_elements(t) * (job.precision.weight + job.software.accumulation)
+    table = (
+        job.trained * first.table_elements(t) * (job.precision.weight + job.software.accumulation)
+    )
     summed = gathered = 0.0
     if first.table[0]:
         group = group_link(choice.layout, job.cluster, "tensor")
-        summed = group.all_gather(nbytes) if choice.layout.sequence_parallel else group.all_reduce(nbytes)
+        summed = (
+            group.all_gather(nbytes)
+            if choice.layout.sequence_parallel
+            else group.all_reduce(nbytes)
+        )
         gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
     made = sum(one.weight_gradient for one in products)
     fresh = fresh_seconds(job, [nbytes])
     return PassTime(
-        forward=sum(one.forward for one in products) + kept_on(choice, first.forward) / stream + fresh + summed,
+        forward=sum(one.forward for one in products)
+        + kept_on(choice, first.forward) / stream
+        + fresh
+        + summed,
         backward=made
         + (kept_on(choice, first.backward) + table) / stream
         + fresh
@@ -171,7 +232,13 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     """Return the time of the work after the layers: the output head and the loss."""
     head, stream, t = job.shape.head, job.device.stream, choice.layout.tensor_parallel_size
     products = [_products(job, choice, product) for product in head.products]
-    group, forward, backward, exposed, gathered = group_link(choice.layout, job.cluster, "tensor"), 0.0, 0.0, 0.0, 0.0
+    group, forward, backward, exposed, gathered = (
+        group_link(choice.layout, job.cluster, "tensor"),
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     weight = sum(one.weight_gradient for one in products)
     for product, one in zip(head.products, products, strict=True):
         forward, backward = forward + one.forward, backward + one.input_gradient
@@ -181,7 +248,11 @@ def head_time(job: Job, choice: Choice) -> PassTime:
             sequence = choice.layout.sequence_parallel
             gathered += group.all_gather(nbytes) if sequence else 0.0
             summed = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
-            exposed += max(0.0, summed - one.weight_gradient) if job.software.hides_tensor and job.overlaps else summed
+            exposed += (
+                max(0.0, summed - one.weight_gradient)
+                if job.software.hides_tensor and job.overlaps
+                else summed
+            )
     measured, logits = job.device.measured, 0.0
     if head.products:
         logits = choice.samples * head.products[-1].rows * head.products[-1].local(t)[0]
@@ -190,7 +261,12 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     fresh = fresh_seconds(job, [logits * job.precision.compute])
     return PassTime(
         forward=forward + loss / 3 + 2 * fresh + gathered + kept_on(choice, head.forward) / stream,
-        backward=backward + weight + 2 / 3 * loss + fresh + exposed + kept_on(choice, head.backward) / stream,
+        backward=backward
+        + weight
+        + 2 / 3 * loss
+        + fresh
+        + exposed
+        + kept_on(choice, head.backward) / stream,
         weight=weight,
         communication=exposed + gathered,
     )
@@ -198,14 +274,18 @@ def head_time(job: Job, choice: Choice) -> PassTime:
 
 def _products(job: Job, choice: Choice, product: Product, *, float8: bool = False) -> _Products:
     """(rows, inputs) times (inputs, outputs), and its gradients."""
-    device, width, rows = job.device, job.precision.compute, max(1, round(choice.samples * product.rows))
+    device, width, rows = (
+        job.device,
+        job.precision.compute,
+        max(1, round(choice.samples * product.rows)),
+    )
     if product.cut == "rows":
         rows = max(1, rows // choice.layout.tensor_parallel_size)
     outputs, inputs = product.local(choice.layout.tensor_parallel_size)
     cast = cast_back = 0.0
     if float8 and product.weighted:
-        # Each operand is read for its largest value, and again to be cast; products want the summed dimension last, so that the weight
-        # gradient's operands are turned.
+        # Each operand is read for its largest value, and again to be cast; products want the summed
+        # dimension last, so that the weight gradient's operands are turned.
         read, width = 2 * width + 1, 1
         cast = rows * inputs * read / device.stream
         cast_back = (rows * outputs * (read + 2) + rows * inputs * 2) / device.stream
@@ -218,7 +298,8 @@ def _products(job: Job, choice: Choice, product: Product, *, float8: bool = Fals
 
 
 def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Seconds to add the gradients of a layer's weights to those of earlier microbatches: of all experts here, few tokens or many."""
+    """Seconds to add the gradients of a layer's weights to those of earlier microbatches: of all
+    experts here, few tokens or many."""
     elements = layer.elements(choice.layout.tensor_parallel_size)
     if layer.experts is not None:
         elements += layer.experts.local(choice.layout)
@@ -230,20 +311,34 @@ def _biases(job: Job, choice: Choice, layer: LayerShape) -> float:
     t = choice.layout.tensor_parallel_size
     if t == 1 or job.software.elementwise != "eager":
         return 0.0
-    added = sum(product.rows * product.outputs for product in layer.products if product.cut == "inputs" and product.bias)
-    return choice.samples * added * 2 * job.precision.compute / (t if choice.layout.sequence_parallel else 1)
+    added = sum(
+        product.rows * product.outputs
+        for product in layer.products
+        if product.cut == "inputs" and product.bias
+    )
+    return (
+        choice.samples
+        * added
+        * 2
+        * job.precision.compute
+        / (t if choice.layout.sequence_parallel else 1)
+    )
 
 
-def _tensor_collectives(job: Job, choice: Choice, layer: LayerShape, products: Sequence[_Products]) -> tuple[float, float, int]:
-    """Seconds of waiting in the forward and in the backward, and how many collectives the forward has.
+def _tensor_collectives(
+    job: Job, choice: Choice, layer: LayerShape, products: Sequence[_Products]
+) -> tuple[float, float, int]:
+    """Seconds of waiting in the forward and in the backward, and how many collectives the forward
+    has.
 
-    Without sequence parallelism an all-reduce in each half of the layer and direction, the backward's beside the product of the weight
-    gradient where the software does that. With it an all-gather and a reduce-scatter; in the backward the gradient is gathered first, while
-    the input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
+    Without sequence parallelism an all-reduce in each half of the layer and direction, the
+    backward's beside the product of the weight gradient where the software does that. With it an
+    all-gather and a reduce-scatter; in the backward the gradient is gathered first, while the
+    input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
 
-    A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts and gathers what comes back; or, where
-    each expert is split, all of them, and what comes back is summed (tensor_parallel/sharded_experts.py).
-    """
+    A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts
+    and gathers what comes back; or, where each expert is split, all of them, and what comes back is
+    summed (tensor_parallel/sharded_experts.py)."""
     group = group_link(choice.layout, job.cluster, "tensor")
     if group.size == 1:
         return 0.0, 0.0, 0
@@ -255,7 +350,9 @@ def _tensor_collectives(job: Job, choice: Choice, layer: LayerShape, products: S
         if not enters and product.cut != "inputs":
             continue
         sequence = choice.layout.sequence_parallel and not product.whole
-        nbytes = choice.samples * product.rows * (product.inputs if enters else product.outputs) * width
+        nbytes = (
+            choice.samples * product.rows * (product.inputs if enters else product.outputs) * width
+        )
         each = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
         beside = [one.input_gradient, one.weight_gradient] if sequence else [one.weight_gradient]
         if enters:
@@ -268,13 +365,16 @@ def _tensor_collectives(job: Job, choice: Choice, layer: LayerShape, products: S
         split = choice.layout.sequence_parallel
         nbytes = choice.samples * layer.products[0].rows * layer.experts.hidden * width
         whole = choice.layout.expert_tensor_parallel_size == 1
-        joined = (group.all_gather(nbytes) if whole else group.all_reduce(nbytes)) + split * group.all_gather(nbytes)
+        joined = (
+            group.all_gather(nbytes) if whole else group.all_reduce(nbytes)
+        ) + split * group.all_gather(nbytes)
         forward, backward, count = forward + joined, backward + joined, 4
     return forward, backward, count
 
 
 def _moved(job: Job, choice: Choice, layer: LayerShape) -> tuple[float, float]:
-    """Seconds in a layer's forward and backward to bring the sequence, the second dimension of ours, to where collectives concatenate,
+    """Seconds in a layer's forward and backward to bring the sequence, the second dimension of
+    ours, to where collectives concatenate,
     and back: a copy for several samples, and what a collective gives is a tensor of its own."""
     if not choice.layout.sequence_parallel or not job.software.batch_first:
         return 0.0, 0.0
@@ -282,7 +382,12 @@ def _moved(job: Job, choice: Choice, layer: LayerShape) -> tuple[float, float]:
     for product in layer.products:
         enters = product.cut == "outputs" and product.enters
         if enters or product.cut == "inputs":
-            nbytes = choice.samples * product.rows * (product.inputs if enters else product.outputs) * job.precision.compute
+            nbytes = (
+                choice.samples
+                * product.rows
+                * (product.inputs if enters else product.outputs)
+                * job.precision.compute
+            )
             one = fresh_seconds(job, [nbytes])
             if choice.micro_batch_size > 1:
                 one += 2 * nbytes / job.device.stream + fresh_seconds(job, [nbytes])

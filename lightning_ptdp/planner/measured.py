@@ -1,4 +1,5 @@
-"""Measurements of ``ptdp doctor --calibrate``, in place of a data sheet's figures and assumed shares of them."""
+"""Measurements of ``ptdp doctor --calibrate``, in place of a data sheet's figures and assumed
+shares of them."""
 
 from __future__ import annotations
 
@@ -13,21 +14,26 @@ __all__ = ["Measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Every figure was found in the processes that training would have, while as many of them were busy as there are cores for.
+    """Every figure was found in the processes that training would have, while as many of them were
+    busy as there are cores for.
 
     Attributes:
         processes: How many there were.
         cores: That the processes of a node share; 0: each has a device of its own.
         products: Matrix products: (m, n, k, operations a second).
-        attention: The fused kernel, causal: (positions, channels of a head, operations a second of the forward, and of the backward), of
-            the whole square and as if the backward were 2.5 forwards.
-        gated: Bytes a second of what lies between the products of a layer with RMSNorm and SwiGLU; ``Device.stream`` is that of one with
-            LayerNorm and GELU. Bytes are those that the planner counts, here and below.
+        attention: The fused kernel, causal: (positions, channels of a head, operations a second of
+            the forward, and of the backward), of the whole square and as if the backward were 2.5
+            forwards.
+        gated: Bytes a second of what lies between the products of a layer with RMSNorm and SwiGLU;
+            ``Device.stream`` is that of one with LayerNorm and GELU. Bytes are those that the
+            planner counts, here and below.
         loss: The same of the loss and its backward.
         optimizer: The same of a step of the optimizer.
-        fresh_s: Seconds to touch a byte of memory that a process has just been given (first_touch.py).
+        fresh_s: Seconds to touch a byte of memory that a process has just been given
+            (first_touch.py).
         operation_s: Seconds of the host for an operation.
-        waiting: Of a core, what a rank uses while it waits for a collective: threads of its own receive, sum and send.
+        waiting: Of a core, what a rank uses while it waits for a collective: threads of its own
+            receive, sum and send.
 
     Raises:
         ValueError: A figure is not positive.
@@ -56,19 +62,26 @@ class Measured:
             raise ValueError("products and attention must not be empty")
 
     def product_rate(self, m: int, n: int, k: int) -> float:
-        """Operations a second, between the measured shapes that are nearest on a logarithmic scale."""
+        """Operations a second, between the measured shapes that are nearest on a logarithmic
+        scale."""
         return _between([(shape, rate) for *shape, rate in self.products], (m, n, k))
 
     def attention_rates(self, positions: int, channels: int) -> tuple[float, float]:
         """Operations a second of the forward and of the backward, likewise."""
         where = (positions, channels)
         forward = _between([(place, forward) for *place, forward, _ in self.attention], where)
-        return forward, _between([(place, backward) for *place, _, backward in self.attention], where)
+        return forward, _between(
+            [(place, backward) for *place, _, backward in self.attention], where
+        )
 
 
 def _between(points: Sequence[tuple[Sequence[int], float]], where: Sequence[int]) -> float:
     near = sorted(
-        (sum(math.log2(one / other) ** 2 for one, other in zip(where, place, strict=True)), rate) for place, rate in points
+        (sum(math.log2(one / other) ** 2 for one, other in zip(where, place, strict=True)), rate)
+        for place, rate in points
     )
     weights = [(1 / (distance + 1e-3) ** 2, rate) for distance, rate in near[:4]]
-    return math.exp(sum(weight * math.log(rate) for weight, rate in weights) / sum(weight for weight, _ in weights))
+    return math.exp(
+        sum(weight * math.log(rate) for weight, rate in weights)
+        / sum(weight for weight, _ in weights)
+    )

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_ptdp.planner.activations import LayerActivations, kept_on, layer_activations, logits_bytes
+from lightning_ptdp.planner.activations import (
+    LayerActivations,
+    kept_on,
+    layer_activations,
+    logits_bytes,
+)
 from lightning_ptdp.planner.expert_cost import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
@@ -29,7 +34,8 @@ class RankMemory:
         optimizer: Adam's moments and the master weights.
         activations: What the layers keep for the backwards of all microbatches in flight.
         logits: Final norm, head and loss.
-        working: What exists for a moment: a layer that is computed again, gradients between the operations of a layer.
+        working: What exists for a moment: a layer that is computed again, gradients between the
+            operations of a layer.
     """
 
     pipeline_rank: int
@@ -49,22 +55,37 @@ class RankMemory:
     @property
     def parts(self) -> dict[str, float]:
         """The parts in bytes, by name."""
-        return {name: value for name, value in vars(self).items() if name not in ("pipeline_rank", "parameters")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("pipeline_rank", "parameters")
+        }
 
 
-def static_bytes(job: Job, choice: Choice, parameters: float, experts: float = 0.0) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state for ``parameters`` of them: what does not depend on the microbatches.
+def static_bytes(
+    job: Job, choice: Choice, parameters: float, experts: float = 0.0
+) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and optimizer state for ``parameters`` of them: what does not
+    depend on the microbatches.
 
-    With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a parameter in half precision; of those
-    that are ``experts``, which d c / e ranks hold alike, of e/(d c).
-    """
+    With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a
+    parameter in half precision; of those that are ``experts``, which d c / e ranks hold alike, of
+    e/(d c)."""
     precision, layout = job.precision, choice.layout
-    shards, of_experts = (layout.size("replica_sum"), expert_shards(job, choice)) if is_sharded(job, choice) else (1, 1)
+    shards, of_experts = (
+        (layout.size("replica_sum"), expert_shards(job, choice))
+        if is_sharded(job, choice)
+        else (1, 1)
+    )
     gradient = job.gradient + job.software.gradient_copy
     stepped = (parameters - experts) / shards + experts / of_experts
     if job.software.shards != "none":
         parameters = stepped
-    return parameters * precision.weight, job.trained * parameters * gradient, job.trained * stepped * precision.state
+    return (
+        parameters * precision.weight,
+        job.trained * parameters * gradient,
+        job.trained * stepped * precision.state,
+    )
 
 
 def is_sharded(job: Job, choice: Choice) -> bool:
@@ -74,10 +95,16 @@ def is_sharded(job: Job, choice: Choice) -> bool:
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     """Peak memory of the rank that needs most."""
-    # Between the first and the last rank, what is held falls from rank to rank; remainders of layers may sit anywhere at the front.
+    # Between the first and the last rank, what is held falls from rank to rank; remainders of
+    # layers may sit anywhere at the front.
     layout = choice.layout
-    layers, kinds = stage_layers(job.shape, layout.num_stages, balanced=job.software.balances_stages), _kinds(job, choice)
-    largest = max(range(layout.num_stages), key=lambda stage: sum(count for count, _ in layers[stage]))
+    layers, kinds = (
+        stage_layers(job.shape, layout.num_stages, balanced=job.software.balances_stages),
+        _kinds(job, choice),
+    )
+    largest = max(
+        range(layout.num_stages), key=lambda stage: sum(count for count, _ in layers[stage])
+    )
     # Layers that differ, as mixtures from dense ones, may be heaviest where they are few.
     parameters = stage_parameters(job.shape, layout, balanced=job.software.balances_stages)
     heaviest = max(range(layout.num_stages), key=lambda stage: parameters[stage])
@@ -87,7 +114,10 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
         layout.last_stage_rank,
         *map(layout.rank_of_stage, (largest, heaviest)),
     }
-    return max((rank_memory(job, choice, rank, kinds) for rank in sorted(ranks)), key=lambda memory: memory.total)
+    return max(
+        (rank_memory(job, choice, rank, kinds) for rank in sorted(ranks)),
+        key=lambda memory: memory.total,
+    )
 
 
 def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
@@ -95,23 +125,32 @@ def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
     return {id(layer): layer_activations(job, choice, layer) for _, layer in job.shape.runs}
 
 
-def rank_memory(job: Job, choice: Choice, pipeline_rank: int, kinds: Mapping[int, LayerActivations] | None = None) -> RankMemory:
+def rank_memory(
+    job: Job,
+    choice: Choice,
+    pipeline_rank: int,
+    kinds: Mapping[int, LayerActivations] | None = None,
+) -> RankMemory:
     """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
 
-    The stages of a rank are taken to be as large as the largest of them. On the last one the peak is in the backward of the head, or of the
-    last layer.
-    """
+    The stages of a rank are taken to be as large as the largest of them. On the last one the peak
+    is in the backward of the head, or of the last layer."""
     layout, balanced = choice.layout, job.software.balances_stages
     mine = layout.stages_of(pipeline_rank)
     every = stage_layers(job.shape, layout.num_stages, balanced=balanced)
     layers, kinds = [every[stage] for stage in mine], kinds or _kinds(job, choice)
-    stages, of_experts = (count(job.shape, layout, balanced=balanced) for count in (stage_parameters, expert_parameters))
+    stages, of_experts = (
+        count(job.shape, layout, balanced=balanced)
+        for count in (stage_parameters, expert_parameters)
+    )
     held = _held(choice, pipeline_rank)
     parameters, experts = (sum(every[stage] for stage in mine) for every in (stages, of_experts))
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
     of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
     working = max(
-        kinds[id(layer)].recomputed + _between_operations(job, choice, layer) + whole_bytes(job, choice, layer)
+        kinds[id(layer)].recomputed
+        + _between_operations(job, choice, layer)
+        + whole_bytes(job, choice, layer)
         for runs in layers
         for _, layer in runs
     )
@@ -145,26 +184,37 @@ def _held(choice: Choice, pipeline_rank: int) -> int:
 
 
 def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
-    """Return the bytes that the embedding keeps, ids and the mask of its dropout; and without tensor parallelism autocast's copy of
-    the head.
-    """
+    """Return the bytes that the embedding keeps, ids and the mask of its dropout; and without
+    tensor parallelism autocast's copy of the head."""
     total = 0.0
     if 0 in stages:
         total += _held(choice, layout.rank_of_stage(0)) * kept_on(choice, job.shape.input.kept)
     if layout.num_stages - 1 in stages and job.precision.casts and layout.tensor_parallel_size == 1:
-        total += sum(product.elements() for product in job.shape.head.products) * job.precision.compute
+        total += (
+            sum(product.elements() for product in job.shape.head.products) * job.precision.compute
+        )
     return total
 
 
 def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Two gradients of a layer's widest activation, and two of the stream; and one matrix's gradient before it is added up. Of experts
-    what travels, and the gradient of the wider of their matrices."""
+    """Two gradients of a layer's widest activation, and two of the stream; and one matrix's
+    gradient before it is added up. Of experts what travels, and the gradient of the wider of their
+    matrices."""
     t, width = choice.layout.tensor_parallel_size, job.precision.compute
-    widest = max((product.rows * product.local(t)[0] for product in layer.products if product.cut == "outputs"), default=0)
+    widest = max(
+        (
+            product.rows * product.local(t)[0]
+            for product in layer.products
+            if product.cut == "outputs"
+        ),
+        default=0,
+    )
     stream = layer.crossing / job.precision.residual
     dense = choice.samples * (2 * widest + 2 * stream) * width + layer.elements(t) / 3 * width
     if layer.experts is None:
         return dense
     (outputs, inputs), _ = layer.experts.matrices
-    largest = layer.experts.local(choice.layout) * outputs * inputs / layer.experts.parameters * width
+    largest = (
+        layer.experts.local(choice.layout) * outputs * inputs / layer.experts.parameters * width
+    )
     return max(dense, expert_buffers(layer.experts, job, choice) + largest)

@@ -1,9 +1,10 @@
 """The shape of any model, read off its forward.
 
-The module is run on tensors without data. Its blocks run alone, once for each kind (class, parameters, sizes of what they are given), with
-their backward; what runs before and behind them are the ends. The plan says which parameters t divides, and from there it is followed
-through every operation (``operation_recorder.py``). Two batches of different size tell what is kept of a sample from what is kept once.
-"""
+The module is run on tensors without data. Its blocks run alone, once for each kind (class,
+parameters, sizes of what they are given), with their backward; what runs before and behind them are
+the ends. The plan says which parameters t divides, and from there it is followed through every
+operation (``operation_recorder.py``). Two batches of different size tell what is kept of a sample
+from what is kept once."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from torch import nn
 from lightning_ptdp.pipeline.balance import multiply_adds
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner.operation_recorder import Trace
-from lightning_ptdp.planner.planned_parameters import counted, divided, parameters_of, split_weights, tables
+from lightning_ptdp.planner.planned_parameters import (
+    counted,
+    divided,
+    parameters_of,
+    split_weights,
+    tables,
+)
 from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import Bytes, EndShape, LayerShape, ModelShape, Parameters
 from lightning_ptdp.planner.software import Software
@@ -48,18 +55,34 @@ def trace_shape(
         sequence_length: s in tokens, for what counts them.
 
     Raises:
-        ValueError: There are no blocks, or the forward does not run without data; says where it stopped.
+        ValueError: There are no blocks, or the forward does not run without data; says where it
+            stopped.
     """
     parts = find_parts(
-        module, blocks=plan.blocks, before=plan.before, between=plan.between, after=plan.after, everywhere=plan.everywhere
+        module,
+        blocks=plan.blocks,
+        before=plan.before,
+        between=plan.between,
+        after=plan.after,
+        everywhere=plan.everywhere,
     )
     few, many = (
-        Following(module, plan, parts, samples=samples, precision=precision, software=software, on_cpu=on_cpu)
+        Following(
+            module,
+            plan,
+            parts,
+            samples=samples,
+            precision=precision,
+            software=software,
+            on_cpu=on_cpu,
+        )
         for samples in (_FEW, _MANY)
     )
     for tracing in (few, many):
         tracing.follow(run)
-    layers = [_layer(one, other, software) for one, other in zip(few.layers, many.layers, strict=True)]
+    layers = [
+        _layer(one, other, software) for one, other in zip(few.layers, many.layers, strict=True)
+    ]
     of_layers = counted(module, plan, parts)
     runs = list[tuple[int, LayerShape]]()
     shapes = dict[object, LayerShape]()
@@ -72,13 +95,27 @@ def trace_shape(
         else:
             runs.append((1, layer))
     first, head, tied = tables(module, plan, parts)
-    after = {name for top in parts.after for name, _ in module.get_submodule(top).named_parameters(prefix=top)}
+    after = {
+        name
+        for top in parts.after
+        for name, _ in module.get_submodule(top).named_parameters(prefix=top)
+    }
     at_head = {id(module.get_parameter(name)) for name in after}
     in_layers = {id(p) for name in few.names for p in module.get_submodule(name).parameters()}
-    rest = [p for p in module.parameters() if id(p) not in in_layers and p is not first and p is not head]
+    rest = [
+        p
+        for p in module.parameters()
+        if id(p) not in in_layers and p is not first and p is not head
+    ]
     weights = split_weights(module, plan)
-    ends = [parameters_of([p for p in rest if (id(p) in at_head) is behind], weights) for behind in (False, True)]
-    costs = [sum(multiply_adds(module.get_submodule(name)) for name in names) for names in (parts.before, parts.after)]
+    ends = [
+        parameters_of([p for p in rest if (id(p) in at_head) is behind], weights)
+        for behind in (False, True)
+    ]
+    costs = [
+        sum(multiply_adds(module.get_submodule(name)) for name in names)
+        for names in (parts.before, parts.after)
+    ]
     return ModelShape(
         runs=tuple(runs),
         input=_end(few.input, many.input, ends[0], first, costs[0], software),
@@ -99,7 +136,9 @@ def _layer(few: Followed, many: Followed, software: Software) -> LayerShape:
     forward, backward = (Bytes(alike=alike / _FEW, split=split / _FEW) for alike, split in amounts)
     router = None if few.experts is None else (few.experts.number, few.experts.hidden)
     return LayerShape(
-        products=tuple(one for one in trace.products if (one.outputs, one.inputs) != router),  # it goes with the experts
+        products=tuple(
+            one for one in trace.products if (one.outputs, one.inputs) != router
+        ),  # it goes with the experts
         attentions=tuple(trace.attentions),
         forward=forward,
         backward=backward,
@@ -117,13 +156,22 @@ def _kept(few: Trace, many: Trace) -> Bytes:
     def total(trace: Trace, divided: bool) -> int:
         return sum(nbytes for nbytes, split in trace.kept.values() if split is divided)
 
-    each = [(total(many, divided) - total(few, divided)) / (_MANY - _FEW) for divided in (False, True)]
-    once = sum(total(few, divided) - _FEW * one for divided, one in zip((False, True), each, strict=True))
+    each = [
+        (total(many, divided) - total(few, divided)) / (_MANY - _FEW) for divided in (False, True)
+    ]
+    once = sum(
+        total(few, divided) - _FEW * one for divided, one in zip((False, True), each, strict=True)
+    )
     return Bytes(alike=each[0], split=each[1], once=max(0.0, once))
 
 
 def _end(
-    few: Trace, many: Trace, parameters: Parameters, table: nn.Parameter | None, cost: float, software: Software
+    few: Trace,
+    many: Trace,
+    parameters: Parameters,
+    table: nn.Parameter | None,
+    cost: float,
+    software: Software,
 ) -> EndShape:
     forward = few.forward if software.elementwise != "compiled" else few.operands
     logits = few.products[-1] if few.products else None
@@ -132,7 +180,8 @@ def _end(
         # Those of the logits' size are counted with the loss (activations.py).
         size = logits.rows * logits.outputs
         few, many = (
-            replace(one, kept={k: v for k, v in one.kept.items() if v[0] < size * n}) for one, n in ((few, _FEW), (many, _MANY))
+            replace(one, kept={k: v for k, v in one.kept.items() if v[0] < size * n})
+            for one, n in ((few, _FEW), (many, _MANY))
         )
         kept = _kept(few, many)
     return EndShape(

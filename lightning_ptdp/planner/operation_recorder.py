@@ -1,4 +1,5 @@
-"""Record of a forward and its backward on tensors without data: products, attention, bytes read and written, bytes kept."""
+"""Record of a forward and its backward on tensors without data: products, attention, bytes read and
+written, bytes kept."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ _aten = torch.ops.aten
 _MATRIX = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 _FUSED = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
 _NORMS = (_aten.native_layer_norm.default, _aten._fused_rms_norm.default)
-_BACKWARD = (_aten.convolution_backward.default, _aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+_BACKWARD = (
+    _aten.convolution_backward.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,8 @@ class Weight:
     Attributes:
         split: Whether t divides it.
         table: Whether its rows are looked up.
-        copied: Of its outputs, the channels of key and value heads of which each rank has ``least`` at least.
+        copied: Of its outputs, the channels of key and value heads of which each rank has ``least``
+            at least.
         least: See there.
     """
 
@@ -52,7 +57,8 @@ class Trace:
         attentions: Likewise.
         forward: Bytes read and written between products.
         backward: Likewise, of the backward.
-        operands: Bytes of the products' results and activations: what is left of that where all between two products is one pass.
+        operands: Bytes of the products' results and activations: what is left of that where all
+            between two products is one pass.
         kept: Bytes of each storage that is kept, by its key, and whether t divides it.
         gated: Whether a gate was seen.
     """
@@ -69,8 +75,8 @@ class Trace:
 class Recorder(TorchDispatchMode):
     """Writes what runs into ``trace``, while there is one.
 
-    A tensor is split if t divides what it holds: products with a split weight turn whole tensors into split ones and back; everything else
-    hands on what it reads.
+    A tensor is split if t divides what it holds: products with a split weight turn whole tensors
+    into split ones and back; everything else hands on what it reads.
 
     Args:
         weights: By the storage key of each parameter.
@@ -80,7 +86,12 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, weights: Mapping[int, Weight], *, sizes: Iterable[Sequence[int]], samples: int, norm_reads: int = 1
+        self,
+        weights: Mapping[int, Weight],
+        *,
+        sizes: Iterable[Sequence[int]],
+        samples: int,
+        norm_reads: int = 1,
     ) -> None:
         super().__init__()
         self._sizes = {tuple(sorted(size)) for size in sizes}
@@ -91,18 +102,26 @@ class Recorder(TorchDispatchMode):
         self._of_weights = dict(weights)
         self._cores, self._entered, self._alive = set[int](), set[int](), list[object]()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._alive += [one.untyped_storage() for one in (*inputs, *outputs)]  # keys are not used again
+        self._alive += [
+            one.untyped_storage() for one in (*inputs, *outputs)
+        ]  # keys are not used again
         keys = [storage_key(one) for one in inputs]
         new = [one for one in outputs if storage_key(one) not in keys]
         split = self._is_split(function, inputs, keys)
-        if new and inputs and all(key in self._of_weights for key in keys):  # a cast, or another form, of a parameter
+        if (
+            new and inputs and all(key in self._of_weights for key in keys)
+        ):  # a cast, or another form, of a parameter
             for one in new:
                 self._of_weights[storage_key(one)] = self._of_weights[keys[0]]
-                self._split |= {storage_key(one)} & ({storage_key(one)} if keys[0] in self._split else set())
+                self._split |= {storage_key(one)} & (
+                    {storage_key(one)} if keys[0] in self._split else set()
+                )
             return result
         for one in new:
             self._split |= {storage_key(one)} if split else set()
@@ -120,11 +139,24 @@ class Recorder(TorchDispatchMode):
         return any(marks)
 
     def _record(
-        self, trace: Trace, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], new: list[Tensor], split: bool
+        self,
+        trace: Trace,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        new: list[Tensor],
+        split: bool,
     ) -> None:
-        if function in _BACKWARD or (self.is_backward and (function in _MATRIX or function is _aten.convolution.default)):
+        if function in _BACKWARD or (
+            self.is_backward and (function in _MATRIX or function is _aten.convolution.default)
+        ):
             return
-        if self.is_backward and function is _aten._to_copy.default and tuple(sorted(new[0].shape)) in self._sizes:
+        if (
+            self.is_backward
+            and function is _aten._to_copy.default
+            and tuple(sorted(new[0].shape)) in self._sizes
+        ):
             return  # a weight's gradient, which is counted with what adds it up
         if function in _FUSED:
             self._attention(trace, args, kwargs, new)
@@ -142,7 +174,9 @@ class Recorder(TorchDispatchMode):
             for one in (*read, *new):
                 amounts[storage_key(one) in self._split] += one.numel() * one.element_size()
 
-    def _product(self, function: Any, operands: list[Tensor], result: Tensor, *, biased: bool) -> Product:
+    def _product(
+        self, function: Any, operands: list[Tensor], result: Tensor, *, biased: bool
+    ) -> Product:
         (left, right), samples = operands, self._samples
         keys = [storage_key(one) for one in operands]
         if function is _aten.convolution.default:
@@ -151,7 +185,13 @@ class Recorder(TorchDispatchMode):
         if right.dim() == 3:
             cut = any(key in self._split for key in keys)
             rows = left.size(0) * left.size(1) // samples
-            return Product(rows=rows, outputs=right.size(2), inputs=left.size(2), cut="rows" if cut else "none", weighted=False)
+            return Product(
+                rows=rows,
+                outputs=right.size(2),
+                inputs=left.size(2),
+                cut="rows" if cut else "none",
+                weighted=False,
+            )
         weight = self._of_weights.get(keys[1], Weight())
         rows = max(1, left.size(0) // samples)
         there = (keys[0] in self._split, keys[1] in self._split)
@@ -190,7 +230,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def keeping(self, trace: Trace) -> Iterator[None]:
-        """Writes down what is kept for a backward, but parameters, their casts and what attentions keep."""
+        """Writes down what is kept for a backward, but parameters, their casts and what attentions
+        keep."""
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_key(tensor)
@@ -208,12 +249,19 @@ class Recorder(TorchDispatchMode):
 class as_on_accelerators(TorchFunctionMode):  # noqa: N801, it is used as a context
     """Dropout as GPUs have it: a byte an element is kept, and attention stays fused."""
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if function is torch.nn.functional.scaled_dot_product_attention:
-            args, kwargs = args[:4], kwargs | ({"is_causal": args[5]} if len(args) > 5 else {}) | {"dropout_p": 0.0}
+            args, kwargs = (
+                args[:4],
+                kwargs | ({"is_causal": args[5]} if len(args) > 5 else {}) | {"dropout_p": 0.0},
+            )
         elif function is torch.nn.functional.dropout:
             rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            if (args[2] if len(args) > 2 else kwargs.get("training", True)) and not math.isclose(rate, 0.0):
+            if (args[2] if len(args) > 2 else kwargs.get("training", True)) and not math.isclose(
+                rate, 0.0
+            ):
                 return torch.native_dropout(args[0] if args else kwargs["input"], rate, True)[0]
         return function(*args, **kwargs)

@@ -13,9 +13,11 @@ __all__ = ["expert_parameters", "layers_by_stage", "stage_layers", "stage_parame
 
 
 @functools.lru_cache(maxsize=64)
-def stage_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: bool = True) -> tuple[int, ...]:
-    """Parameters of each stage on one tensor-parallel rank, in the order of stages, the vocabulary padded; ``balanced`` as of
-    ``stage_layers``.
+def stage_parameters(
+    model: ModelShape, layout: ParallelLayout, *, balanced: bool = True
+) -> tuple[int, ...]:
+    """Parameters of each stage on one tensor-parallel rank, in the order of stages, the vocabulary
+    padded; ``balanced`` as of ``stage_layers``.
 
     A tied head is a second copy where it is on another rank than the embedding.
     """
@@ -35,8 +37,11 @@ def stage_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: boo
 
 
 @functools.lru_cache(maxsize=64)
-def expert_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: bool = True) -> tuple[int, ...]:
-    """Return the experts' part of ``stage_parameters``, of which a rank has 1/e and which only the ranks with the same experts share."""
+def expert_parameters(
+    model: ModelShape, layout: ParallelLayout, *, balanced: bool = True
+) -> tuple[int, ...]:
+    """Return the experts' part of ``stage_parameters``, of which a rank has 1/e and which only the
+    ranks with the same experts share."""
 
     def held(layer: LayerShape) -> int:
         return 0 if layer.experts is None else layer.experts.local(layout)
@@ -46,9 +51,12 @@ def expert_parameters(model: ModelShape, layout: ParallelLayout, *, balanced: bo
 
 
 @functools.lru_cache(maxsize=64)
-def stage_layers(model: ModelShape, num_stages: int, *, balanced: bool = True) -> tuple[tuple[tuple[int, LayerShape], ...], ...]:
-    """Which layers each stage has, and how many of each: the split that the strategy makes on its own, by multiply-adds and an eighth for
-    a look-up; not ``balanced``: as if there were nothing but equal layers."""
+def stage_layers(
+    model: ModelShape, num_stages: int, *, balanced: bool = True
+) -> tuple[tuple[tuple[int, LayerShape], ...], ...]:
+    """Which layers each stage has, and how many of each: the split that the strategy makes on its
+    own, by multiply-adds and an eighth for a look-up; not ``balanced``: as if there were nothing
+    but equal layers."""
     layers = model.layers
     costs, first, last = (1.0,) * len(layers), 0.0, 0.0
     if balanced:
@@ -60,9 +68,14 @@ def stage_layers(model: ModelShape, num_stages: int, *, balanced: bool = True) -
     )
 
 
-def layers_by_stage(model: ModelShape, num_stages: int, *, balanced: bool = True) -> tuple[int, ...]:
+def layers_by_stage(
+    model: ModelShape, num_stages: int, *, balanced: bool = True
+) -> tuple[int, ...]:
     """Return the number of layers of each stage; ``balanced`` as of ``stage_layers``."""
-    return tuple(sum(count for count, _ in runs) for runs in stage_layers(model, num_stages, balanced=balanced))
+    return tuple(
+        sum(count for count, _ in runs)
+        for runs in stage_layers(model, num_stages, balanced=balanced)
+    )
 
 
 def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
@@ -73,5 +86,7 @@ def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _split(costs: tuple[float, ...], num_stages: int, first: float, last: float) -> tuple[tuple[int, int], ...]:
+def _split(
+    costs: tuple[float, ...], num_stages: int, first: float, last: float
+) -> tuple[tuple[int, int], ...]:
     return partition_layers(costs, num_stages=num_stages, first_cost=first, last_cost=last)

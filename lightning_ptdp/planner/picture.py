@@ -23,16 +23,22 @@ _GIB = 2**30
 
 
 def bars(plan: Plan, *, count: int = 5) -> str:
-    """Two bars for each of the best: its step beside the slowest of them, its memory beside what there is; a letter a part."""
+    """Two bars for each of the best: its step beside the slowest of them, its memory beside what
+    there is; a letter a part."""
     shown = plan.best[:count]
     slowest = max(candidate.time.total for candidate in shown)
     return "\n".join(
         [
             _legend("time", _named([one.time.parts for one in shown])),
-            *(f"  {i}  {_bar(one.time.parts, slowest):{_WIDTH}}  {one.time.total:.3g} s" for i, one in enumerate(shown, 1)),
-            _legend("memory", _named([one.memory.parts for one in shown])) + (", | reserve" if plan.job.reserve else ""),
             *(
-                f"  {i}  {_memory_bar(one.memory.parts, plan.job)}  {one.memory.total / _GIB:.3g} GiB"
+                f"  {i}  {_bar(one.time.parts, slowest):{_WIDTH}}  {one.time.total:.3g} s"
+                for i, one in enumerate(shown, 1)
+            ),
+            _legend("memory", _named([one.memory.parts for one in shown]))
+            + (", | reserve" if plan.job.reserve else ""),
+            *(
+                f"  {i}  {_memory_bar(one.memory.parts, plan.job)}  {one.memory.total / _GIB:.3g} "
+                "GiB"
                 for i, one in enumerate(shown, 1)
             ),
         ]
@@ -53,7 +59,11 @@ def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
         figure.subplots(2, 1),
         (
             ("time of a step", "s", [one.time.parts for one in shown]),
-            ("memory of the fullest rank", "GiB", [_scaled(one.memory.parts, 1 / _GIB) for one in shown]),
+            (
+                "memory of the fullest rank",
+                "GiB",
+                [_scaled(one.memory.parts, 1 / _GIB) for one in shown],
+            ),
         ),
         strict=True,
     ):
@@ -80,7 +90,9 @@ def _mark_limits(axes: Axes, job: Job) -> None:
     axes.set_xlim(0, 1.02 * usable)
 
 
-def draw_what_if(found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Path, *, tokens: Mapping[int, int]) -> None:
+def draw_what_if(
+    found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Path, *, tokens: Mapping[int, int]
+) -> None:
     """Tokens a second for each number of devices, a bar for each batch.
 
     Args:
@@ -95,7 +107,10 @@ def draw_what_if(found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Pat
 
     worlds = sorted({world for points in found.values() for world, _ in points})
     width = 1 / (len(found) + 1)
-    figure = Figure(figsize=(max(8.0, 2 + _BAR_INCHES * len(worlds) * (len(found) + 1)), 5), layout="constrained")
+    figure = Figure(
+        figsize=(max(8.0, 2 + _BAR_INCHES * len(worlds) * (len(found) + 1)), 5),
+        layout="constrained",
+    )
     axes = figure.subplots()
     for i, (batch, points) in enumerate(found.items()):
         places = [worlds.index(world) + i * width for world, _ in points]
@@ -113,7 +128,10 @@ def draw_what_if(found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Pat
                 va="bottom",
                 fontsize=7,
             )
-    axes.set_xticks([i + (len(found) - 1) * width / 2 for i in range(len(worlds))], [str(world) for world in worlds])
+    axes.set_xticks(
+        [i + (len(found) - 1) * width / 2 for i in range(len(worlds))],
+        [str(world) for world in worlds],
+    )
     axes.set(xlabel="devices", ylabel="tokens/s")
     figure.legend(loc="outside upper center", ncols=6)
     figure.savefig(path)

@@ -18,21 +18,45 @@ _GIB = 2**30
 
 
 def table(plan: Plan) -> str:
-    """The job in a line, the best layouts in a table and as bars, and the best one's memory, time and options; there must be one."""
+    """The job in a line, the best layouts in a table and as bars, and the best one's memory, time
+    and options; there must be one."""
     assert plan.best
-    head = ("", "layout", "b", "m", "schedule", "recompute", "ZeRO", "step s", "TFLOP/s", "MFU", "bubble", "memory GiB")
+    head = (
+        "",
+        "layout",
+        "b",
+        "m",
+        "schedule",
+        "recompute",
+        "ZeRO",
+        "step s",
+        "TFLOP/s",
+        "MFU",
+        "bubble",
+        "memory GiB",
+    )
     sharded = plan.job.software.shards != "none"
-    rows = [head, *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1))]
+    rows = [
+        head,
+        *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1)),
+    ]
     best = plan.best[0]
     lines = [
         _job(plan.job),
         "",
         columns(rows, words=(1, 4, 5, 6)),
         "",
-        f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of {room(plan.job)}:",
-        "  " + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
+        f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of "
+        f"{room(plan.job)}:",
+        "  "
+        + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
         "time of a step of 1:",
-        "  " + ", ".join(f"{name} {value / best.time.total:.1%}" for name, value in best.time.parts.items() if value),
+        "  "
+        + ", ".join(
+            f"{name} {value / best.time.total:.1%}"
+            for name, value in best.time.parts.items()
+            if value
+        ),
         "",
         bars(plan),
         "",
@@ -43,7 +67,10 @@ def table(plan: Plan) -> str:
 
 def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
     if sharded:
-        return [f"no options to paste: {job.software.name} shares out parameters over the replicas, and PTDPStrategy does not"]
+        return [
+            f"no options to paste: {job.software.name} shares out parameters over the replicas, "
+            "and PTDPStrategy does not"
+        ]
     return [
         "to use 1 in a script:",
         f"  {strategy_arguments(best)}",
@@ -55,12 +82,21 @@ def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
 def room(job: Job) -> str:
     """Return the memory that a layout may take: ``60 GiB (75 less a reserve of 20%)``."""
     limit = f"{_gib(job.limit_bytes)} GiB"
-    return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})" if job.reserve else limit
+    return (
+        f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
+        if job.reserve
+        else limit
+    )
 
 
 def strategy_arguments(candidate: Candidate) -> str:
-    """The strategy of a candidate as Python: ``PTDPStrategy(tensor_parallel_size=2, num_microbatches=8)``."""
-    return "PTDPStrategy(" + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items()) + ")"
+    """The strategy of a candidate as Python: ``PTDPStrategy(tensor_parallel_size=2,
+    num_microbatches=8)``."""
+    return (
+        "PTDPStrategy("
+        + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items())
+        + ")"
+    )
 
 
 def fit_options(job: Job, candidate: Candidate) -> str:
@@ -78,9 +114,14 @@ def fit_options(job: Job, candidate: Candidate) -> str:
         "devices": devices,
         "num_nodes": job.world_size // devices,
         "precision": job.precision.name,
-        "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": candidate.choice.all_options()},
+        "strategy": {
+            "class_path": "lightning_ptdp.PTDPStrategy",
+            "init_args": candidate.choice.all_options(),
+        },
     }
-    return yaml.safe_dump({"trainer": trainer, "data": {"init_args": microbatches}}, sort_keys=False)
+    return yaml.safe_dump(
+        {"trainer": trainer, "data": {"init_args": microbatches}}, sort_keys=False
+    )
 
 
 def explain_rejected(plan: Plan) -> str:
@@ -140,11 +181,14 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 
 def _job(job: Job) -> str:
     whole, active = job.shape.parameters, job.shape.active_parameters
-    size = f"{_count(whole)} parameters" + (f", {_count(active)} of them active" if active < whole else "")
+    size = f"{_count(whole)} parameters" + (
+        f", {_count(active)} of them active" if active < whole else ""
+    )
     if job.trained < 1:
         size += f", {_count(job.trained * whole)} of them trained"
     return (
-        f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x {job.sequence_length} tokens, "
+        f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x "
+        f"{job.sequence_length} tokens, "
         f"{job.precision.name}" + (f", {job.software.name}" if job.software.name != "ours" else "")
     )
 

@@ -1,4 +1,5 @@
-"""Effects of a plan on a module's parameters: which of them t divides, how they are counted, and which sizes t has to divide."""
+"""Effects of a plan on a module's parameters: which of them t divides, how they are counted, and
+which sizes t has to divide."""
 
 from __future__ import annotations
 
@@ -45,19 +46,25 @@ def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
 
 
 def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
-    """Return the number of a column layer's outputs for key and value heads, and the least number of such heads on a rank."""
+    """Return the number of a column layer's outputs for key and value heads, and the least number
+    of such heads on a rank."""
     if not kind.copy_heads or not isinstance(kind.heads, tuple):
         return 0, 0
     outputs, _ = output_input_sizes(module)
     parts, fewest = kind.parts or (outputs,), min(kind.heads)
-    copied = [(part, part // count) for part, count in zip(parts, kind.heads, strict=True) if count == fewest]
+    copied = [
+        (part, part // count)
+        for part, count in zip(parts, kind.heads, strict=True)
+        if count == fewest
+    ]
     if len(copied) == len(parts) > 1:  # as many heads of each: none is copied before all are
         copied = copied[1:]
     return sum(part for part, _ in copied), sum(least for _, least in copied)
 
 
 def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]) -> Parameters:
-    """Return the number of values of these parameters, each counted once, by how t divides them (``split_weights``)."""
+    """Return the number of values of these parameters, each counted once, by how t divides them
+    (``split_weights``)."""
     whole = split = copied = 0
     heads = 1
     for p in dict.fromkeys(parameters):
@@ -67,7 +74,11 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
         elif weight.copied:
             outputs = max(size for size in p.shape if size >= weight.copied)
             some = p.numel() * weight.copied // outputs
-            copied, split, heads = copied + some, split + p.numel() - some, max(1, weight.copied // weight.least)
+            copied, split, heads = (
+                copied + some,
+                split + p.numel() - some,
+                max(1, weight.copied // weight.least),
+            )
         else:
             split += p.numel()
     return Parameters(whole=whole, split=split, copied=copied, heads=heads)
@@ -79,14 +90,18 @@ def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[st
     seen = set[int]()
     for layer in layers_of(module, parts.blocks):
         child = module.get_submodule(layer.name)
-        of_experts = {id(p) for one in child.modules() if Experts().fits(one) for p in one.parameters()}
+        of_experts = {
+            id(p) for one in child.modules() if Experts().fits(one) for p in one.parameters()
+        }
         own = [p for p in child.parameters() if id(p) not in of_experts and id(p) not in seen]
         seen |= {id(p) for p in own}
         found[layer.name] = parameters_of(own, weights)
     return found
 
 
-def tables(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> tuple[nn.Parameter | None, nn.Parameter | None, bool]:
+def tables(
+    module: nn.Module, plan: ParallelPlan, parts: ModelParts
+) -> tuple[nn.Parameter | None, nn.Parameter | None, bool]:
     """The largest vocabulary-parallel table of each end, and whether they are one."""
     found: list[list[nn.Parameter]] = [[], []]
     for name, kind in _kinds(module, plan).items():

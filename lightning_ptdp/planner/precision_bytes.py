@@ -20,7 +20,8 @@ class Precision:
         compute: What matrix products read and write.
         residual: The stream between the blocks: autocast leaves it as the embedding gives it.
         gradient: A gradient, as it is accumulated.
-        state: The optimizer's: two moments of Adam, and a master copy where the parameter is in half precision.
+        state: The optimizer's: two moments of Adam, and a master copy where the parameter is in
+            half precision.
     """
 
     name: str
@@ -39,9 +40,18 @@ class Precision:
 _SINGLE = {"weight": 4, "compute": 4, "residual": 4, "state": 8}
 _MIXED = {"weight": 4, "compute": 2, "residual": 4, "state": 8}
 _HALF = {"weight": 2, "compute": 2, "residual": 2, "state": 12}
-_BYTES = {"32-true": _SINGLE, "bf16-mixed": _MIXED, "bf16-true": _HALF, "16-mixed": _MIXED, "16-true": _HALF}
-PRECISIONS: Mapping[str, Precision] = MappingProxyType({name: Precision(name=name, **sizes) for name, sizes in _BYTES.items()})
-"""By Lightning's names. Half precision throughout takes 18 bytes a parameter, 6 + 12/d with a sharded optimizer; the others 16, 8 + 8/d."""
+_BYTES = {
+    "32-true": _SINGLE,
+    "bf16-mixed": _MIXED,
+    "bf16-true": _HALF,
+    "16-mixed": _MIXED,
+    "16-true": _HALF,
+}
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {name: Precision(name=name, **sizes) for name, sizes in _BYTES.items()}
+)
+"""By Lightning's names. Half precision throughout takes 18 bytes a parameter, 6 + 12/d with a
+sharded optimizer; the others 16, 8 + 8/d."""
 
 
 def find_precision(name: str) -> Precision:
@@ -54,5 +64,7 @@ def find_precision(name: str) -> Precision:
     if full not in PRECISIONS:
         near = difflib.get_close_matches(full, PRECISIONS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"precision={name!r} is unknown to the planner: {hint}It knows {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"precision={name!r} is unknown to the planner: {hint}It knows {', '.join(PRECISIONS)}"
+        )
     return PRECISIONS[full]

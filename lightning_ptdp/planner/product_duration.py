@@ -1,11 +1,11 @@
 """Seconds of a matrix product, by its shape: tiles, waves, depth.
 
-A product (m, k) x (k, n) is computed in tiles of the result, one a multiprocessor at a time; when the tiles are not a multiple of the
-multiprocessors, the last wave leaves some idle (NVIDIA, Matrix Multiplication Background User's Guide, "Dimension quantization effects").
-A tile takes its operations at the rate of a multiprocessor, or its operands at its share of the cache; it waits for memory before its
-first multiplication and behind its last, and is stored. The library takes the best tile, and may cut the depth k into parts that are
-summed.
-"""
+A product (m, k) x (k, n) is computed in tiles of the result, one a multiprocessor at a time; when
+the tiles are not a multiple of the multiprocessors, the last wave leaves some idle (NVIDIA, Matrix
+Multiplication Background User's Guide, "Dimension quantization effects"). A tile takes its
+operations at the rate of a multiprocessor, or its operands at its share of the cache; it waits for
+memory before its first multiplication and behind its last, and is stored. The library takes the
+best tile, and may cut the depth k into parts that are summed."""
 
 from __future__ import annotations
 
@@ -39,10 +39,26 @@ def product_time(device: Device, width: int, m: int, n: int, k: int, batch: int 
         rate = device.measured.product_rate(m, n, k) * device.peak(width) / device.peak(usual)
         return 2 * batch * m * n * k / rate
     traffic = batch * width * (m * k + k * n + m * n) / device.stream
-    return max(traffic, min(_tiled(device, width, m, n, k, batch, tile, parts) for tile in _TILES for parts in _PARTS))
+    return max(
+        traffic,
+        min(
+            _tiled(device, width, m, n, k, batch, tile, parts)
+            for tile in _TILES
+            for parts in _PARTS
+        ),
+    )
 
 
-def _tiled(device: Device, width: int, m: int, n: int, k: int, batch: int, tile: tuple[int, int], parts: int) -> float:
+def _tiled(
+    device: Device,
+    width: int,
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    tile: tuple[int, int],
+    parts: int,
+) -> float:
     if parts > 1 and k < 512 * parts:
         return math.inf
     rows, columns = tile

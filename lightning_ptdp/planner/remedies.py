@@ -19,7 +19,8 @@ _NEAR = 64
 
 
 def why_nothing_fits(plan: Plan, space: Space) -> str:
-    """The reason in a sentence, and what would mend it: other sizes, if none divides; else less restriction, or more devices.
+    """The reason in a sentence, and what would mend it: other sizes, if none divides; else less
+    restriction, or more devices.
 
     Args:
         plan: Of a search that found nothing.
@@ -35,15 +36,26 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
     part = max(least.memory.parts, key=lambda name: least.memory.parts[name])
     need = (
         f"no layout fits on {job.world_size} x {job.device.name} with {room(job)} each: "
-        f"{least.choice.describe()} needs least, {least.memory.total / _GIB:.3g} GiB, most of it {part}"
+        f"{least.choice.describe()} needs least, {least.memory.total / _GIB:.3g} GiB, most of it "
+        f"{part}"
     )
-    mends = [mend for mend in (_smaller_reserve(job, least.memory.total), _unrestricted(job), _more_devices(job, space)) if mend]
+    mends = [
+        mend
+        for mend in (
+            _smaller_reserve(job, least.memory.total),
+            _unrestricted(job),
+            _more_devices(job, space),
+        )
+        if mend
+    ]
     return f"{need}; {', or '.join(mends) if mends else 'use devices with more memory, or a smaller model'}"
 
 
 def _smallest(space: Space) -> Space:
     """With the recomputation and the sharding that hold least."""
-    return replace(space, recompute=space.recompute[-1:], shard_optimizer=space.shard_optimizer[-1:])
+    return replace(
+        space, recompute=space.recompute[-1:], shard_optimizer=space.shard_optimizer[-1:]
+    )
 
 
 def _indivisible(plan: Plan) -> str:
@@ -52,22 +64,36 @@ def _indivisible(plan: Plan) -> str:
 
 
 def _other_sizes(job: Job, space: Space) -> str:
-    """The next batch that every number of replicas divides, and the nearest smaller number of devices with which something fits."""
-    tried = [replace(job, global_batch_size=-(-job.global_batch_size // job.world_size) * job.world_size)]
-    tried += [replace(job, world_size=world) for world in range(job.world_size - 1, max(0, job.world_size - _NEAR), -1)]
+    """The next batch that every number of replicas divides, and the nearest smaller number of
+    devices with which something fits."""
+    tried = [
+        replace(job, global_batch_size=-(-job.global_batch_size // job.world_size) * job.world_size)
+    ]
+    tried += [
+        replace(job, world_size=world)
+        for world in range(job.world_size - 1, max(0, job.world_size - _NEAR), -1)
+    ]
     mends = []
     for other in (tried[:1], tried[1:]):
-        found = next((one for one in other if search(one, space, count=1, simulate=False).best), None)
+        found = next(
+            (one for one in other if search(one, space, count=1, simulate=False).best), None
+        )
         if found is not None:
             mends.append(
-                f"--batch {found.global_batch_size}" if found.world_size == job.world_size else f"--world {found.world_size}"
+                f"--batch {found.global_batch_size}"
+                if found.world_size == job.world_size
+                else f"--world {found.world_size}"
             )
     return f"use {' or '.join(mends)}" if mends else "use other sizes, or fewer restrictions"
 
 
 def _smaller_reserve(job: Job, needed: float) -> str:
     share = math.floor(100 * (1 - needed / job.device.usable_bytes)) / 100
-    return f"with --reserve {share:g} it fits, if that estimate holds" if 0 <= share < job.reserve else ""
+    return (
+        f"with --reserve {share:g} it fits, if that estimate holds"
+        if 0 <= share < job.reserve
+        else ""
+    )
 
 
 def _unrestricted(job: Job) -> str:
@@ -78,9 +104,18 @@ def _unrestricted(job: Job) -> str:
 def _more_devices(job: Job, space: Space) -> str:
     for power in range(1, _DOUBLED + 1):
         world = job.world_size * 2**power
-        batch = -(-job.global_batch_size // world) * world if job.global_batch_size < world else job.global_batch_size
+        batch = (
+            -(-job.global_batch_size // world) * world
+            if job.global_batch_size < world
+            else job.global_batch_size
+        )
         for given in (job.global_batch_size, batch):
-            best = search(replace(job, world_size=world, global_batch_size=given), space, count=1, simulate=False).best
+            best = search(
+                replace(job, world_size=world, global_batch_size=given),
+                space,
+                count=1,
+                simulate=False,
+            ).best
             if best:
                 larger = f" with --batch {given}" if given != job.global_batch_size else ""
                 return f"{world} of these devices would do{larger} ({best[0].choice.describe()})"

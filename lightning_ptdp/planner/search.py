@@ -42,8 +42,10 @@ class Plan:
     Attributes:
         job: What was planned.
         best: The fastest candidates, best first.
-        rejected: What cannot be used, and why; of microbatches and schedules that do not fit in memory, the one that needs least.
-        slower: Degrees that fit and are not among the best: how much longer their fastest takes, and on what.
+        rejected: What cannot be used, and why; of microbatches and schedules that do not fit in
+            memory, the one that needs least.
+        slower: Degrees that fit and are not among the best: how much longer their fastest takes,
+            and on what.
         examined: How many choices were estimated.
     """
 
@@ -57,9 +59,10 @@ class Plan:
 def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: bool = True) -> Plan:
     """The fastest layouts that fit in memory.
 
-    All choices of the space are estimated by closed forms; where the parameters alone do not fit, their microbatches and schedules are not
-    looked at. Of recomputation and sharding of the optimizer the first that fits is taken. The best are then timed by the simulator, as
-    far as their schedules are small enough, and put in order again.
+    All choices of the space are estimated by closed forms; where the parameters alone do not fit,
+    their microbatches and schedules are not looked at. Of recomputation and sharding of the
+    optimizer the first that fits is taken. The best are then timed by the simulator, as far as
+    their schedules are small enough, and put in order again.
 
     Args:
         job: Model, devices, batch.
@@ -84,11 +87,18 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         choices = [one for one in pipes if isinstance(one, Choice)]
         if choices and (need := _least_bytes(job, space, choices[0])) > job.limit_bytes:
             what = "parameters, gradients and optimizer state alone take"
-            rejected.append(Misfit(what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.limit_bytes)}"))
+            rejected.append(
+                Misfit(
+                    what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.limit_bytes)}"
+                )
+            )
             continue
         tried = [_first_that_fits(job, space, one) for one in choices]
         fitting = [(choice, memory) for choice, memory in tried if memory.total <= job.limit_bytes]
-        found += [Candidate(choice=choice, memory=memory, time=step_time(job, choice)) for choice, memory in fitting]
+        found += [
+            Candidate(choice=choice, memory=memory, time=step_time(job, choice))
+            for choice, memory in fitting
+        ]
         examined += len(tried)
         rejected += dict.fromkeys(one for one in pipes if isinstance(one, Misfit))
         if tried and not fitting:
@@ -99,19 +109,29 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
     slower = tuple(_slower(best, found))
     if simulate:
         best = sorted((_simulated(job, candidate) for candidate in best), key=_order)
-    return Plan(job=job, best=tuple(best), rejected=tuple(rejected), slower=slower, examined=examined)
+    return Plan(
+        job=job, best=tuple(best), rejected=tuple(rejected), slower=slower, examined=examined
+    )
 
 
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
-    """Return the bytes of weights, gradients and optimizer state alone, with the recomputation and sharding that hold least."""
+    """Return the bytes of weights, gradients and optimizer state alone, with the recomputation and
+    sharding that hold least."""
     *_, smallest = _choices(job, space, choice)
-    counts = (sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters))
+    counts = (
+        sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters)
+    )
     # The fullest rank has no less than the mean.
-    return sum(static_bytes(job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)))
+    return sum(
+        static_bytes(
+            job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)
+        )
+    )
 
 
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
-    """The first recomputation and sharding that fits in memory; if none does, that which needs least."""
+    """The first recomputation and sharding that fits in memory; if none does, that which needs
+    least."""
     tried: list[tuple[Choice, RankMemory]] = []
     for one in _choices(job, space, choice):
         tried.append((one, fullest_rank(job, one)))
@@ -124,18 +144,27 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
     """Every recomputation and sharding, cheapest first."""
     layout = choice.layout
     sharded = job.software.shards != "none"  # the optimizer's state, too
-    shardings = dict.fromkeys(shard and layout.size("replica_sum") > 1 and not sharded for shard in space.shard_optimizer)
+    shardings = dict.fromkeys(
+        shard and layout.size("replica_sum") > 1 and not sharded for shard in space.shard_optimizer
+    )
     parts = layout.tensor_parallel_size > 1 and not layout.sequence_parallel
     for recompute in space.recompute:
         for distribute in (False, True) if recompute == "full" and parts else (False,):
             for shard in shardings:
-                yield replace(choice, recompute=recompute, distribute_saved_activations=distribute, shard_optimizer=shard)
+                yield replace(
+                    choice,
+                    recompute=recompute,
+                    distribute_saved_activations=distribute,
+                    shard_optimizer=shard,
+                )
 
 
 def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[Misfit]:
     """The fastest of each (t, p, c, e) that is not among the best."""
     shown = {_degrees(candidate) for candidate in best}
-    for degrees, candidate in {_degrees(one): one for one in sorted(found, key=_order, reverse=True)}.items():
+    for degrees, candidate in {
+        _degrees(one): one for one in sorted(found, key=_order, reverse=True)
+    }.items():
         if degrees not in shown:
             first, time = best[0].time, candidate.time
             more = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
@@ -145,7 +174,9 @@ def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[M
 
 
 def _degrees(candidate: Candidate) -> str:
-    return replace(candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False).describe()
+    return replace(
+        candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False
+    ).describe()
 
 
 def _simulated(job: Job, candidate: Candidate) -> Candidate:
@@ -157,7 +188,8 @@ def _simulated(job: Job, candidate: Candidate) -> Candidate:
 
 
 def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
-    """Faster first; of equals the one that splits the model in fewer ways, into fewer parts, by the plainer schedule, that holds less."""
+    """Faster first; of equals the one that splits the model in fewer ways, into fewer parts, by the
+    plainer schedule, that holds less."""
     layout, schedules = candidate.choice.layout, list(FAMILIES)
     degrees = [layout.size(axis.name) for axis in AXES if axis.name != "data"]
     return (

@@ -25,10 +25,11 @@ class Space:
     """Choices that may be tried; None means every sensible choice for the job.
 
     Attributes:
-        tensor_parallel_sizes: Default: the divisors of a node's size, since tensor parallelism over several nodes waits for their links
-            (arXiv 2104.04473, section 3.2).
+        tensor_parallel_sizes: Default: the divisors of a node's size, since tensor parallelism over
+            several nodes waits for their links (arXiv 2104.04473, section 3.2).
         pipeline_parallel_sizes: Default: all that fit.
-        virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of layers.
+        virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of
+            layers.
         context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
         context_parallel_attentions: Exchanges of context parallelism.
         expert_parallel_sizes: Default: 1, and for a mixture all that divide its experts and d c.
@@ -36,9 +37,10 @@ class Space:
         data_parallel_sizes: Default: what remains of the world.
         micro_batch_sizes: Default: powers of two up to 32.
         schedules: Names of the package's.
-        recompute: Tried in this order until one fits: later ones should hold less and take longer. Not by default: "selective", which
-            with fused attention frees the log-sum-exps only.
-        sequence_parallel: Default: wherever t > 1 divides the sequence; it holds less, and sends as much.
+        recompute: Tried in this order until one fits: later ones should hold less and take longer.
+            Not by default: "selective", which with fused attention frees the log-sum-exps only.
+        sequence_parallel: Default: wherever t > 1 divides the sequence; it holds less, and sends as
+            much.
         shard_optimizer: Tried in this order until one fits.
 
     Raises:
@@ -63,7 +65,10 @@ class Space:
         check_types(self)
         for value in self.schedules:
             if value not in FAMILIES:
-                raise ValueError(f"schedules holds {value!r}, which the planner does not know: it knows {', '.join(FAMILIES)}")
+                raise ValueError(
+                    f"schedules holds {value!r}, which the planner does not know: it knows "
+                    f"{', '.join(FAMILIES)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,8 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
         for c in _context_sizes(job, space):
             if job.world_size % (t * c) or (c > 1 and job.sequence_length % (2 * c)):
                 yield Misfit(
-                    what=f"t{t} c{c}", reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence"
+                    what=f"t{t} c{c}",
+                    reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence",
                 )
                 continue
             yield from _pipeline_sizes(job, space, t, c)
@@ -99,20 +105,30 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
     """All schedules, chunks and microbatches for (t, c, p, e), and why some of them are none."""
     t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
     of_replica = job.global_batch_size // layout.data_parallel_size
-    split = t > 1 and job.shape.splits_sequence and job.sequence_length % (t * layout.context_parallel_size) == 0
+    split = (
+        t > 1
+        and job.shape.splits_sequence
+        and job.sequence_length % (t * layout.context_parallel_size) == 0
+    )
     if space.sequence_parallel is not None:
         if space.sequence_parallel and t > 1 and not split:
-            yield Misfit(what=f"t{t}", reason=f"sequence parallelism: {t} does not divide {job.sequence_length} tokens")
+            yield Misfit(
+                what=f"t{t}",
+                reason=f"sequence parallelism: {t} does not divide {job.sequence_length} tokens",
+            )
             return
         split = space.sequence_parallel and t > 1
     for schedule, v in _schedules(job, space, p):
         placement = schedule_placement(schedule) if p > 1 else "loop"
-        whole = replace(layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement)
+        whole = replace(
+            layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement
+        )
         for b in _micro_batches(space, of_replica):
             m = of_replica // b
             if p > 1 and m < (least := FAMILIES[schedule].cost.least(p)):
                 yield Misfit(
-                    what=f"p{p} {schedule} m{m}", reason=f"too few microbatches for it to be better than 1F1B: it wants {least}"
+                    what=f"p{p} {schedule} m{m}",
+                    reason=f"too few microbatches for it to be better than 1F1B: it wants {least}",
                 )
                 continue
             for exchange in _exchanges(job, space, whole):
@@ -134,8 +150,14 @@ def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
 def _tensor_misfit(job: Job, t: int) -> Misfit | None:
     for divided in job.shape.divided:
         if not divided.by(t):
-            return Misfit(what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it")
-    return None if job.world_size % t == 0 else Misfit(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
+            return Misfit(
+                what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it"
+            )
+    return (
+        None
+        if job.world_size % t == 0
+        else Misfit(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
+    )
 
 
 def _context_sizes(job: Job, space: Space) -> Sequence[int]:
@@ -150,13 +172,17 @@ def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Atten
     if c == 1:
         yield "ring"
         return
-    shared = all(one.heads % (t * c) == 0 for _, layer in job.shape.runs for one in layer.attentions)
+    shared = all(
+        one.heads % (t * c) == 0 for _, layer in job.shape.runs for one in layer.attentions
+    )
     yield from (one for one in space.context_parallel_attentions if one == "ring" or shared)
 
 
 def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | Misfit]:
     rest = job.world_size // (t * c)
-    for p in divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes:
+    for p in (
+        divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes
+    ):
         if rest % p:
             reason = f"it does not divide the world of {job.world_size}"
         elif p > 1 and job.shape.uncut:
@@ -172,17 +198,24 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
                 job,
                 space,
                 ParallelLayout(
-                    world_size=job.world_size, tensor_parallel_size=t, context_parallel_size=c, pipeline_parallel_size=p
+                    world_size=job.world_size,
+                    tensor_parallel_size=t,
+                    context_parallel_size=c,
+                    pipeline_parallel_size=p,
                 ),
             )
             continue
         yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
 
 
-def _expert_splits(job: Job, space: Space, layout: ParallelLayout) -> Iterator[ParallelLayout | Misfit]:
+def _expert_splits(
+    job: Job, space: Space, layout: ParallelLayout
+) -> Iterator[ParallelLayout | Misfit]:
     """With whole experts, and with each of them split over the tensor-parallel ranks."""
     t, width = layout.tensor_parallel_size, job.shape.expert_width
-    for size in (1, t) if space.expert_tensor_parallel_sizes is None else space.expert_tensor_parallel_sizes:
+    for size in (
+        (1, t) if space.expert_tensor_parallel_sizes is None else space.expert_tensor_parallel_sizes
+    ):
         if size == 1 or (size == t and width is not None and width % t == 0):
             yield replace(layout, expert_tensor_parallel_size=size)
         elif space.expert_tensor_parallel_sizes is not None:
@@ -196,7 +229,9 @@ def _expert_splits(job: Job, space: Space, layout: ParallelLayout) -> Iterator[P
             return
 
 
-def _expert_sizes(job: Job, space: Space, layout: ParallelLayout) -> Iterator[ParallelLayout | Misfit]:
+def _expert_sizes(
+    job: Job, space: Space, layout: ParallelLayout
+) -> Iterator[ParallelLayout | Misfit]:
     ranks, experts = layout.size("replica_sum"), job.shape.num_experts
     every = divisors(math.gcd(ranks, experts or 1))
     for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
@@ -208,7 +243,8 @@ def _expert_sizes(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Pa
             yield Misfit(what=f"e{e}", reason=f"num_experts={experts} is not divisible by it")
         else:
             yield Misfit(
-                what=f"{layout.describe()} e{e}", reason=f"it does not divide d c = {ranks}, from whose ranks experts take theirs"
+                what=f"{layout.describe()} e{e}",
+                reason=f"it does not divide d c = {ranks}, from whose ranks experts take theirs",
             )
 
 
@@ -217,7 +253,9 @@ def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:
         yield "1f1b", 1
         return
     for schedule in space.schedules:
-        chunks = {"two": (2,), "several": _chunks(job, space, p)}.get(FAMILIES[schedule].chunks, (1,))
+        chunks = {"two": (2,), "several": _chunks(job, space, p)}.get(
+            FAMILIES[schedule].chunks, (1,)
+        )
         for v in chunks:
             wanted = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
             if wanted and p * v <= job.shape.num_layers:
@@ -228,9 +266,15 @@ def _chunks(job: Job, space: Space, p: int) -> Sequence[int]:
     if space.virtual_pipeline_sizes is not None:
         return [v for v in space.virtual_pipeline_sizes if v > 1]
     most = min(_MOST_CHUNKS, job.shape.num_layers // p)
-    return [v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job.shape, p * v))) == 1]
+    return [
+        v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job.shape, p * v))) == 1
+    ]
 
 
 def _micro_batches(space: Space, of_replica: int) -> Sequence[int]:
-    sizes = space.micro_batch_sizes if space.micro_batch_sizes is not None else [2**power for power in range(6)]
+    sizes = (
+        space.micro_batch_sizes
+        if space.micro_batch_sizes is not None
+        else [2**power for power in range(6)]
+    )
     return [b for b in sizes if of_replica % b == 0]

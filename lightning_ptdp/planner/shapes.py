@@ -1,5 +1,5 @@
-"""Shape of a model for the planner: the matrix products, attention and bytes of its layers and ends, for one sample, and how t divides
-them.
+"""Shape of a model for the planner: the matrix products, attention and bytes of its layers and
+ends, for one sample, and how t divides them.
 
 Time, memory and search read nothing else. A ``GPTConfig`` gives it by formulas (``gpt_shape.py``).
 """
@@ -12,7 +12,18 @@ from typing import Literal
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.software import Software
 
-__all__ = ["MASK", "Attention", "Bytes", "Divided", "EndShape", "LayerShape", "ModelShape", "Parameters", "Product", "is_fused"]
+__all__ = [
+    "MASK",
+    "Attention",
+    "Bytes",
+    "Divided",
+    "EndShape",
+    "LayerShape",
+    "ModelShape",
+    "Parameters",
+    "Product",
+    "is_fused",
+]
 
 MASK = 1
 """Bytes an element of a dropout's mask, on an accelerator."""
@@ -20,19 +31,24 @@ MASK = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A product of the forward, (rows, inputs) x (inputs, outputs); its backward has one of the same size for each operand.
+    """A product of the forward, (rows, inputs) x (inputs, outputs); its backward has one of the
+    same size for each operand.
 
     Attributes:
         rows: Of a sample: its tokens, in most layers.
         outputs: Columns of the result.
         inputs: Terms of each sum.
-        cut: What t divides: "outputs" (a column layer), "inputs" (a row layer, whose results are summed over the ranks), "rows" (of
-            heads, where two activations are multiplied) or nothing.
-        enters: Whether it is the first of the column layers that read one tensor, whose gradient is summed over the ranks.
-        copied: Of the outputs, the channels of key and value heads, of which a rank has ``least`` at least.
+        cut: What t divides: "outputs" (a column layer), "inputs" (a row layer, whose results are
+            summed over the ranks), "rows" (of heads, where two activations are multiplied) or
+            nothing.
+        enters: Whether it is the first of the column layers that read one tensor, whose gradient is
+            summed over the ranks.
+        copied: Of the outputs, the channels of key and value heads, of which a rank has ``least``
+            at least.
         least: Outputs that are not divided further.
         bias: Whether one is added.
-        whole: Whether it sees the whole sequence in spite of sequence parallelism, as in a mixture of experts.
+        whole: Whether it sees the whole sequence in spite of sequence parallelism, as in a mixture
+            of experts.
         weighted: Whether its second operand is a parameter.
     """
 
@@ -48,9 +64,12 @@ class Product:
     weighted: bool = True
 
     def local(self, t: int) -> tuple[int, int]:
-        """(outputs, inputs) on one of t ranks; outputs that t does not divide, such as a vocabulary, are padded."""
+        """(outputs, inputs) on one of t ranks; outputs that t does not divide, such as a
+        vocabulary, are padded."""
         if self.cut == "outputs":
-            return -(-(self.outputs - self.copied) // t) + max(self.least, self.copied // t), self.inputs
+            return -(-(self.outputs - self.copied) // t) + max(
+                self.least, self.copied // t
+            ), self.inputs
         return self.outputs, self.inputs // t if self.cut == "inputs" else self.inputs
 
     def elements(self, t: int = 1) -> int:
@@ -123,7 +142,10 @@ class Bytes:
 
     def on(self, *, samples: float, t: int, sequence_parallel: bool, c: int = 1) -> float:
         """On one rank, for so many samples."""
-        return (samples * (self.alike / (t if sequence_parallel else 1) + self.split / t + self.whole) + self.once) / c
+        return (
+            samples * (self.alike / (t if sequence_parallel else 1) + self.split / t + self.whole)
+            + self.once
+        ) / c
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +176,18 @@ class LayerShape:
     Attributes:
         products: In the order of the forward.
         attentions: Likewise.
-        forward: What the operations between products read and write; scores in memory are not among it.
+        forward: What the operations between products read and write; scores in memory are not among
+            it.
         backward: Likewise, of the backward.
-        kept: What is kept for the backward, but for what the attentions keep, their inputs among it.
+        kept: What is kept for the backward, but for what the attentions keep, their inputs among
+            it.
         crossing: Bytes of a sample that come from the layer before.
         parameters: Numbers of its parameters.
-        cost: Multiply-adds a token, as the pipeline's partition counts them (``pipeline/balance.py``).
+        cost: Multiply-adds a token, as the pipeline's partition counts them
+            (``pipeline/balance.py``).
         gated: Whether its feed-forward part has a gate, as SwiGLU's.
-        experts: Those that its router chooses from; its products, bytes and parameters are without them.
+        experts: Those that its router chooses from; its products, bytes and parameters are without
+            them.
     """
 
     products: tuple[Product, ...]
@@ -183,14 +209,20 @@ class LayerShape:
     def flops(self) -> int:
         """Operations of a sample's forward."""
         activations = sum(product.flops for product in self.products if not product.weighted)
-        return self.weighted_flops + activations + sum(attention.flops for attention in self.attentions)
+        return (
+            self.weighted_flops
+            + activations
+            + sum(attention.flops for attention in self.attentions)
+        )
 
     @property
     def weighted_flops(self) -> int:
         """Those of products with a parameter."""
         experts = 0
         if self.experts is not None:
-            experts = self.products[0].rows * (2 * self.experts.number * self.experts.hidden + self.experts.flops)
+            experts = self.products[0].rows * (
+                2 * self.experts.number * self.experts.hidden + self.experts.flops
+            )
         return sum(product.flops for product in self.products if product.weighted) + experts
 
 
@@ -287,25 +319,44 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that one token visits: of a layer's experts the chosen ones."""
+        """Return the number of parameters that one token visits: of a layer's experts the chosen
+        ones."""
         return self._parameters(active=True)
 
     @property
     def expert_width(self) -> int | None:
         """Inner channels of one of its experts; None if it has none."""
-        return next((layer.experts.width for _, layer in self.runs if layer.experts is not None), None)
+        return next(
+            (layer.experts.width for _, layer in self.runs if layer.experts is not None), None
+        )
 
     @property
     def num_experts(self) -> int | None:
         """Return the number of experts of the model's mixtures; None if it has none."""
-        return next((layer.experts.number for _, layer in self.runs if layer.experts is not None), None)
+        return next(
+            (layer.experts.number for _, layer in self.runs if layer.experts is not None), None
+        )
 
     def _parameters(self, *, active: bool) -> int:
-        ends = [self.input.parameters.on(1), self.head.parameters.on(1), self.input.table_elements()]
+        ends = [
+            self.input.parameters.on(1),
+            self.head.parameters.on(1),
+            self.input.table_elements(),
+        ]
         tables = 0 if self.tied else self.head.table_elements()
-        mixtures = [(count, layer.experts) for count, layer in self.runs if layer.experts is not None]
-        experts = sum(count * (one.chosen if active else one.number) * one.parameters for count, one in mixtures)
-        return sum(count * layer.parameters.on(1) for count, layer in self.runs) + experts + sum(ends) + tables
+        mixtures = [
+            (count, layer.experts) for count, layer in self.runs if layer.experts is not None
+        ]
+        experts = sum(
+            count * (one.chosen if active else one.number) * one.parameters
+            for count, one in mixtures
+        )
+        return (
+            sum(count * layer.parameters.on(1) for count, layer in self.runs)
+            + experts
+            + sum(ends)
+            + tables
+        )
 
     def flops(self, *, recompute: bool = False, trained: float = 1.0) -> int:
         """Operations of training on a sample, forward and backward.

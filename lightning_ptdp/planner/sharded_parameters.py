@@ -1,8 +1,9 @@
-"""Cost of parameters that replicas share out (FSDP, ZeRO-3): gathering, scattering and the copies around them.
+"""Cost of parameters that replicas share out (FSDP, ZeRO-3): gathering, scattering and the copies
+around them.
 
-A layer's parameters are gathered in front of its forward and of its backward, beside the layer that runs before, and copied to where the
-layer reads them. Its gradients are reduced and scattered once a microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce).
-"""
+A layer's parameters are gathered in front of its forward and of its backward, beside the layer that
+runs before, and copied to where the layer reads them. Its gradients are reduced and scattered once
+a microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce)."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ def gathered_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
 
 
 def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Bytes of the layers that are whole at a time: the parameters of the one that runs and of the next, and gradients to scatter."""
+    """Bytes of the layers that are whole at a time: the parameters of the one that runs and of the
+    next, and gradients to scatter."""
     return 3 * gathered_bytes(job, choice, layer) if job.software.shards != "none" else 0.0
 
 
-def sharding_time(job: Job, choice: Choice, layer: LayerShape, forward: float, backward: float) -> tuple[float, float]:
+def sharding_time(
+    job: Job, choice: Choice, layer: LayerShape, forward: float, backward: float
+) -> tuple[float, float]:
     """Seconds that a layer's forward and backward take longer.
 
     Args:
@@ -45,8 +49,12 @@ def sharding_time(job: Job, choice: Choice, layer: LayerShape, forward: float, b
         group, again = replace(group, link=group.hop), int(choice.recompute == "full")
     nbytes = gathered_bytes(job, choice, layer)
     gather = group.all_gather(nbytes)
-    scatter = group.all_gather(nbytes * job.gradient / (1 if job.software.float8 else job.precision.compute))
+    scatter = group.all_gather(
+        nbytes * job.gradient / (1 if job.software.float8 else job.precision.compute)
+    )
     hides = job.software.hides_gradients and job.overlaps
     copied = 2 * nbytes / job.device.stream
     back = (1 + again) * gather + scatter
-    return copied + max(0.0, gather - hides * forward), (1 + again) * copied + max(0.0, back - hides * backward)
+    return copied + max(0.0, gather - hides * forward), (1 + again) * copied + max(
+        0.0, back - hides * backward
+    )

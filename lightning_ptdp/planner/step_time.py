@@ -25,13 +25,15 @@ class StepTime:
     """A step of one rank, in seconds.
 
     Attributes:
-        compute: Forwards and backwards of the slowest rank, recomputation included, without waiting.
+        compute: Forwards and backwards of the slowest rank, recomputation included, without
+            waiting.
         experts: The same of the experts of mixtures.
         dispatch: Sending tokens to their experts and back.
         tensor: Waiting for tensor and context parallelism.
         bubble: The pipeline's bubble, waiting for slower stages included.
         messages: Waiting for messages between stages.
-        gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing hides it.
+        gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing
+            hides it.
         optimizer: The optimizer's step.
         sharing: Waiting for a core that other ranks use.
         model_flops: Operations that the mathematics needs, of the whole job (models/size.py).
@@ -57,7 +59,17 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """The parts in seconds, by name."""
-        names = ("compute", "experts", "dispatch", "tensor", "bubble", "messages", "gradients", "optimizer", "sharing")
+        names = (
+            "compute",
+            "experts",
+            "dispatch",
+            "tensor",
+            "bubble",
+            "messages",
+            "gradients",
+            "optimizer",
+            "sharing",
+        )
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -67,22 +79,26 @@ class StepTime:
 
     @property
     def tflops(self) -> float:
-        """Operations a second and device, recomputation included, in units of 10^12: what arXiv 2104.04473 reports."""
+        """Operations a second and device, recomputation included, in units of 10^12: what arXiv
+        2104.04473 reports."""
         return self.hardware_flops / self.total / self.world_size / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilization: operations that the mathematics needs, over what the devices could do."""
+        """Model FLOP utilization: operations that the mathematics needs, over what the devices
+        could do."""
         return self.model_flops / self.total / self.world_size / self.peak
 
     @property
     def bubble_fraction(self) -> float:
-        """The bubble over the time of the computations and their collectives: the papers' (p - 1) / m."""
+        """The bubble over the time of the computations and their collectives: the papers' (p - 1) /
+        m."""
         return self.bubble / (self.compute + self.experts + self.dispatch + self.tensor)
 
 
 def step_time(job: Job, choice: Choice) -> StepTime:
-    """The step by closed forms of the schedule's bubble (schedule/generators/schedule_families.py): quick, for many candidates.
+    """The step by closed forms of the schedule's bubble (schedule/generators/schedule_families.py):
+    quick, for many candidates.
 
     Raises:
         KeyError: The schedule has no closed form; use ``simulated_step_time``.
@@ -104,7 +120,8 @@ def step_time(job: Job, choice: Choice) -> StepTime:
 
 
 def simulated_step_time(job: Job, choice: Choice) -> StepTime:
-    """The step by the simulator, with the costs of each stage: exact for unequal stages, slow for large p v m.
+    """The step by the simulator, with the costs of each stage: exact for unequal stages, slow for
+    large p v m.
 
     Raises:
         ValueError: The schedule does not take these sizes.
@@ -131,13 +148,16 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
     slowest, alone = _slowest(stages, layout), timeline(0.0)
     without = float(alone.step_time)
     bubble = max(0.0, without - m * (slowest.forward + slowest.backward))
-    waited = float(timeline(_message(job, choice)).step_time) - without if _hides_messages(job) else 0.0
+    waited = (
+        float(timeline(_message(job, choice)).step_time) - without if _hides_messages(job) else 0.0
+    )
     sharing = _shared(alone, _busy(job, choice, slowest), job.shared_cores)
     return _whole_step(job, choice, slowest, bubble=bubble, messages=waited, sharing=sharing)
 
 
 def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
-    """Cores that the ranks of a node use which do the same for different data or parts of the model, while they do."""
+    """Cores that the ranks of a node use which do the same for different data or parts of the
+    model, while they do."""
     measured = job.device.measured
     waiting = rank.communication / (rank.forward + rank.backward)
     used = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
@@ -147,13 +167,15 @@ def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
 def _shared(timeline: Timeline, alike: float, cores: int) -> float:
     """Seconds that a step takes longer because its ranks share cores.
 
-    While more of them compute than there are cores, all of them are slower by as much: the timeline is stretched there, and nothing
-    in it changes its place.
-    """
+    While more of them compute than there are cores, all of them are slower by as much: the timeline
+    is stretched there, and nothing in it changes its place."""
     if not cores:
         return 0.0
     changes = sorted(
-        (float(time), step) for spans in timeline.spans for span in spans for time, step in ((span.start, 1), (span.end, -1))
+        (float(time), step)
+        for spans in timeline.spans
+        for span in spans
+        for time, step in ((span.start, 1), (span.end, -1))
     )
     more, busy = 0.0, 0
     for (time, step), (after, _) in itertools.pairwise(changes):
@@ -167,12 +189,23 @@ def _hides_messages(job: Job) -> bool:
 
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
-    """Return the time of each stage, with the messages that block a rank, one in each direction a microbatch."""
+    """Return the time of each stage, with the messages that block a rank, one in each direction a
+    microbatch."""
     layers = {id(layer): layer_time(job, choice, layer) for _, layer in job.shape.runs}
     held = 0.0 if _hides_messages(job) else _message(job, choice)
     message = PassTime(forward=held, backward=held, weight=0.0)
-    found = [*map(_named, stage_layers(job.shape, choice.layout.num_stages, balanced=job.software.balances_stages))]
-    each = {runs: sum((layers[layer].times(count) for count, layer in runs), message) for runs in set(found)}
+    found = [
+        *map(
+            _named,
+            stage_layers(
+                job.shape, choice.layout.num_stages, balanced=job.software.balances_stages
+            ),
+        )
+    ]
+    each = {
+        runs: sum((layers[layer].times(count) for count, layer in runs), message)
+        for runs in set(found)
+    }
     stages = [each[runs] for runs in found]
     stages[0] += input_time(job, choice)
     stages[-1] += head_time(job, choice).times(job.software.slower)
@@ -185,23 +218,45 @@ def _named(runs: Iterable[tuple[int, LayerShape]]) -> tuple[tuple[int, int], ...
 
 def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
     """Return the time of the slowest rank, with all of its stages."""
-    ranks = [sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING) for rank in range(layout.pipeline_parallel_size)]
+    ranks = [
+        sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING)
+        for rank in range(layout.pipeline_parallel_size)
+    ]
     return max(ranks, key=lambda rank: rank.forward + rank.backward)
 
 
-def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float) -> StepTime:
+def _whole_step(
+    job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float
+) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
-    every = [count(job.shape, layout, balanced=job.software.balances_stages) for count in (stage_parameters, expert_parameters)]
+    every = [
+        count(job.shape, layout, balanced=job.software.balances_stages)
+        for count in (stage_parameters, expert_parameters)
+    ]
     ranks = range(layout.pipeline_parallel_size)
-    fullest = max(tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in every) for rank in ranks)
-    waiting, experts, dispatch = m * slowest.communication, m * slowest.experts, m * slowest.dispatch
-    held = 0.0 if _hides_messages(job) else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
+    fullest = max(
+        tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in every)
+        for rank in ranks
+    )
+    waiting, experts, dispatch = (
+        m * slowest.communication,
+        m * slowest.experts,
+        m * slowest.dispatch,
+    )
+    held = (
+        0.0
+        if _hides_messages(job)
+        else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
+    )
     model, hardware = (
         job.global_batch_size * job.shape.flops(recompute=again, trained=job.trained)
         for again in (False, choice.recompute == "full")
     )
     gradients = _gradients(
-        job, choice, *fullest, hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0
+        job,
+        choice,
+        *fullest,
+        hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0,
     )
     optimizer = _optimizer(job, choice, *fullest)
     if job.shared_cores:  # all ranks do these at once
@@ -224,7 +279,8 @@ def _whole_step(job: Job, choice: Choice, slowest: PassTime, *, bubble: float, m
 
 
 def _message(job: Job, choice: Choice) -> float:
-    """Seconds of one hidden state between stages: 1/t of it a rank, gathered at the other end unless the sequence is split."""
+    """Seconds of one hidden state between stages: 1/t of it a rank, gathered at the other end
+    unless the sequence is split."""
     layout, t = choice.layout, choice.layout.tensor_parallel_size
     if layout.pipeline_parallel_size == 1:
         return 0.0
@@ -237,35 +293,55 @@ def _message(job: Job, choice: Choice) -> float:
     return link.send(nbytes / t) + group_link(layout, job.cluster, "tensor").all_gather(nbytes)
 
 
-def _gradients(job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float) -> float:
-    """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the parameters: of ``experts`` among them over the
-    ranks that hold them alike, and over the tensor-parallel ranks, if each of them has had a part of the tokens.
-    """
-    groups = (group_link(choice.layout, job.cluster, "replica_sum"), expert_link(job, choice, "expert_replicas"))
-    summed = [(group, job.trained * count) for group, count in zip(groups, (parameters - experts, experts), strict=True)]
+def _gradients(
+    job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float
+) -> float:
+    """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the
+    parameters: of ``experts`` among them over the ranks that hold them alike, and over the
+    tensor-parallel ranks, if each of them has had a part of the tokens."""
+    groups = (
+        group_link(choice.layout, job.cluster, "replica_sum"),
+        expert_link(job, choice, "expert_replicas"),
+    )
+    summed = [
+        (group, job.trained * count)
+        for group, count in zip(groups, (parameters - experts, experts), strict=True)
+    ]
     weight, gradient = job.precision.weight, job.gradient
     tied = 0.0
     layout = choice.layout
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
         rows, columns = job.shape.head.table
         # Two ranks exchange all of it, both ways at once.
-        tied = pipeline_link(layout, job.cluster).send(job.trained * rows / layout.tensor_parallel_size * columns * gradient)
+        tied = pipeline_link(layout, job.cluster).send(
+            job.trained * rows / layout.tensor_parallel_size * columns * gradient
+        )
     if experts and layout.expert_tensor_parallel_size == 1 and not job.software.folds_experts:
-        tied += group_link(layout, job.cluster, "tensor").all_reduce(job.trained * experts * gradient)
-    if job.software.shards != "none":  # the layers' are part of their passes; the tables' have nothing to hide behind
+        tied += group_link(layout, job.cluster, "tensor").all_reduce(
+            job.trained * experts * gradient
+        )
+    if (
+        job.software.shards != "none"
+    ):  # the layers' are part of their passes; the tables' have nothing to hide behind
         table = job.shape.input.table_elements(layout.tensor_parallel_size)
         return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard_optimizer:
         scattered = sum(group.all_gather(count * gradient) for group, count in summed)
         gathered = sum(group.all_gather(count * weight) for group, count in summed)
-        return tied + _exposed(scattered, choice, hidden_behind) + _exposed(gathered, choice, hidden_behind / 2)
-    return tied + _exposed(sum(group.all_reduce(count * gradient) for group, count in summed), choice, hidden_behind)
+        return (
+            tied
+            + _exposed(scattered, choice, hidden_behind)
+            + _exposed(gathered, choice, hidden_behind / 2)
+        )
+    return tied + _exposed(
+        sum(group.all_reduce(count * gradient) for group, count in summed), choice, hidden_behind
+    )
 
 
 def _exposed(seconds: float, choice: Choice, behind: float) -> float:
-    """Return the exposed part of a reduction of ``behind`` seconds that starts in the last microbatch's pass and hides behind half of
-    it. Of several chunks each runs its last p microbatches before another's, which hide it; that of the last one has only itself.
-    """
+    """Return the exposed part of a reduction of ``behind`` seconds that starts in the last
+    microbatch's pass and hides behind half of it. Of several chunks each runs its last p
+    microbatches before another's, which hide it; that of the last one has only itself."""
     p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
     if v == 1:
         return max(0.0, seconds - behind / 2)
@@ -273,12 +349,16 @@ def _exposed(seconds: float, choice: Choice, behind: float) -> float:
 
 
 def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:
-    """Return the time of the bytes that the software's optimizer reads and writes; by default every byte of weights and state both
-    ways, and gradients twice, because their norm is computed, too.
+    """Return the time of the bytes that the software's optimizer reads and writes; by default every
+    byte of weights and state both ways, and gradients twice, because their norm is computed, too.
     """
     *_, state = static_bytes(job, choice, parameters, experts)
     stepped = state / job.precision.state
     stream = job.device.stream if job.device.measured is None else job.device.measured.optimizer
     if job.software.optimizer is not None:
         return stepped * job.software.optimizer / stream
-    return 2 * (stepped * (job.precision.weight + job.gradient + job.software.gradient_copy) + state) / stream
+    return (
+        2
+        * (stepped * (job.precision.weight + job.gradient + job.software.gradient_copy) + state)
+        / stream
+    )

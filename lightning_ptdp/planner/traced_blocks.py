@@ -1,4 +1,5 @@
-"""A model's forward, run on tensors without data: its blocks alone, once for each kind, with their backward."""
+"""A model's forward, run on tensors without data: its blocks alone, once for each kind, with their
+backward."""
 
 from __future__ import annotations
 
@@ -68,7 +69,12 @@ class Following:
         self.layers: list[Followed] = []
         self.input, self.head = Trace(), Trace()
         self._kinds: dict[object, int] = {}
-        self._samples, self._precision, self._software, self._on_cpu = samples, precision, software, on_cpu
+        self._samples, self._precision, self._software, self._on_cpu = (
+            samples,
+            precision,
+            software,
+            on_cpu,
+        )
         self._module, self._plan = module, plan
         self._running = ""
 
@@ -83,9 +89,14 @@ class Following:
             model = self._without_values()
             weights = split_weights(self._module, self._plan)
             own = {id(p): name for name, p in self._module.named_parameters()}
-            keys = {storage_key(model.get_parameter(name)): weights.get(key, Weight()) for key, name in own.items()}
+            keys = {
+                storage_key(model.get_parameter(name)): weights.get(key, Weight())
+                for key, name in own.items()
+            }
             sizes = [p.shape for p in model.parameters() if p.dim() > 1]
-            recorder = Recorder(keys, sizes=sizes, samples=self._samples, norm_reads=self._software.norm_reads)
+            recorder = Recorder(
+                keys, sizes=sizes, samples=self._samples, norm_reads=self._software.norm_reads
+            )
             if self._precision.casts:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             if not self._on_cpu:
@@ -95,7 +106,9 @@ class Following:
             for name in self.names:
                 self._watch(model, name, recorder)
             for name, child in model.named_modules():
-                child.register_forward_pre_hook(lambda _module, _args, name=name: setattr(self, "_running", name))
+                child.register_forward_pre_hook(
+                    lambda _module, _args, name=name: setattr(self, "_running", name)
+                )
             recorder.trace = self.input
             try:
                 with recorder.keeping(self.input), recorder.keeping(self.head):
@@ -105,13 +118,16 @@ class Following:
                     self._alone(layer, recorder)
             except Exception as error:
                 raise ValueError(
-                    f"the forward of {type(self._module).__name__} could not be followed without data: it stopped in "
-                    f"'{self._running}' ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); give its sizes "
+                    f"the forward of {type(self._module).__name__} could not be followed without "
+                    "data: it stopped in "
+                    f"'{self._running}' ({type(error).__name__}: "
+                    f"{str(error).splitlines()[0] if str(error) else ''}); give its sizes "
                     "instead (ptdp plan --layers 24 --hidden 2048 --heads 16 --sequence 2048)"
                 ) from error
             if len(self.order) != len(self.names):
                 raise ValueError(
-                    f"the forward of {type(self._module).__name__} called {len(self.order)} of its {len(self.names)} layers: give an "
+                    f"the forward of {type(self._module).__name__} called {len(self.order)} of "
+                    f"its {len(self.names)} layers: give an "
                     "example= that goes through all of them"
                 )
 
@@ -123,7 +139,9 @@ class Following:
             for key, p in child._parameters.items():
                 if p is not None:
                     dtype = half or p.dtype
-                    empty = nn.Parameter(torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad)
+                    empty = nn.Parameter(
+                        torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad
+                    )
                     child._parameters[key] = made.setdefault(id(p), empty)
             for key, b in child._buffers.items():
                 if b is not None:
@@ -146,24 +164,39 @@ class Following:
             if key not in self._kinds:
                 self._kinds[key] = len(self.layers)
                 crossing = sum(leaf.nbytes for leaf in given if leaf.requires_grad)
-                self.layers.append(Followed(module, args, kwargs, forward(*args, **kwargs), crossing))
+                self.layers.append(
+                    Followed(module, args, kwargs, forward(*args, **kwargs), crossing)
+                )
                 vars(module)["forward"] = forward
             layer = self.layers[self._kinds[key]]
             self.order.append(self._kinds[key])
             recorder.trace = self.head if len(self.order) == len(self.names) else self.input
-            return tree_map(lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, layer.output)
+            return tree_map(
+                lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, layer.output
+            )
 
         vars(module)["forward"] = watched
 
     def _alone(self, layer: Followed, recorder: Recorder) -> None:
         """Run a layer with its backward."""
-        args, kwargs = tree_map(lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, (layer.args, layer.kwargs))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        args, kwargs = tree_map(
+            lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf,
+            (layer.args, layer.kwargs),
+        )
+        given = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
         for child in layer.module.modules():
             layer.experts = layer.experts or _experts(child)
         recorder.trace = layer.trace
         with recorder.keeping(layer.trace):
-            outputs = [leaf for leaf in tree_leaves(layer.module(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            outputs = [
+                leaf
+                for leaf in tree_leaves(layer.module(*args, **kwargs))
+                if isinstance(leaf, Tensor)
+            ]
             outputs = [leaf for leaf in outputs if leaf.requires_grad]
         recorder.trace = None
         gradients = [torch.empty_like(leaf) for leaf in outputs]

@@ -1,12 +1,13 @@
-"""Pipeline schedules. A schedule is data: built, proven, timed and drawn here without torch, a process or a model.
+"""Pipeline schedules. A schedule is data: built, proven, timed and drawn here without torch, a
+process or a model.
 
-    schedule = build_schedule("interleaved_1f1b", pipeline_parallel_size=4, virtual_pipeline_size=2, num_microbatches=8)
-    print(schedule.text())
-    print(simulate(schedule).bubble_fraction)        # 3/16
+    schedule = build_schedule("interleaved_1f1b", pipeline_parallel_size=4, virtual_pipeline_size=2,
+    num_microbatches=8) print(schedule.text()) print(simulate(schedule).bubble_fraction)        #
+    3/16
 
-``generators/`` says in which order each rank computes, ``lowering.py`` adds communication, ``verifier.py`` proves the result,
-``schedule_timeline.py`` draws it. The room ``pipeline``, which needs torch, executes it.
-"""
+``generators/`` says in which order each rank computes, ``lowering.py`` adds communication,
+``verifier.py`` proves the result, ``schedule_timeline.py`` draws it. The room ``pipeline``, which
+needs torch, executes it."""
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
 from lightning_ptdp.schedule.generators import (
@@ -20,7 +21,14 @@ from lightning_ptdp.schedule.generators import (
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.schedule_file import dump_schedule, load_schedule
-from lightning_ptdp.schedule.simulate import Costs, MemoryCurve, Span, Timeline, ideal_bubble, simulate
+from lightning_ptdp.schedule.simulate import (
+    Costs,
+    MemoryCurve,
+    Span,
+    Timeline,
+    ideal_bubble,
+    simulate,
+)
 from lightning_ptdp.schedule.verifier import verify_schedule
 
 __all__ = [

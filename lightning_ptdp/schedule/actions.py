@@ -1,7 +1,8 @@
 """Actions of a rank in one training step, as data.
 
-A schedule is one list of actions a rank. The generator writes it, the verifier proves it, the simulator times it, the runtime
-executes it, and nothing else knows the order. Actions print and parse as ``F3.1`` (kind, stage, microbatch)::
+A schedule is one list of actions a rank. The generator writes it, the verifier proves it, the
+simulator times it, the runtime executes it, and nothing else knows the order. Actions print and
+parse as ``F3.1`` (kind, stage, microbatch)::
 
     rank 0  F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0
     rank 1  RF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1 R1
@@ -41,19 +42,23 @@ class ActionKind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward, or the gradient of the input alone in a schedule that has ``WEIGHT`` actions."""
+    """The whole backward, or the gradient of the input alone in a schedule that has ``WEIGHT``
+    actions."""
     WEIGHT = "W"
     """The gradient of the weights, in schedules that split the backward (arXiv 2401.10241)."""
     SEND_FORWARD = "SF"
     """Send this stage's output to the rank of the next stage."""
     RECEIVE_FORWARD = "RF"
-    """Post, without waiting, the receive of this stage's input from the rank of the previous stage."""
+    """Post, without waiting, the receive of this stage's input from the rank of the previous
+    stage."""
     SEND_BACKWARD = "SB"
     """Send the gradient of this stage's input to the rank of the previous stage."""
     RECEIVE_BACKWARD = "RB"
-    """Post, without waiting, the receive of the gradient of this stage's output from the rank of the next stage."""
+    """Post, without waiting, the receive of the gradient of this stage's output from the rank of
+    the next stage."""
     REDUCE = "R"
-    """Launch the reduction of this stage's gradients over the data-parallel group; it has no microbatch."""
+    """Launch the reduction of this stage's gradients over the data-parallel group; it has no
+    microbatch."""
 
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
@@ -61,7 +66,8 @@ COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 class Message(NamedTuple):
-    """Kinds of the actions that send a computation's result to the stage ``step`` further, if another rank holds it."""
+    """Kinds of the actions that send a computation's result to the stage ``step`` further, if
+    another rank holds it."""
 
     send: ActionKind
     receive: ActionKind
@@ -71,7 +77,9 @@ class Message(NamedTuple):
 
 MESSAGES = {
     ActionKind.FORWARD: Message(ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD, 1, "forward"),
-    ActionKind.BACKWARD: Message(ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD, -1, "backward"),
+    ActionKind.BACKWARD: Message(
+        ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD, -1, "backward"
+    ),
 }
 
 _PRINTED = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
@@ -79,14 +87,19 @@ _PRINTED = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does: a kind, the stage (global, 0 to p*v-1), and the microbatch (``None`` for a reduce)."""
+    """One thing that a rank does: a kind, the stage (global, 0 to p*v-1), and the microbatch
+    (``None`` for a reduce)."""
 
     kind: ActionKind
     stage: int
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.stage}" if self.microbatch is None else f"{self.kind}{self.stage}.{self.microbatch}"
+        return (
+            f"{self.kind}{self.stage}"
+            if self.microbatch is None
+            else f"{self.kind}{self.stage}.{self.microbatch}"
+        )
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -97,9 +110,14 @@ class Action:
         """
         match = _PRINTED.fullmatch(text)
         kinds = {kind.value: kind for kind in ActionKind}
-        if match is None or match[1] not in kinds or (match[1] == ActionKind.REDUCE) != (match[3] is None):
+        if (
+            match is None
+            or match[1] not in kinds
+            or (match[1] == ActionKind.REDUCE) != (match[3] is None)
+        ):
             raise ValueError(
-                f"{text!r} is not an action: write one of {', '.join(kinds)} followed by stage.microbatch, such as F3.1, "
+                f"{text!r} is not an action: write one of {', '.join(kinds)} followed by "
+                "stage.microbatch, such as F3.1, "
                 "or R followed by the stage alone, such as R3"
             )
         return cls(kinds[match[1]], int(match[2]), None if match[3] is None else int(match[3]))
@@ -118,7 +136,8 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(Stages):
-    """One step of a pipeline: a program (a tuple of actions, communication included) for each of the p ranks.
+    """One step of a pipeline: a program (a tuple of actions, communication included) for each of
+    the p ranks.
 
     Attributes:
         name: For logs.
@@ -145,18 +164,27 @@ class Schedule(Stages):
     @cached_property
     def splits_backward(self) -> bool:
         """Return True if weight gradients are actions of their own."""
-        return any(action.kind is ActionKind.WEIGHT for program in self.programs for action in program)
+        return any(
+            action.kind is ActionKind.WEIGHT for program in self.programs for action in program
+        )
 
     def channel(self, action: Action) -> Channel:
         """The channel that a send or receive action uses."""
-        message = next(message for message in MESSAGES.values() if action.kind in (message.send, message.receive))
+        message = next(
+            message
+            for message in MESSAGES.values()
+            if action.kind in (message.send, message.receive)
+        )
         here, step = action.stage, message.step
         source, target = (here, here + step) if action.kind is message.send else (here - step, here)
         return Channel(self.rank_of(source), self.rank_of(target), message.direction)
 
     def text(self) -> str:
         """The programs, one line a rank."""
-        return "\n".join(f"rank {rank}  " + " ".join(map(str, program)) for rank, program in enumerate(self.programs))
+        return "\n".join(
+            f"rank {rank}  " + " ".join(map(str, program))
+            for rank, program in enumerate(self.programs)
+        )
 
     def describe(self) -> str:
         """Short form for logs: ``interleaved_1f1b p4 v2 m8``."""
@@ -166,8 +194,8 @@ class Schedule(Stages):
 def in_flight(program: Iterable[Action]) -> Iterator[int]:
     """The microbatch activations (of one stage each) that a rank holds, after each action.
 
-    One is held from its forward until its backward, or until its weight gradient where the program splits the backward.
-    """
+    One is held from its forward until its backward, or until its weight gradient where the program
+    splits the backward."""
     kinds = [action.kind for action in program]
     release = ActionKind.WEIGHT if ActionKind.WEIGHT in kinds else ActionKind.BACKWARD
     return accumulate((kind is ActionKind.FORWARD) - (kind is release) for kind in kinds)
@@ -179,7 +207,8 @@ def peak_in_flight(program: Iterable[Action]) -> int:
 
 
 def receives_ahead(schedule: Schedule) -> int:
-    """The most messages of one channel that a rank of ``schedule`` has asked for and not yet taken; at least 1."""
+    """The most messages of one channel that a rank of ``schedule`` has asked for and not yet taken;
+    at least 1."""
     receives = {message.receive: kind for kind, message in MESSAGES.items()}
     most = 1
     for program in schedule.programs:

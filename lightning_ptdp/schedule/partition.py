@@ -1,4 +1,5 @@
-"""Which layers are in which stage. Every layer is in exactly one stage, and the order of layers is kept."""
+"""Which layers are in which stage. Every layer is in exactly one stage, and the order of layers is
+kept."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of layers, one a stage."""
 
 
-def check_num_layers(num_layers: int, *, pipeline_parallel_size: int, virtual_pipeline_size: int = 1) -> None:
+def check_num_layers(
+    num_layers: int, *, pipeline_parallel_size: int, virtual_pipeline_size: int = 1
+) -> None:
     """Check that there is a layer for every stage.
 
     Raises:
@@ -32,16 +35,20 @@ def check_num_layers(num_layers: int, *, pipeline_parallel_size: int, virtual_pi
     if 0 < num_layers < min(p, 2 * v):
         fits.append(f"pipeline_parallel_size={num_layers} with virtual_pipeline_size=1")
     raise ValueError(
-        f"num_layers={num_layers} cannot fill pipeline_parallel_size * virtual_pipeline_size = {p} * {v} = {p * v} stages of at "
+        f"num_layers={num_layers} cannot fill pipeline_parallel_size * virtual_pipeline_size = "
+        f"{p} * {v} = {p * v} stages of at "
         f"least one layer each: use {' or '.join(fits)}"
     )
 
 
-def partition_layers(costs: Sequence[float], *, num_stages: int, first_cost: float = 0.0, last_cost: float = 0.0) -> Ranges:
+def partition_layers(
+    costs: Sequence[float], *, num_stages: int, first_cost: float = 0.0, last_cost: float = 0.0
+) -> Ranges:
     """Split layers into contiguous stages so that the most expensive stage is as cheap as possible.
 
-    Among the splits that reach that, the stages are made as even as possible (least sum of squares), then the first and the
-    last stage as cheap as possible, then the later stages get the remainders, because earlier ones hold more activations::
+    Among the splits that reach that, the stages are made as even as possible (least sum of
+    squares), then the first and the last stage as cheap as possible, then the later stages get the
+    remainders, because earlier ones hold more activations::
 
         partition_layers([1] * 10, num_stages=4)                 ((0, 2), (2, 5), (5, 8), (8, 10))      2 3 3 2
         partition_layers([1] * 8, num_stages=4, last_cost=1)     ((0, 2), (2, 4), (4, 7), (7, 8))       2 2 3 1
@@ -64,10 +71,16 @@ def partition_layers(costs: Sequence[float], *, num_stages: int, first_cost: flo
         raise ValueError(f"num_stages={num_stages} must be a positive integer")
     if len(costs) < num_stages:
         raise ValueError(
-            f"num_layers={len(costs)} cannot fill num_stages={num_stages} (pipeline_parallel_size * virtual_pipeline_size) with at "
-            f"least one layer each: use at least {num_stages} layers, or at most {len(costs)} stages"
+            f"num_layers={len(costs)} cannot fill num_stages={num_stages} (pipeline_parallel_size "
+            "* virtual_pipeline_size) with at "
+            f"least one layer each: use at least {num_stages} layers, or at most {len(costs)} "
+            "stages"
         )
-    for name, values in {"costs": costs, "first_cost": [first_cost], "last_cost": [last_cost]}.items():
+    for name, values in {
+        "costs": costs,
+        "first_cost": [first_cost],
+        "last_cost": [last_cost],
+    }.items():
         for value in values:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} holds {value!r}: a cost is a finite number, 0 or more")
@@ -78,20 +91,25 @@ def partition_layers(costs: Sequence[float], *, num_stages: int, first_cost: flo
     return _most_even(sums, num_stages, _smallest_limit(sums, num_stages))
 
 
-def explicit_partition(partition: Sequence[int] | Sequence[str], *, layers: Sequence[str], num_stages: int) -> Ranges:
-    """The split that somebody asks for: how many layers each stage has, or with which layer each stage starts::
+def explicit_partition(
+    partition: Sequence[int] | Sequence[str], *, layers: Sequence[str], num_stages: int
+) -> Ranges:
+    """The split that somebody asks for: how many layers each stage has, or with which layer each
+    stage starts::
 
         explicit_partition([1, 3, 2], layers=names, num_stages=3)                             ((0, 1), (1, 4), (4, 6))
         explicit_partition(["blocks.0", "blocks.1", "blocks.4"], layers=names, num_stages=3)  ((0, 1), (1, 4), (4, 6))
 
     Args:
-        partition: Numbers of layers, or names of layers: the full dotted name or its end ("model.blocks.4", "blocks.4", "4").
+        partition: Numbers of layers, or names of layers: the full dotted name or its end
+            ("model.blocks.4", "blocks.4", "4").
         layers: Full dotted name of each layer, in order.
         num_stages: p * v.
 
     Raises:
-        ValueError: Not one entry a stage, or numbers and names mixed; a number below 1, or numbers that do not add up to the number of
-            layers; an unknown name (with the nearest), a first stage that does not start with the first layer, or names out of order.
+        ValueError: Not one entry a stage, or numbers and names mixed; a number below 1, or numbers
+            that do not add up to the number of layers; an unknown name (with the nearest), a first
+            stage that does not start with the first layer, or names out of order.
     """
     if len(partition) != num_stages:
         raise ValueError(
@@ -100,18 +118,28 @@ def explicit_partition(partition: Sequence[int] | Sequence[str], *, layers: Sequ
         )
     named = [isinstance(entry, str) for entry in partition]
     if any(named) and not all(named):
-        raise ValueError(f"partition={list(partition)} mixes numbers and names: give numbers of layers, or names of first layers")
-    bounds = _named_bounds([str(name) for name in partition], layers) if any(named) else _counted_bounds(partition, len(layers))
+        raise ValueError(
+            f"partition={list(partition)} mixes numbers and names: give numbers of layers, or "
+            "names of first layers"
+        )
+    bounds = (
+        _named_bounds([str(name) for name in partition], layers)
+        if any(named)
+        else _counted_bounds(partition, len(layers))
+    )
     return tuple(pairwise(bounds))
 
 
 def _counted_bounds(counts: Sequence[Any], num_layers: int) -> list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"partition={list(counts)} holds {count!r}: every stage needs at least one layer")
+            raise ValueError(
+                f"partition={list(counts)} holds {count!r}: every stage needs at least one layer"
+            )
     if sum(counts) != num_layers:
         raise ValueError(
-            f"the layers of partition={list(counts)} sum to {sum(counts)}, but num_layers={num_layers}: "
+            f"the layers of partition={list(counts)} sum to {sum(counts)}, but "
+            f"num_layers={num_layers}: "
             f"{'add' if sum(counts) < num_layers else 'take away'} {abs(num_layers - sum(counts))}"
         )
     return list(accumulate(counts, initial=0))
@@ -121,20 +149,24 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
     starts = [_find_layer(name, layers, names) for name in names]
     if starts[0] != 0:
         raise ValueError(
-            f"partition={list(names)} starts with layer {layers[starts[0]]!r}, so that no stage has the layers before it; start with "
+            f"partition={list(names)} starts with layer {layers[starts[0]]!r}, so that no stage "
+            "has the layers before it; start with "
             f"{layers[0]!r}"
         )
     for stage, (start, following) in enumerate(pairwise(starts)):
         if following <= start:
             raise ValueError(
-                f"partition={list(names)} is out of order: stage {stage + 1} starts with {names[stage + 1]!r}, which does not come after "
-                f"{names[stage]!r}, the first layer of stage {stage}; name the first layer of each stage in the model's order"
+                f"partition={list(names)} is out of order: stage {stage + 1} starts with "
+                f"{names[stage + 1]!r}, which does not come after "
+                f"{names[stage]!r}, the first layer of stage {stage}; name the first layer of "
+                "each stage in the model's order"
             )
     return [*starts, len(layers)]
 
 
 def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
-    """Position of the layer whose dotted name ends with ``name``. The last component differs between layers, so it is the only one."""
+    """Position of the layer whose dotted name ends with ``name``. The last component differs
+    between layers, so it is the only one."""
     for index, layer in enumerate(layers):
         if layer == name or layer.endswith(f".{name}"):
             return index
@@ -142,20 +174,23 @@ def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
     tails = [".".join(layer.split(".")[-depth:]) for layer in layers]
     near = difflib.get_close_matches(name, tails, n=3, cutoff=0.4) or tails[:3]
     raise ValueError(
-        f"partition={list(names)} holds {name!r}, which is no layer; nearest: {', '.join(near)} (the {len(layers)} layers are "
+        f"partition={list(names)} holds {name!r}, which is no layer; nearest: {', '.join(near)} "
+        f"(the {len(layers)} layers are "
         f"{layers[0]!r} to {layers[-1]!r})"
     )
 
 
 def _as_integers(values: Sequence[float]) -> list[int]:
-    """The values times a common factor that makes all of them whole. They are read as printed, so that 3 * 0.1 ties with 0.3."""
+    """The values times a common factor that makes all of them whole. They are read as printed, so
+    that 3 * 0.1 ties with 0.3."""
     fractions = [Fraction(repr(float(value))) for value in values]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * scale) for fraction in fractions]
 
 
 def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
-    """The least L for which a split exists whose stages all cost at most L, by bisection over filling stages greedily."""
+    """The least L for which a split exists whose stages all cost at most L, by bisection over
+    filling stages greedily."""
     num_layers = len(sums) - 1
 
     def possible(limit: int) -> bool:
@@ -178,7 +213,8 @@ def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
 
 
 def _most_even(sums: Sequence[int], num_stages: int, limit: int) -> Ranges:
-    """Dynamic programming from the last stage: best[i] is the best way to put layers i onwards into the stages that remain."""
+    """Dynamic programming from the last stage: best[i] is the best way to put layers i onwards into
+    the stages that remain."""
     num_layers = len(sums) - 1
     # (sum of squares, cost of the ends); a choice is the layer after the stage.
     best: list[tuple[int, int] | None] = [None] * num_layers + [(0, 0)]

@@ -21,15 +21,19 @@ KIND_NAMES = {
 def chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> dict[str, Any]:
     """Timelines in the Trace Event Format, to be written as JSON; times are taken as seconds.
 
-    Every timeline is a process of the trace, every rank a thread, with a second thread where it has reductions; the activations that
-    a rank holds are a counter.
+    Every timeline is a process of the trace, every rank a thread, with a second thread where it has
+    reductions; the activations that a rank holds are a counter.
 
     Args:
         timelines: Simulated or measured.
         titles: Names of the processes; by default the schedules.
     """
     titles = titles or [timeline.schedule.describe() for timeline in timelines]
-    events = [event for pid, timeline in enumerate(timelines) for event in _events(timeline, pid, titles[pid])]
+    events = [
+        event
+        for pid, timeline in enumerate(timelines)
+        for event in _events(timeline, pid, titles[pid])
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -44,7 +48,13 @@ def _events(timeline: Timeline, pid: int, title: str) -> Iterator[dict[str, Any]
     for rank, curve in enumerate(timeline.memory()):
         name = f"activations held by rank {rank}"
         yield from (
-            {"name": name, "ph": "C", "ts": float(time) * 1e6, "pid": pid, "args": {"held": float(held)}}
+            {
+                "name": name,
+                "ph": "C",
+                "ts": float(time) * 1e6,
+                "pid": pid,
+                "args": {"held": float(held)},
+            }
             for time, held in curve.points
         )
 

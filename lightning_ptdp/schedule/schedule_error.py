@@ -11,20 +11,25 @@ __all__ = ["ScheduleError", "schedule_error", "why_illegal"]
 
 
 class ScheduleError(PTDPError, ValueError):
-    """A schedule that is incomplete, out of order, or would hang; the message shows where, with an arrow.
+    """A schedule that is incomplete, out of order, or would hang; the message shows where, with an
+    arrow.
 
     Attributes:
         reason: What is wrong, in one line.
         marks: Where: rank -> position in its program (the length of the program is its end).
     """
 
-    def __init__(self, message: str, *, reason: str = "", marks: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self, message: str, *, reason: str = "", marks: Mapping[int, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason or message
         self.marks = dict(marks or {})
 
 
-def schedule_error(schedule: Schedule, marks: Mapping[int, int], reason: str, *, around: int = 12) -> ScheduleError:
+def schedule_error(
+    schedule: Schedule, marks: Mapping[int, int], reason: str, *, around: int = 12
+) -> ScheduleError:
     """The error with ``around`` actions of the programs before and after each of ``marks``."""
     lines = []
     for rank, program in enumerate(schedule.programs):
@@ -32,7 +37,10 @@ def schedule_error(schedule: Schedule, marks: Mapping[int, int], reason: str, *,
             continue
         center = marks.get(rank, 0)
         start, stop = max(center - around, 0), max(center, around) + around
-        words = [("--> " if marks.get(rank) == i else "") + str(program[i]) for i in range(start, min(stop, len(program)))]
+        words = [
+            ("--> " if marks.get(rank) == i else "") + str(program[i])
+            for i in range(start, min(stop, len(program)))
+        ]
         if marks.get(rank) == len(program):
             words.append("--> (end)")
         line = " ".join(["…"] * (start > 0) + words + ["…"] * (stop < len(program)))
@@ -48,6 +56,8 @@ def why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
         return f"{action} does not exist: stages are 0 to {schedule.num_stages - 1}"
     if schedule.rank_of(action.stage) != rank:
         return f"{action} is on rank {rank}, but stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
-    if (action.kind is ActionKind.REDUCE) != (action.microbatch is None) or (action.microbatch or 0) not in range(last + 1):
+    if (action.kind is ActionKind.REDUCE) != (action.microbatch is None) or (
+        action.microbatch or 0
+    ) not in range(last + 1):
         return f"{action} does not exist: microbatches are 0 to {last}, and only R has none"
     return f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the same rank"

@@ -4,10 +4,10 @@
     F0.0,F0.1,,B0.0,W0.0,B0.1,W0.1
     ,F1.0,B1.0,F1.1,B1.1,W1.0,W1.1
 
-``F``, ``B`` and ``W`` are followed by stage.microbatch. Blank cells mean nothing: they may keep the columns in step with time. What
-follows a ``#`` is a comment, and a line without a computation is skipped. Communication and reductions are not
-written; they are added. p is the number of lines; v, m and the placement of the stages are found out.
-"""
+``F``, ``B`` and ``W`` are followed by stage.microbatch. Blank cells mean nothing: they may keep the
+columns in step with time. What follows a ``#`` is a comment, and a line without a computation is
+skipped. Communication and reductions are not written; they are added. p is the number of lines; v,
+m and the placement of the stages are found out."""
 
 from __future__ import annotations
 
@@ -41,29 +41,41 @@ def load_schedule(path: str | Path) -> Schedule:
         path: A CSV file as described above, UTF-8.
 
     Raises:
-        ValueError: The file cannot be read, a cell is not a computation, a rank holds stages that no placement gives it, or something
-            is missing, repeated, or in an order that cannot run; names the file, the line, the action and the mend.
+        ValueError: The file cannot be read, a cell is not a computation, a rank holds stages that
+            no placement gives it, or something is missing, repeated, or in an order that cannot
+            run; names the file, the line, the action and the mend.
     """
     lines = _read(Path(path))
     _check_once(path, lines)
     stages = _count_stages(path, lines)
     microbatches = 1 + max(action.microbatch or 0 for line in lines for action in line.actions)
     programs = tuple(line.actions for line in lines)
-    order = _placed(path, lines, Schedule(Path(path).stem, len(lines), stages // len(lines), microbatches, programs), stages)
+    order = _placed(
+        path,
+        lines,
+        Schedule(Path(path).stem, len(lines), stages // len(lines), microbatches, programs),
+        stages,
+    )
     _check_complete(path, lines, order)
     try:
         schedule = lower(order)
     except ScheduleError as error:
-        at = ", ".join(f"line {lines[rank].number} at {programs[rank][position]}" for rank, position in error.marks.items())
+        at = ", ".join(
+            f"line {lines[rank].number} at {programs[rank][position]}"
+            for rank, position in error.marks.items()
+        )
         drawing = str(error).partition("\n")[2]
-        message = f"{path}, {at}: {error.reason}; move what is waited for to an earlier cell\n{drawing}"
+        message = (
+            f"{path}, {at}: {error.reason}; move what is waited for to an earlier cell\n{drawing}"
+        )
         raise ScheduleError(message, reason=error.reason, marks=error.marks) from None
     verify_schedule(schedule, training=True)
     return schedule
 
 
 def dump_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule's computations to a CSV file, one column a unit of time; ``load_schedule`` reads it.
+    """Write a schedule's computations to a CSV file, one column a unit of time; ``load_schedule``
+    reads it.
 
     Raises:
         ScheduleError: The schedule does not run to its end.
@@ -102,7 +114,8 @@ def _action(path: Path, number: int, cell: str) -> Action:
         raise ValueError(f"{path}, line {number}: {error}") from None
     if action.kind not in COMPUTE:
         raise ValueError(
-            f"{path}, line {number}: {cell} is not a computation: leave it out, communication and reductions are added by themselves"
+            f"{path}, line {number}: {cell} is not a computation: leave it out, communication and "
+            "reductions are added by themselves"
         )
     return action
 
@@ -112,18 +125,25 @@ def _check_once(path: str | Path, lines: list[_Line]) -> None:
     for line in lines:
         for action in line.actions:
             if action in first:
-                raise ValueError(f"{path}, line {line.number}: {action} is also in line {first[action]}: remove one of them")
+                raise ValueError(
+                    f"{path}, line {line.number}: {action} is also in line {first[action]}: "
+                    "remove one of them"
+                )
             first[action] = line.number
 
 
 def _count_stages(path: str | Path, lines: list[_Line]) -> int:
     """p * v; every stage up to the highest is named."""
-    line, highest = max(((line, action) for line in lines for action in line.actions), key=lambda pair: pair[1].stage)
+    line, highest = max(
+        ((line, action) for line in lines for action in line.actions),
+        key=lambda pair: pair[1].stage,
+    )
     named = {action.stage for each in lines for action in each.actions}
     if len(named) <= highest.stage:
         gap = next(stage for stage in range(highest.stage) if stage not in named)
         raise ValueError(
-            f"{path}, line {line.number}: {highest} has a stage too far: nothing names stage {gap}; add it, or correct the cell"
+            f"{path}, line {line.number}: {highest} has a stage too far: nothing names stage "
+            f"{gap}; add it, or correct the cell"
         )
     return highest.stage + 1
 
@@ -133,7 +153,8 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
     p = len(lines)
     if stages % p:
         raise ValueError(
-            f"{path} names the stages 0 to {stages - 1} on {p} lines: every line is a rank, and each holds as many stages; "
+            f"{path} names the stages 0 to {stages - 1} on {p} lines: every line is a rank, and "
+            "each holds as many stages; "
             f"add the stages up to {-(-stages // p) * p - 1}, or write one line a rank"
         )
     faults = []
@@ -145,18 +166,28 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
             return placed
         rank, line, action = wrong
         held = f"stage{'s' * (stages > p)} {' and '.join(map(str, placed.stages_of(rank)))}"
-        faults.append(f"line {line.number} has {action}, but placed in a {placement} this rank holds {held}")
-    raise ValueError(f"{path}: the stages of the ranks fit no placement: {'; '.join(faults)}. Move it to the line of its rank")
+        faults.append(
+            f"line {line.number} has {action}, but placed in a {placement} this rank holds {held}"
+        )
+    raise ValueError(
+        f"{path}: the stages of the ranks fit no placement: {'; '.join(faults)}. Move it to the "
+        "line of its rank"
+    )
 
 
 def _check_complete(path: str | Path, lines: list[_Line], order: Schedule) -> None:
     found = {action: line.number for line in lines for action in line.actions}
-    kinds, stages, microbatches = COMPUTE if order.splits_backward else COMPUTE[:2], order.num_stages, order.num_microbatches
+    kinds, stages, microbatches = (
+        COMPUTE if order.splits_backward else COMPUTE[:2],
+        order.num_stages,
+        order.num_microbatches,
+    )
     wanted = itertools.starmap(Action, itertools.product(kinds, range(stages), range(microbatches)))
     missing = next((action for action in wanted if action not in found), None)
     if missing is not None:
         line = lines[order.rank_of(missing.stage)].number
         raise ValueError(
-            f"{path}, line {line}: {missing} is missing: add it (there are {stages} stages and {microbatches} microbatches"
+            f"{path}, line {line}: {missing} is missing: add it (there are {stages} stages and "
+            f"{microbatches} microbatches"
             + (", and the backward is split)" if order.splits_backward else ")")
         )

@@ -1,4 +1,5 @@
-"""Draw timelines in the style of arXiv 2104.04473, figure 4; ``ptdp timeline`` is the command for it.
+"""Draw timelines in the style of arXiv 2104.04473, figure 4; ``ptdp timeline`` is the command for
+it.
 
 matplotlib is imported only when a picture is drawn.
 """
@@ -25,7 +26,8 @@ Color = tuple[float, float, float]
 _Pair: TypeAlias = "tuple[Axes, Axes | None]"
 """Axes of a timeline and of its memory."""
 
-# The colours of the first and the last chunk of a rank, red green blue; the chunks between are mixed.
+# The colours of the first and the last chunk of a rank, red green blue; the chunks between are
+# mixed.
 _COLORS: dict[ActionKind, tuple[Color, Color]] = {
     ActionKind.FORWARD: ((0.13, 0.36, 0.66), (0.66, 0.81, 0.94)),
     ActionKind.BACKWARD: ((0.13, 0.50, 0.26), (0.68, 0.87, 0.68)),
@@ -50,15 +52,16 @@ def draw_timelines(
 ) -> None:
     """Write a PNG of timelines above each other on one time axis.
 
-    A row is a rank, a box a computation with the number of its microbatch; chunks go from dark to light. Reductions are a thin lane
-    under the boxes of their rank.
+    A row is a rank, a box a computation with the number of its microbatch; chunks go from dark to
+    light. Reductions are a thin lane under the boxes of their rank.
 
     Args:
         timelines: Simulated or measured; at least one.
         path: The file to write.
         titles: One a timeline; default: the names of the schedules.
         width: In pixels.
-        memory: Draw the activations that each rank holds too, in microbatches through all stages of a rank.
+        memory: Draw the activations that each rank holds too, in microbatches through all stages of
+            a rank.
         measured: Times are seconds, and shown as milliseconds.
 
     Raises:
@@ -70,7 +73,13 @@ def draw_timelines(
     for index, timeline in enumerate(timelines):
         axes, curve = all_axes[index]
         _draw_ranks(axes, timeline, points)
-        axes.set_title(titles[index] if titles else timeline.schedule.name, fontsize=9, loc="left", pad=4, fontweight="bold")
+        axes.set_title(
+            titles[index] if titles else timeline.schedule.name,
+            fontsize=9,
+            loc="left",
+            pad=4,
+            fontweight="bold",
+        )
         axes.set_title(_summary(timeline, measured=measured), fontsize=8, loc="right", pad=4)
         if curve is not None:
             _draw_memory(curve, timeline)
@@ -83,7 +92,11 @@ def draw_timelines(
 def _summary(timeline: Timeline, *, measured: bool) -> str:
     """One line: sizes, step time, bubble and the most activations that a rank holds."""
     schedule, v = timeline.schedule, timeline.schedule.virtual_pipeline_size
-    time = f"{float(timeline.step_time) * 1e3:.1f} ms" if measured else f"{float(timeline.step_time):g}"
+    time = (
+        f"{float(timeline.step_time) * 1e3:.1f} ms"
+        if measured
+        else f"{float(timeline.step_time):g}"
+    )
     bubble = float(timeline.bubble_fraction) * 100
     parts = (
         f"p = {schedule.pipeline_parallel_size}, v = {v}, m = {schedule.num_microbatches}",
@@ -95,19 +108,29 @@ def _summary(timeline: Timeline, *, measured: bool) -> str:
 
 
 def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Figure, list[_Pair]]:
-    """A figure with one axes a timeline, and under each one for its memory if asked for; placed by hand, in inches."""
+    """A figure with one axes a timeline, and under each one for its memory if asked for; placed by
+    hand, in inches."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("drawing a timeline needs matplotlib: pip install matplotlib", name=error.name) from error
+        raise ModuleNotFoundError(
+            "drawing a timeline needs matplotlib: pip install matplotlib", name=error.name
+        ) from error
     under = (_GAP_INCHES, _CURVE_INCHES) if memory else ()
-    parts = [(_TITLE_INCHES, max(len(timeline.spans), 1) * _ROW_INCHES, *under) for timeline in timelines]
+    parts = [
+        (_TITLE_INCHES, max(len(timeline.spans), 1) * _ROW_INCHES, *under) for timeline in timelines
+    ]
     heights, wide = [*itertools.chain(*parts), _FOOT_INCHES], width / _DPI
     figure = Figure(figsize=(wide, sum(heights)), dpi=_DPI)
     left, right = _LEFT_INCHES / wide, 1 - _RIGHT_INCHES / wide
-    grid = figure.add_gridspec(len(heights), height_ratios=heights, left=left, right=right, bottom=0, top=1, hspace=0)
+    grid = figure.add_gridspec(
+        len(heights), height_ratios=heights, left=left, right=right, bottom=0, top=1, hspace=0
+    )
     first = range(1, len(heights) - 1, len(parts[0]))
-    return figure, [(figure.add_subplot(grid[i]), figure.add_subplot(grid[i + 2]) if memory else None) for i in first]
+    return figure, [
+        (figure.add_subplot(grid[i]), figure.add_subplot(grid[i + 2]) if memory else None)
+        for i in first
+    ]
 
 
 def _draw_ranks(axes: Axes, timeline: Timeline, points: float) -> None:
@@ -119,20 +142,32 @@ def _draw_ranks(axes: Axes, timeline: Timeline, points: float) -> None:
         height = 0.92
         if timeline.reductions:
             height = 0.74
-            _draw_boxes(axes, timeline, timeline.reductions[rank], (low + height, 0.92 - height), None)
+            _draw_boxes(
+                axes, timeline, timeline.reductions[rank], (low + height, 0.92 - height), None
+            )
         _draw_boxes(axes, timeline, spans, (low, height), points)
     axes.set_ylim(max(ranks, 1) - 0.5, -0.5)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
 
 
-def _draw_boxes(axes: Axes, timeline: Timeline, spans: Sequence[Span], place: tuple[float, float], points: float | None) -> None:
-    """Boxes between the heights (low, low + height); numbered if ``points`` is given and they are large enough."""
+def _draw_boxes(
+    axes: Axes,
+    timeline: Timeline,
+    spans: Sequence[Span],
+    place: tuple[float, float],
+    points: float | None,
+) -> None:
+    """Boxes between the heights (low, low + height); numbered if ``points`` is given and they are
+    large enough."""
     origin = float(timeline.origin)
     boxes = [(float(span.start) - origin, float(span.end - span.start)) for span in spans]
     colors = [_color(timeline, span.action.kind, span.action.stage) for span in spans]
     shortest = min((length for _, length in boxes if length), default=0.0) * (points or 1e9)
-    axes.broken_barh(boxes, place, facecolors=colors, edgecolors="white", linewidth=min(0.7, shortest / 8))
-    # The longest number must fit, so that boxes of one size are all numbered or all empty; a digit is 0.64 of the font wide.
+    axes.broken_barh(
+        boxes, place, facecolors=colors, edgecolors="white", linewidth=min(0.7, shortest / 8)
+    )
+    # The longest number must fit, so that boxes of one size are all numbered or all empty; a digit
+    # is 0.64 of the font wide.
     digits = len(str(timeline.schedule.num_microbatches - 1))
     for span, (start, length), color in zip(spans, boxes, colors, strict=True) if points else ():
         font = min(8.0, 0.9 * length * (points or 0) / (0.64 * digits))
@@ -140,11 +175,20 @@ def _draw_boxes(axes: Axes, timeline: Timeline, spans: Sequence[Span], place: tu
             ink = "white" if sum(color) < 1.6 else "black"
             label = str(span.action.microbatch)
             middle = place[0] + place[1] / 2
-            axes.text(start + length / 2, middle, label, ha="center", va="center_baseline", fontsize=font, color=ink)
+            axes.text(
+                start + length / 2,
+                middle,
+                label,
+                ha="center",
+                va="center_baseline",
+                fontsize=font,
+                color=ink,
+            )
 
 
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
-    """One line a rank, the first dark: activations in microbatches through all stages of the rank."""
+    """One line a rank, the first dark: activations in microbatches through all stages of the
+    rank."""
     v, origin = timeline.schedule.virtual_pipeline_size, float(timeline.origin)
     curves = timeline.memory()
     for rank, curve in enumerate(curves):
@@ -154,14 +198,24 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
         axes.step(list(points), list(points.values()), where="post", color=color, linewidth=1.0)
         if rank in (0, len(curves) - 1):
             place = (0.995, 0.93 if rank == 0 else 0.72)
-            axes.text(*place, f"rank {rank}", color=color, fontsize=7, ha="right", va="top", transform=axes.transAxes)
+            axes.text(
+                *place,
+                f"rank {rank}",
+                color=color,
+                fontsize=7,
+                ha="right",
+                va="top",
+                transform=axes.transAxes,
+            )
     axes.set_ylim(0, max((float(curve.peak) for curve in curves), default=0) / v * 1.1 or 1)
     axes.locator_params(axis="y", nbins=4, integer=True)
     axes.tick_params(axis="y", labelsize=7)
     axes.set_ylabel("held", fontsize=8)
 
 
-def _finish(figure: Figure, all_axes: Sequence[_Pair], timelines: Sequence[Timeline], *, measured: bool) -> None:
+def _finish(
+    figure: Figure, all_axes: Sequence[_Pair], timelines: Sequence[Timeline], *, measured: bool
+) -> None:
     """The time axis at the bottom, the legend under it, and nothing else."""
     flat = [axes for pair in all_axes for axes in pair if axes is not None]
     for axes in flat:
@@ -175,7 +229,11 @@ def _finish(figure: Figure, all_axes: Sequence[_Pair], timelines: Sequence[Timel
         last.xaxis.set_major_formatter(lambda seconds, _: f"{seconds * 1e3:g}")
     height = figure.get_figheight()
     figure.text(
-        1 - _RIGHT_INCHES / figure.get_figwidth(), 0.09 / height, "time, ms" if measured else "time", ha="right", fontsize=8
+        1 - _RIGHT_INCHES / figure.get_figwidth(),
+        0.09 / height,
+        "time, ms" if measured else "time",
+        ha="right",
+        fontsize=8,
     )
     figure.legend(
         handles=_legend(timelines),
@@ -198,16 +256,26 @@ def _write(figure: Figure, path: str | Path) -> None:
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    picture = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
-    picture.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, format="PNG", optimize=True)
+    picture = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert(
+        "RGB"
+    )
+    picture.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+        path, format="PNG", optimize=True
+    )
 
 
 def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     from matplotlib.patches import Patch
 
-    found = {span.action.kind for t in timelines for spans in (*t.spans, *t.reductions) for span in spans}
+    found = {
+        span.action.kind for t in timelines for spans in (*t.spans, *t.reductions) for span in spans
+    }
     chunked = any(timeline.schedule.virtual_pipeline_size > 1 for timeline in timelines)
-    handles = [Patch(facecolor=_COLORS[kind][0], label=name) for kind, name in KIND_NAMES.items() if kind in found]
+    handles = [
+        Patch(facecolor=_COLORS[kind][0], label=name)
+        for kind, name in KIND_NAMES.items()
+        if kind in found
+    ]
     if chunked:
         handles.append(Patch(facecolor=_COLORS[ActionKind.FORWARD][1], label="light: last chunk"))
     return [*handles, Patch(facecolor=_IDLE, label="idle")]
@@ -220,5 +288,7 @@ def _color(timeline: Timeline, kind: ActionKind, stage: int) -> Color:
 
 
 def _mixed(ends: tuple[Color, Color], share: Number) -> Color:
-    red, green, blue = (first + (last - first) * float(share) for first, last in zip(*ends, strict=True))
+    red, green, blue = (
+        first + (last - first) * float(share) for first, last in zip(*ends, strict=True)
+    )
     return red, green, blue

@@ -1,4 +1,5 @@
-"""Simulation of a schedule: the programs of all ranks are walked with costs, which gives a timeline."""
+"""Simulation of a schedule: the programs of all ranks are walked with costs, which gives a
+timeline."""
 
 from __future__ import annotations
 
@@ -22,12 +23,14 @@ class Costs:
 
     Attributes:
         forward: One microbatch through one stage: a number for all stages, or one a stage.
-        backward: The same for a backward action (the input gradient alone where the schedule splits the backward).
+        backward: The same for a backward action (the input gradient alone where the schedule splits
+            the backward).
         weight: The same for a weight gradient; used only where the schedule splits the backward.
-        reduce: The reduction of a stage's gradients over the replicas. It starts at its action and runs beside the computations;
-            the reductions of one rank run one after the other.
+        reduce: The reduction of a stage's gradients over the replicas. It starts at its action and
+            runs beside the computations; the reductions of one rank run one after the other.
         send: A send occupies its rank for this time. Only messages between ranks are sent.
-        latency: From when a message is both sent and posted until it is there. It does not occupy either rank.
+        latency: From when a message is both sent and posted until it is there. It does not occupy
+            either rank.
 
     Raises:
         ValueError: A cost is negative.
@@ -58,12 +61,16 @@ class Costs:
             value = getattr(self, name)
             costs[kind] = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
             if len(costs[kind]) != num_stages:
-                raise ValueError(f"{name} has {len(costs[kind])} costs for {num_stages} stages: give one number, or one a stage")
+                raise ValueError(
+                    f"{name} has {len(costs[kind])} costs for {num_stages} stages: give one "
+                    "number, or one a stage"
+                )
         return costs
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule on paper. Receives take no time of a rank; a computation waits for its message.
+    """Run a schedule on paper. Receives take no time of a rank; a computation waits for its
+    message.
 
     Args:
         schedule: The schedule.
@@ -78,19 +85,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     traffic, waiting, ready = _Traffic(), dict[Action, int](), list(range(len(schedule.programs)))
     spans: list[list[Span]] = [[] for _ in ready]
     reductions: list[list[Span]] = [[] for _ in ready]
-    runs = [_run(program, costs, each, traffic, spans[rank], reductions[rank]) for rank, program in enumerate(schedule.programs)]
+    runs = [
+        _run(program, costs, each, traffic, spans[rank], reductions[rank])
+        for rank, program in enumerate(schedule.programs)
+    ]
     while ready:
         rank = ready.pop()
         missing = next(runs[rank], None)
         if missing is not None:
             waiting[missing] = rank
-        # Whoever waited for a message that is on its way now goes on; each send wakes at most one rank.
+        # Whoever waited for a message that is on its way now goes on; each send wakes at most one
+        # rank.
         ready += [waiting.pop(send) for send in traffic.newly_sent if send in waiting]
         traffic.newly_sent.clear()
     if waiting:
         stuck = ", ".join(f"rank {rank} waits for {send}" for send, rank in waiting.items())
         raise ScheduleError(f"{schedule.describe()} does not run to its end: {stuck}")
-    return Timeline(schedule, tuple(map(tuple, spans)), tuple(map(tuple, reductions)) if any(reductions) else ())
+    return Timeline(
+        schedule, tuple(map(tuple, spans)), tuple(map(tuple, reductions)) if any(reductions) else ()
+    )
 
 
 @dataclass(frozen=True)
@@ -119,10 +132,14 @@ def _run(
             if kind in MESSAGES:
                 receive = Action(MESSAGES[kind].receive, action.stage, action.microbatch)
                 if receive in traffic.posted:
-                    send = Action(MESSAGES[kind].send, action.stage - MESSAGES[kind].step, action.microbatch)
+                    send = Action(
+                        MESSAGES[kind].send, action.stage - MESSAGES[kind].step, action.microbatch
+                    )
                     if send not in traffic.sent:
                         yield send
-                    start = max(start, max(traffic.sent[send], traffic.posted[receive]) + costs.latency)
+                    start = max(
+                        start, max(traffic.sent[send], traffic.posted[receive]) + costs.latency
+                    )
             clock = start + each[kind][action.stage]
             spans.append(Span(action, start, clock))
         elif kind in _SENDS:
@@ -137,5 +154,8 @@ def _run(
 
 
 def ideal_bubble(schedule: Schedule) -> float:
-    """Bubble time over ideal time (arXiv 2104.04473, section 2.2), of equal stages and free messages; a backward takes twice a forward."""
-    return float(simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).bubble_fraction)
+    """Bubble time over ideal time (arXiv 2104.04473, section 2.2), of equal stages and free
+    messages; a backward takes twice a forward."""
+    return float(
+        simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).bubble_fraction
+    )

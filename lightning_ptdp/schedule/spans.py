@@ -1,4 +1,5 @@
-"""A timeline, simulated or measured: when each rank computed what, and the numbers and curves that follow from it."""
+"""A timeline, simulated or measured: when each rank computed what, and the numbers and curves that
+follow from it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Timeline:
     Attributes:
         schedule: What was run.
         spans: The computations of each rank; they are in order and do not overlap.
-        reductions: The reductions of gradients of each rank, which run beside the computations; empty where they take no time.
+        reductions: The reductions of gradients of each rank, which run beside the computations;
+            empty where they take no time.
     """
 
     schedule: Schedule
@@ -69,30 +71,37 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> Number:
-        """Time without a computation over computing time, summed over ranks: the papers' bubble time over ideal time where
-        stages cost the same.
+        """Time without a computation over computing time, summed over ranks: the papers' bubble
+        time over ideal time where stages cost the same.
 
-        With unequal stages it counts the waiting for slower stages too, and with reductions those that outlast the computations.
-        It is 0 for no bubble and may exceed 1. Integer and fractional costs give an exact ``Fraction``.
-        """
+        With unequal stages it counts the waiting for slower stages too, and with reductions those
+        that outlast the computations. It is 0 for no bubble and may exceed 1. Integer and
+        fractional costs give an exact ``Fraction``."""
         busy = sum(self.busy)
         idle = self.step_time * len(self.spans) - busy
         if not busy:
             return 0
-        return idle / busy if isinstance(idle, float) or isinstance(busy, float) else Fraction(idle) / Fraction(busy)
+        return (
+            idle / busy
+            if isinstance(idle, float) or isinstance(busy, float)
+            else Fraction(idle) / Fraction(busy)
+        )
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """The most activations (one microbatch through one stage each) that each rank holds at once."""
+        """The most activations (one microbatch through one stage each) that each rank holds at
+        once."""
         return tuple(peak_in_flight(span.action for span in spans) for spans in self.spans)
 
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """The activations (one microbatch through one stage each) that each rank holds over time: one from the start of its forward to
-        the end of its backward, or of its weight gradient where that is an action of its own."""
+        """The activations (one microbatch through one stage each) that each rank holds over time:
+        one from the start of its forward to the end of its backward, or of its weight gradient
+        where that is an action of its own."""
         return tuple(map(_curve, self.spans))
 
     def text(self) -> str:
-        """The timeline in characters: one line a rank, one column for the shortest duration, ``=`` while an action goes on.
+        """The timeline in characters: one line a rank, one column for the shortest duration, ``=``
+        while an action goes on.
 
         Durations that are not multiples of the shortest are rounded; reductions are left out.
         """
@@ -103,9 +112,16 @@ class Timeline:
         for rank, spans in enumerate(self.spans):
             cells = [""] * round(self.step_time / unit)
             for span in spans:
-                start, end = round((span.start - self.origin) / unit), round((span.end - self.origin) / unit)
-                cells[start:end] = [str(span.action), *["=" * width] * (end - start - 1)][: end - start]
-            columns[rank] = (f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells)).rstrip()
+                start, end = (
+                    round((span.start - self.origin) / unit),
+                    round((span.end - self.origin) / unit),
+                )
+                cells[start:end] = [str(span.action), *["=" * width] * (end - start - 1)][
+                    : end - start
+                ]
+            columns[rank] = (
+                f"rank {rank}  " + " ".join(cell.ljust(width) for cell in cells)
+            ).rstrip()
         return "\n".join(columns)
 
 

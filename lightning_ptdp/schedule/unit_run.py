@@ -1,6 +1,8 @@
-"""The compute orders of all ranks run on paper: every computation takes one unit of time, and messages wait for as long as needed.
+"""The compute orders of all ranks run on paper: every computation takes one unit of time, and
+messages wait for as long as needed.
 
-That gives all computations one global order, from which lowering.py places communication. Actions are numbers here, and in the proof
+That gives all computations one global order, from which lowering.py places communication. Actions
+are numbers here, and in the proof
 (verifier.py): large schedules have millions.
 """
 
@@ -24,7 +26,8 @@ _NEEDS = {
 
 
 class Numbers:
-    """Numbers of actions: that of kind k, stage s and microbatch i is ``block(k, s) + i``; computations have the smallest numbers.
+    """Numbers of actions: that of kind k, stage s and microbatch i is ``block(k, s) + i``;
+    computations have the smallest numbers.
 
     Args:
         num_stages: p * v.
@@ -51,7 +54,11 @@ class Numbers:
 
     def needed(self, kind: ActionKind, stage: int) -> Iterator[tuple[ActionKind, int]]:
         """The computations, as (kind, stage), that one needs on the same microbatch."""
-        yield from ((other, stage + step) for other, step in _NEEDS[kind] if stage + step in range(self.num_stages))
+        yield from (
+            (other, stage + step)
+            for other, step in _NEEDS[kind]
+            if stage + step in range(self.num_stages)
+        )
 
 
 class UnitTimes(Numbers):
@@ -67,11 +74,14 @@ class UnitTimes(Numbers):
         self.ends = [0] * (len(COMPUTE) * num_stages * num_microbatches)
         """When each ended, 1 or later; 0 if it has not run yet."""
         self.needs = [
-            tuple(self.block(*needed) - self.block(kind, stage) for needed in self.needed(kind, stage))
+            tuple(
+                self.block(*needed) - self.block(kind, stage) for needed in self.needed(kind, stage)
+            )
             for kind in COMPUTE
             for stage in range(num_stages)
         ]
-        """For each block in turn, what a computation in it needs: how far that is from its own number."""
+        """For each block in turn, what a computation in it needs: how far that is from its own
+        number."""
 
     def record(self, action: Action, end: int) -> None:
         """``action`` ended at ``end`` (1 or later)."""
@@ -93,13 +103,15 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
     """Run the computations of all ranks.
 
     Args:
-        order: A schedule whose programs are compute orders: forward, backward and weight actions only.
+        order: A schedule whose programs are compute orders: forward, backward and weight actions
+            only.
 
     Returns:
         When each computation ends, and the same by rank and position.
 
     Raises:
-        ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks deadlock; the reason says where.
+        ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks deadlock;
+            the reason says where.
     """
     times = UnitTimes(order.num_stages, order.num_microbatches)
     programs, existing = _numbered(order, times)
@@ -113,15 +125,32 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
             continue
         if order.rank_of(times.action(missing).stage) == rank:
             at = len(done[rank])
-            raise schedule_error(order, {rank: at}, f"{order.programs[rank][at]} needs {times.action(missing)} before it")
+            raise schedule_error(
+                order,
+                {rank: at},
+                f"{order.programs[rank][at]} needs {times.action(missing)} before it",
+            )
         waiting[missing] = rank
     if waiting:
-        raise _standing_still(order, {rank: len(done[rank]) for rank in sorted(waiting.values())}, times, waiting, existing)
+        raise _standing_still(
+            order,
+            {rank: len(done[rank]) for rank in sorted(waiting.values())},
+            times,
+            waiting,
+            existing,
+        )
     return times, done
 
 
-def _advance(program: list[int], ended: list[int], times: UnitTimes, waiting: dict[int, int], ready: list[int]) -> int | None:
-    """Run what a rank can run now, and wake who waits for it; what is missing for the next one, or None at the end."""
+def _advance(
+    program: list[int],
+    ended: list[int],
+    times: UnitTimes,
+    waiting: dict[int, int],
+    ready: list[int],
+) -> int | None:
+    """Run what a rank can run now, and wake who waits for it; what is missing for the next one, or
+    None at the end."""
     ends, needs, m = times.ends, times.needs, times.num_microbatches
     now = ended[-1] if ended else 0
     for position in range(len(ended), len(program)):
@@ -141,7 +170,11 @@ def _advance(program: list[int], ended: list[int], times: UnitTimes, waiting: di
 
 
 def _standing_still(
-    order: Schedule, stuck: dict[int, int], times: UnitTimes, waiting: dict[int, int], existing: bytearray
+    order: Schedule,
+    stuck: dict[int, int],
+    times: UnitTimes,
+    waiting: dict[int, int],
+    existing: bytearray,
 ) -> ScheduleError:
     awaited = {rank: number for number, rank in waiting.items()}
     what = ", ".join(
@@ -153,15 +186,21 @@ def _standing_still(
 
 
 def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:
-    """The numbers of all computations in the ranks' orders, and which numbers there are. Every action is a computation that exists,
-    on its rank, once."""
+    """The numbers of all computations in the ranks' orders, and which numbers there are. Every
+    action is a computation that exists, on its rank, once."""
     if len(order.programs) != order.pipeline_parallel_size:
-        raise schedule_error(order, {}, f"there are {len(order.programs)} compute orders: one a rank is needed")
+        raise schedule_error(
+            order, {}, f"there are {len(order.programs)} compute orders: one a rank is needed"
+        )
     microbatches = range(order.num_microbatches)
     existing = bytearray(len(times.ends))
     programs: list[list[int]] = []
     for rank, program in enumerate(order.programs):
-        blocks = {(kind, stage): times.block(kind, stage) for kind in COMPUTE for stage in order.stages_of(rank)}
+        blocks = {
+            (kind, stage): times.block(kind, stage)
+            for kind in COMPUTE
+            for stage in order.stages_of(rank)
+        }
         numbers: list[int] = []
         for action in program:
             block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch

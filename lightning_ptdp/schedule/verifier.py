@@ -1,8 +1,8 @@
 """Proof, before a process exists, that a schedule computes the whole step and cannot hang.
 
-All ranks are run abstractly: an action is a number, and a table says what must have happened before it, on its own rank and on
-the rank at the other end of its channel. The work is linear in the number of actions.
-"""
+All ranks are run abstractly: an action is a number, and a table says what must have happened before
+it, on its own rank and on the rank at the other end of its channel. The work is linear in the
+number of actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Channel, Schedule, peak_in_flight
+from lightning_ptdp.schedule.actions import (
+    COMPUTE,
+    MESSAGES,
+    Action,
+    ActionKind,
+    Channel,
+    Schedule,
+    peak_in_flight,
+)
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 
@@ -24,23 +32,30 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
 
     A schedule that passes
 
-    - is complete: on the stage's own rank, every stage runs each microbatch forward once and, in training, backward once
-      (the weight gradient once, if there is any ``WEIGHT`` action), and is reduced once after its last gradient;
-    - is ordered: a forward follows that of the previous stage, a backward its own forward and the backward of the next stage;
-      a receive is posted before the action that needs it and a result is sent after it was computed;
-    - is matched: on every channel the receives are posted in the order in which the messages are sent;
-    - cannot deadlock, even where a send blocks its rank until the receive is posted at the other end (rendezvous), and a receive until
-      the message before it on its channel is sent: so it is on a GPU whose streams share one hardware queue
-      (``CUDA_DEVICE_MAX_CONNECTIONS=1``), where nothing starts before what was given earlier. The runtime posts sends and receives
-      without blocking, which only removes waiting: whatever order of events is possible under these rules is possible there.
+    - is complete: on the stage's own rank, every stage runs each microbatch forward once and, in
+      training, backward once (the weight gradient once, if there is any ``WEIGHT`` action), and is
+      reduced once after its last gradient;
+    - is ordered: a forward follows that of the previous stage, a backward its own forward and the
+      backward of the next stage; a receive is posted before the action that needs it and a result
+      is sent after it was computed;
+    - is matched: on every channel the receives are posted in the order in which the messages are
+      sent;
+    - cannot deadlock, even where a send blocks its rank until the receive is posted at the other
+      end (rendezvous), and a receive until the message before it on its channel is sent: so it is
+      on a GPU whose streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), where
+      nothing starts before what was given earlier. The runtime posts sends and receives without
+      blocking, which only removes waiting: whatever order of events is possible under these rules
+      is possible there.
 
-    What is not promised: that several channels of a rank may share one communicator of NCCL, which runs in order of issue. There a
-    receive that is posted early holds up the sends behind it until its message comes, and 1F1B and interleaved schedules hang. Give every
-    channel (source, destination, direction) its own.
+    What is not promised: that several channels of a rank may share one communicator of NCCL, which
+    runs in order of issue. There a receive that is posted early holds up the sends behind it until
+    its message comes, and 1F1B and interleaved schedules hang. Give every channel (source,
+    destination, direction) its own.
 
     Args:
         schedule: The schedule.
-        training: Whether backwards are required; by default, whether the schedule has any action of training.
+        training: Whether backwards are required; by default, whether the schedule has any action of
+            training.
 
     Raises:
         ScheduleError: A check failed.
@@ -48,7 +63,9 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     if training is None:
         training = schedule.training
     if len(schedule.programs) != schedule.pipeline_parallel_size:
-        raise ScheduleError(f"{schedule.describe()} has {len(schedule.programs)} programs: one a rank is needed")
+        raise ScheduleError(
+            f"{schedule.describe()} has {len(schedule.programs)} programs: one a rank is needed"
+        )
     proof = _check_each_rank(schedule)
     _check_complete(schedule, proof, training)
     _check_channels(schedule, proof)
@@ -61,19 +78,21 @@ _NEVER, _ALWAYS = -2, -1
 
 
 class _Rule(NamedTuple):
-    """Requirements of an action of one kind and stage, in the numbers of microbatch 0: add the microbatch to each."""
+    """Requirements of an action of one kind and stage, in the numbers of microbatch 0: add the
+    microbatch to each."""
 
     microbatches: Container[int | None]
     number: int
     here: tuple[int, ...] = ()
     """Actions of this rank that must come before."""
     there: int | None = None
-    """Action at the other end of the channel that must come before: the computation for a send, the send for a posted receive. A receive
-    also waits for the send of the message before its own."""
+    """Action at the other end of the channel that must come before: the computation for a send, the
+    send for a posted receive. A receive also waits for the send of the message before its own."""
     reduced: int = _NEVER
     """The reduction that must not have happened before."""
     queue: list[int] | None = None
-    """The messages of the channel that a send or receive uses, in order: the numbers of their receives."""
+    """The messages of the channel that a send or receive uses, in order: the numbers of their
+    receives."""
     message: int = 0
     """The receive of what it sends or receives."""
     before: list[int] | None = None
@@ -87,10 +106,12 @@ class _Proof:
     Attributes:
         of: The numbers of actions.
         happened: Indexed by number: which actions the schedule has.
-        sent, received: The messages of each channel in the order of their sends, and of their receives.
+        sent, received: The messages of each channel in the order of their sends, and of their
+            receives.
         before: The send of the message that was received last on each channel.
         rules: One for each action that the placement of stages allows; any other is an error.
-        numbers, needs: By rank, the number of each action, and of the one elsewhere that it waits for.
+        numbers, needs: By rank, the number of each action, and of the one elsewhere that it waits
+            for.
     """
 
     of: Numbers
@@ -106,7 +127,9 @@ class _Proof:
     def of_schedule(cls, schedule: Schedule) -> _Proof:
         """With the rules, and nothing looked at yet."""
         of = Numbers(schedule.num_stages, schedule.num_microbatches)
-        proof = cls(of, bytearray(len(ActionKind) * schedule.num_stages * schedule.num_microbatches + 2))
+        proof = cls(
+            of, bytearray(len(ActionKind) * schedule.num_stages * schedule.num_microbatches + 2)
+        )
         proof.happened[_ALWAYS] = 1
         for stage in range(schedule.num_stages):
             for kind in COMPUTE if schedule.splits_backward else COMPUTE[:2]:
@@ -115,26 +138,38 @@ class _Proof:
         return proof
 
     def _rule(self, schedule: Schedule, kind: ActionKind, stage: int) -> None:
-        """Add the rule of a computation and, where it takes the result of another rank, of the messages that bring it."""
+        """Add the rule of a computation and, where it takes the result of another rank, of the
+        messages that bring it."""
         block, every, here, there = self.of.block, range(schedule.num_microbatches), [], None
         for needed, source in self.of.needed(kind, stage):
             if schedule.rank_of(source) == schedule.rank_of(stage):
                 here.append(block(needed, source))
                 continue
-            message, channel = MESSAGES[kind], schedule.channel(Action(MESSAGES[kind].receive, stage, 0))
+            message, channel = (
+                MESSAGES[kind],
+                schedule.channel(Action(MESSAGES[kind].receive, stage, 0)),
+            )
             receive, there = block(message.receive, stage), block(message.send, source)
             here.append(receive)
-            sent, received = self.sent.setdefault(channel, []), self.received.setdefault(channel, [])
+            sent, received = (
+                self.sent.setdefault(channel, []),
+                self.received.setdefault(channel, []),
+            )
             before = self.before.setdefault(channel, [_ALWAYS])
-            self.rules[message.receive, stage] = _Rule(every, receive, (), there, queue=received, message=receive, before=before)
+            self.rules[message.receive, stage] = _Rule(
+                every, receive, (), there, queue=received, message=receive, before=before
+            )
             produced = (block(kind, source),)
-            self.rules[message.send, source] = _Rule(every, there, produced, receive, queue=sent, message=receive)
+            self.rules[message.send, source] = _Rule(
+                every, there, produced, receive, queue=sent, message=receive
+            )
         reduced = _NEVER if kind is _F else block(_R, stage)
         self.rules[kind, stage] = _Rule(every, block(kind, stage), tuple(here), there, reduced)
 
 
 def _check_each_rank(schedule: Schedule) -> _Proof:
-    """Every action is legal, on the right rank, not repeated, after what it needs from its own rank, and before its reduction."""
+    """Every action is legal, on the right rank, not repeated, after what it needs from its own
+    rank, and before its reduction."""
     proof = _Proof.of_schedule(schedule)
     seen = proof.happened
     for rank, program in enumerate(schedule.programs):
@@ -144,7 +179,9 @@ def _check_each_rank(schedule: Schedule) -> _Proof:
         for action in program:
             rule = rules.get((action.kind, action.stage))
             if rule is None or action.microbatch not in rule.microbatches:
-                raise schedule_error(schedule, {rank: len(numbers)}, why_illegal(schedule, action, rank))
+                raise schedule_error(
+                    schedule, {rank: len(numbers)}, why_illegal(schedule, action, rank)
+                )
             _, first, here, there, reduced, queue, message, before = rule
             microbatch = action.microbatch or 0
             number = first + microbatch
@@ -152,7 +189,9 @@ def _check_each_rank(schedule: Schedule) -> _Proof:
             for needed in here:
                 wrong |= not seen[needed + microbatch]
             if wrong:
-                raise schedule_error(schedule, {rank: len(numbers)}, _why_wrong(proof, rule, action))
+                raise schedule_error(
+                    schedule, {rank: len(numbers)}, _why_wrong(proof, rule, action)
+                )
             if queue is not None:
                 queue.append(message + microbatch)
             seen[number] = 1
@@ -180,20 +219,27 @@ def _check_complete(schedule: Schedule, proof: _Proof, training: bool) -> None:
     """Nothing is missing."""
     m = schedule.num_microbatches
     for (kind, stage), rule in proof.rules.items():
-        wanted = (1 if kind is _R else m) if training or kind in (_F, MESSAGES[_F].send, MESSAGES[_F].receive) else 0
+        wanted = (
+            (1 if kind is _R else m)
+            if training or kind in (_F, MESSAGES[_F].send, MESSAGES[_F].receive)
+            else 0
+        )
         found = proof.happened.count(1, rule.number, rule.number + m)
         if found == wanted:
             continue
         rank = schedule.rank_of(stage)
         end = {rank: len(schedule.programs[rank])}
         if found > wanted:
-            raise schedule_error(schedule, end, f"stage {stage} has {kind} actions, but this is not training")
+            raise schedule_error(
+                schedule, end, f"stage {stage} has {kind} actions, but this is not training"
+            )
         absent = proof.of.action(proof.happened.index(0, rule.number))
         raise schedule_error(schedule, end, f"{absent} is missing")
 
 
 def _check_channels(schedule: Schedule, proof: _Proof) -> None:
-    """On every channel, the messages are received in the order in which they are sent; all of them exist by now."""
+    """On every channel, the messages are received in the order in which they are sent; all of them
+    exist by now."""
     for channel, messages in proof.sent.items():
         pairs = zip(messages, proof.received[channel], strict=True)
         wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -202,16 +248,21 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
         taken, second = map(proof.of.action, wrong)
         message = next(message for message in MESSAGES.values() if message.receive is second.kind)
         first = Action(message.send, taken.stage - message.step, taken.microbatch)
-        source, destination = schedule.programs[channel.source], schedule.programs[channel.destination]
+        source, destination = (
+            schedule.programs[channel.source],
+            schedule.programs[channel.destination],
+        )
         raise schedule_error(
             schedule,
             {channel.source: source.index(first), channel.destination: destination.index(second)},
-            f"rank {channel.source} sends {first} where rank {channel.destination} receives {second} ({channel.direction})",
+            f"rank {channel.source} sends {first} where rank {channel.destination} receives "
+            f"{second} ({channel.direction})",
         )
 
 
 def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
-    """Run all ranks; the order in which they advance does not matter, as no action disables another."""
+    """Run all ranks; the order in which they advance does not matter, as no action disables
+    another."""
     done = bytearray(len(proof.happened))
     done[_ALWAYS] = 1
     reached = [0] * len(proof.numbers)
@@ -231,9 +282,19 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
                 ready.append(waiting.pop(number))
             position += 1
         reached[rank] = position
-    stuck = {rank: position for rank, position in enumerate(reached) if position < len(proof.numbers[rank])}
+    stuck = {
+        rank: position
+        for rank, position in enumerate(reached)
+        if position < len(proof.numbers[rank])
+    }
     if stuck:
-        what = ", ".join(f"rank {rank} at {schedule.programs[rank][position]}" for rank, position in stuck.items())
+        what = ", ".join(
+            f"rank {rank} at {schedule.programs[rank][position]}"
+            for rank, position in stuck.items()
+        )
         raise schedule_error(
-            schedule, stuck, f"deadlock where sends wait for their receive, and receives for the message before theirs: {what}"
+            schedule,
+            stuck,
+            "deadlock where sends wait for their receive, and receives for the message before "
+            f"theirs: {what}",
         )

@@ -13,12 +13,14 @@ LARGE_BLOCK = 1 << 20
 
 
 def return_large_blocks() -> bool:
-    """Have glibc give blocks of 1 MiB and more back to the system when they are freed; whether it could be told so.
+    """Have glibc give blocks of 1 MiB and more back to the system when they are freed; whether it
+    could be told so.
 
-    By itself glibc raises that limit to the largest block it has seen freed. The heap then fragments around activations that live
-    through a pipeline's many different lifetimes: measured, a rank of a 3 M parameter GPT grew from 0.6 to 2.7 GB in 150 steps, and
-    not at all with a fixed limit. Its price are new pages for every such block, which ``ptdp doctor --calibrate`` measures.
-    """
+    By itself glibc raises that limit to the largest block it has seen freed. The heap then
+    fragments around activations that live
+    through a pipeline's many different lifetimes: measured, a rank of a 3 M parameter GPT grew from
+    0.6 to 2.7 GB in 150 steps, and not at all with a fixed limit. Its price are new pages for every
+    such block, which ``ptdp doctor --calibrate`` measures."""
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK))
     return False

@@ -1,8 +1,9 @@
-"""The names of Lightning that the strategy needs, private ones included, for either of its two namespaces.
+"""The names of Lightning that the strategy needs, private ones included, for either of its two
+namespaces.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names with unrelated classes. Everything that is not public
-API is named here and nowhere else (tests/test_lightning_names.py watches them).
-"""
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names with unrelated
+classes. Everything that is not public API is named here and nowhere else
+(tests/test_lightning_names.py watches them)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as StrategyBase
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as Launcher
 else:
-    # For annotations, of either namespace; mixins of a strategy derive from its base, and the class of a namespace adds its own.
+    # For annotations, of either namespace; mixins of a strategy derive from its base, and the class
+    # of a namespace adds its own.
     LightningCLI = LightningModule = Trainer = Precision = StrategyBase = Launcher = object
 
 __all__ = [
@@ -59,17 +61,22 @@ LOADERS = {
 """Modules that read checkpoints, and their name for the function that does."""
 
 CLIS = {f"{namespace}.cli": ("LightningCLI", "_parse_ckpt_path") for namespace in NAMESPACES}
-"""Modules with a command line, whose method takes hyperparameters from the file of ``--ckpt_path``."""
+"""Modules with a command line, whose method takes hyperparameters from the file of
+``--ckpt_path``."""
 
 UPLOADERS = {
     f"{namespace}.loggers.{module}": (logger, "_scan_and_log_checkpoints")
     for namespace in NAMESPACES
     for module, logger in (("mlflow", "MLFlowLogger"), ("wandb", "WandbLogger"))
 }
-"""Modules of loggers that copy checkpoints, which they find by ``_scan_checkpoints``; the logger and its method that does."""
+"""Modules of loggers that copy checkpoints, which they find by ``_scan_checkpoints``; the logger
+and its method that does."""
 
-TRAINERS = {f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES}
-"""Modules with a Trainer, and their name for the function that refuses compiled modules for strategies that it does not know."""
+TRAINERS = {
+    f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES
+}
+"""Modules with a Trainer, and their name for the function that refuses compiled modules for
+strategies that it does not know."""
 
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
@@ -93,7 +100,10 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "rank_zero_only": "{core}.utilities.rank_zero:rank_zero_only",
     "fabric_rank_zero_only": "{fabric}.utilities.rank_zero:rank_zero_only",
     "is_overridden": "{core}.utilities.model_helpers:is_overridden",
-    "WeightAveragingCallbacks": ("{core}.callbacks:StochasticWeightAveraging", "{core}.callbacks:WeightAveraging"),
+    "WeightAveragingCallbacks": (
+        "{core}.callbacks:StochasticWeightAveraging",
+        "{core}.callbacks:WeightAveraging",
+    ),
     "TunerCallbacks": ("{core}.callbacks:BatchSizeFinder", "{core}.callbacks:LearningRateFinder"),
     "ModelPruning": "{core}.callbacks:ModelPruning",
     "BaseFinetuning": "{core}.callbacks:BaseFinetuning",
@@ -103,7 +113,8 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "TorchCheckpointIO": "{core}.plugins.io:TorchCheckpointIO",
     "AsyncCheckpointIO": "{core}.plugins.io:AsyncCheckpointIO",
     "casting": tuple(
-        f"{{core}}.plugins.precision:{plugin}.convert_module" for plugin in ("Precision", "HalfPrecision", "DoublePrecision")
+        f"{{core}}.plugins.precision:{plugin}.convert_module"
+        for plugin in ("Precision", "HalfPrecision", "DoublePrecision")
     ),  # of the precision plugins that change dtypes only
     "LightningEnvironment": "{core}.plugins.environments:LightningEnvironment",
     "SubprocessLauncher": "{core}.strategies.launchers:_SubprocessScriptLauncher",
@@ -125,8 +136,11 @@ class LightningNames(SimpleNamespace):
     """One namespace's classes and functions: those of the table, and ``namespace``."""
 
     def writes_elsewhere(self, plugin: object, path: object) -> bool:
-        """Return True if a checkpoint plugin is a user's, or the path a URL that only Lightning's plugin knows."""
-        return type(plugin) is not self.TorchCheckpointIO or "://" in str(path).removeprefix("file://")
+        """Return True if a checkpoint plugin is a user's, or the path a URL that only Lightning's
+        plugin knows."""
+        return type(plugin) is not self.TorchCheckpointIO or "://" in str(path).removeprefix(
+            "file://"
+        )
 
 
 @lru_cache(maxsize=len(NAMESPACES))
@@ -142,15 +156,19 @@ def lightning_names(namespace: str) -> LightningNames:
     def take(place: str) -> object:
         return pkgutil.resolve_name(place.format(core=namespace, fabric=NAMESPACES[namespace]))
 
-    found = {name: take(place) if isinstance(place, str) else tuple(map(take, place)) for name, place in _NAMES.items()}
+    found = {
+        name: take(place) if isinstance(place, str) else tuple(map(take, place))
+        for name, place in _NAMES.items()
+    }
     return LightningNames(namespace=namespace, **found)
 
 
 def replace_once(owner: object, name: str, instead: Callable[..., object]) -> None:
-    """Have ``owner.name(...)``, a function of Lightning's, call ``instead`` with that function in front of the arguments.
+    """Have ``owner.name(...)``, a function of Lightning's, call ``instead`` with that function in
+    front of the arguments.
 
-    Nothing happens if it has been done before, or if ``owner`` (None, say) has no such name: a module that is still being imported.
-    """
+    Nothing happens if it has been done before, or if ``owner`` (None, say) has no such name: a
+    module that is still being imported."""
     plain = getattr(owner, name, None)
     if plain is None or hasattr(plain, REPLACED):
         return
@@ -164,7 +182,8 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
 
 def replace_after_closure(plugin: Precision, instead: Callable[..., None]) -> None:
-    """Have a precision plugin call ``instead`` where it calls the hooks between the backward and the step, with these in front."""
+    """Have a precision plugin call ``instead`` where it calls the hooks between the backward and
+    the step, with these in front."""
     plugin._after_closure = partial(instead, partial(type(plugin)._after_closure, plugin))
 
 
@@ -174,13 +193,14 @@ def fits(trainer: Trainer) -> bool:
 
 
 def layer_sync(strategy: StrategyBase) -> LayerSync | None:
-    """The plugin that Lightning gives a strategy for ``sync_batchnorm=True``, or that its user gave; None without."""
+    """The plugin that Lightning gives a strategy for ``sync_batchnorm=True``, or that its user
+    gave; None without."""
     return strategy._layer_sync
 
 
 def validation_times(trainer: Trainer) -> tuple[float | None, float]:
-    """Seconds between validations, if ``val_check_interval`` is a time, and when by ``time.monotonic()`` the last one ended or the fit
-    began."""
+    """Seconds between validations, if ``val_check_interval`` is a time, and when by
+    ``time.monotonic()`` the last one ended or the fit began."""
     return trainer._val_check_time_interval, getattr(trainer, "_last_val_time", float("inf"))
 
 
@@ -190,18 +210,28 @@ def set_last_validation(trainer: Trainer, last: float) -> None:
 
 
 def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ranks: int) -> None:
-    """Have Lightning's monitors of throughput count ``replicas`` of ``ranks`` devices each; they take every process for a replica."""
+    """Have Lightning's monitors of throughput count ``replicas`` of ``ranks`` devices each; they
+    take every process for a replica."""
     for monitor in trainer.callbacks:
         if isinstance(monitor, names.ThroughputMonitor):
             for throughput in monitor._throughputs.values():
                 throughput.world_size = replicas
-                throughput.available_flops = monitor.available_flops and monitor.available_flops * ranks
+                throughput.available_flops = (
+                    monitor.available_flops and monitor.available_flops * ranks
+                )
 
 
 def trainer_options(trainer: Trainer) -> dict[str, Any]:
     """Return the arguments that make another Trainer whose steps are those of ``trainer``."""
     strategy = trainer.strategy
-    names = ("precision", "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "max_steps", "max_epochs")
+    names = (
+        "precision",
+        "gradient_clip_val",
+        "gradient_clip_algorithm",
+        "accumulate_grad_batches",
+        "max_steps",
+        "max_epochs",
+    )
     return {
         **{name: getattr(trainer, name) for name in names},
         "accelerator": "cpu" if strategy.root_device.type == "cpu" else "gpu",
@@ -213,28 +243,41 @@ def trainer_options(trainer: Trainer) -> dict[str, Any]:
 
 
 def is_compiled(module: object) -> bool:
-    """Return True if the Trainer was given ``torch.compile``'s result for the LightningModule, so that its steps are compiled."""
+    """Return True if the Trainer was given ``torch.compile``'s result for the LightningModule, so
+    that its steps are compiled."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def is_profiling(hook: object) -> bool:
-    """Return True if a forward hook is of ``PyTorchProfiler``, which times modules where they run."""
-    return type(getattr(getattr(hook, "func", None), "__self__", None)).__name__ == "RegisterRecordFunction"
+    """Return True if a forward hook is of ``PyTorchProfiler``, which times modules where they
+    run."""
+    return (
+        type(getattr(getattr(hook, "func", None), "__self__", None)).__name__
+        == "RegisterRecordFunction"
+    )
 
 
 def logs_graph(trainer: Trainer) -> bool:
-    """Return True if a logger of the Trainer records the graph of the module's forward when a fit starts."""
+    """Return True if a logger of the Trainer records the graph of the module's forward when a fit
+    starts."""
     # Other loggers may answer to any name.
     return any(vars(logger).get("_log_graph") for logger in trainer.loggers)
 
 
 def replace_signal_handlers(
-    trainer: Trainer, *, sigterm: Callable[[int, FrameType | None], None] | None, register: Callable[[], None]
+    trainer: Trainer,
+    *,
+    sigterm: Callable[[int, FrameType | None], None] | None,
+    register: Callable[[], None],
 ) -> None:
-    """Have ``trainer`` call ``register`` where it registers its handlers, which it does after the strategy's ``setup``, and use ``sigterm``
-    for its own notifier of SIGTERM (None: that one). Ranks then need not tell each other before every batch and wait for it."""
+    """Have ``trainer`` call ``register`` where it registers its handlers, which it does after the
+    strategy's ``setup``, and use ``sigterm``
+    for its own notifier of SIGTERM (None: that one). Ranks then need not tell each other before
+    every batch and wait for it."""
     connector = trainer._signal_connector
-    assert hasattr(connector, "_sigterm_notifier_fn") and hasattr(connector, "register_signal_handlers")
+    assert hasattr(connector, "_sigterm_notifier_fn") and hasattr(
+        connector, "register_signal_handlers"
+    )
     connector.register_signal_handlers = register
     if sigterm is not None:
         connector._sigterm_notifier_fn = sigterm
@@ -257,18 +300,22 @@ def register_signal_handlers(trainer: Trainer) -> None:
 
 
 def load_only_named_checkpoints(trainer: Trainer) -> None:
-    """Keep ``fit`` without ``ckpt_path`` from loading any ``hpc_ckpt_*`` in ``default_root_dir``, as Lightning does in SLURM's jobs."""
+    """Keep ``fit`` without ``ckpt_path`` from loading any ``hpc_ckpt_*`` in ``default_root_dir``,
+    as Lightning does in SLURM's jobs."""
     connector = trainer._checkpoint_connector
     assert hasattr(connector, "_user_managed")
     connector._user_managed = True
 
 
 def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
-    """Return Lightning's handler that saves ``hpc_ckpt_*`` and puts a SLURM job back into the queue.
+    """Return Lightning's handler that saves ``hpc_ckpt_*`` and puts a SLURM job back into the
+    queue.
 
     Lightning does not register it where the signal already has a handler.
     """
-    handler: Callable[[int, FrameType | None], None] = trainer._signal_connector._slurm_sigusr_handler_fn
+    handler: Callable[[int, FrameType | None], None] = (
+        trainer._signal_connector._slurm_sigusr_handler_fn
+    )
     return handler
 
 
@@ -278,15 +325,20 @@ def announce_sigterm(trainer: Trainer) -> None:
 
 
 def keep_model_summary(trainer: Trainer, module: LightningModule) -> None:
-    """Have the ``ModelSummary`` of a trainer tell of ``module`` as it is now, whole: it looks when a fit starts, and counts when it is
-    asked."""
+    """Have the ``ModelSummary`` of a trainer tell of ``module`` as it is now, whole: it looks when
+    a fit starts, and counts when it is asked."""
     for callback in trainer.callbacks:
-        if not getattr(callback, "_max_depth", 0) or not hasattr(callback, "_summary") or module.example_input_array is not None:
+        if (
+            not getattr(callback, "_max_depth", 0)
+            or not hasattr(callback, "_summary")
+            or module.example_input_array is not None
+        ):
             continue
         found = callback._summary(trainer, module)
         numbers = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes")
         kept = SimpleNamespace(
-            **{name: getattr(found, name) for name in numbers}, _get_summary_data=found._get_summary_data().copy
+            **{name: getattr(found, name) for name in numbers},
+            _get_summary_data=found._get_summary_data().copy,
         )
         callback._summary = partial(_kept_summary, kept)
 

@@ -1,4 +1,5 @@
-"""Names of peft, in one place (tests/huggingface/test_lora.py): told by name, so that peft need not be imported."""
+"""Names of peft, in one place (tests/huggingface/test_lora.py): told by name, so that peft need not
+be imported."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _BASES = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_
 
 
 def replaced_by(module: nn.Module) -> str | None:
-    """Under which name a module of peft's holds the module in whose place it was put; None: it is no such module."""
+    """Under which name a module of peft's holds the module in whose place it was put; None: it is
+    no such module."""
     for kind in type(module).__mro__:
         if kind.__name__ in _BASES and kind.__module__.startswith("peft."):
             return _BASES[kind.__name__]
@@ -39,18 +41,29 @@ def copies_of(module: nn.Module) -> Iterator[str]:
 
 
 def adapters_of(module: nn.Module) -> list[str] | None:
-    """Names of the adapters that a layer of LoRA has; None: it is none, but something else of peft's."""
-    if not any(kind.__name__ == "LoraLayer" and kind.__module__.startswith("peft.") for kind in type(module).__mro__):
+    """Names of the adapters that a layer of LoRA has; None: it is none, but something else of
+    peft's."""
+    if not any(
+        kind.__name__ == "LoraLayer" and kind.__module__.startswith("peft.")
+        for kind in type(module).__mro__
+    ):
         return None
     return list(getattr(module, "scaling"))  # noqa: B009 - its type is peft's
 
 
-def seen_through(module: nn.Module, name: str = "", plain: str = "") -> Iterator[tuple[str, str, nn.Module]]:
-    """(name, name without peft's, module) of everything in ``module``; its own layers stand for what they replace."""
+def seen_through(
+    module: nn.Module, name: str = "", plain: str = ""
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """(name, name without peft's, module) of everything in ``module``; its own layers stand for
+    what they replace."""
     base = replaced_by(module)
     if base is None:
         yield name, plain, module
-    inner = [(key, "") for key in (base, *copies_of(module))] if base is not None else [(key, key) for key in module._modules]
+    inner = (
+        [(key, "") for key in (base, *copies_of(module))]
+        if base is not None
+        else [(key, key) for key in module._modules]
+    )
     for key, own in inner:
         child = module.get_submodule(key) if base is not None else module._modules[key]
         if child is not None:
@@ -63,20 +76,29 @@ def plain_name(name: str) -> str:
 
 
 def original_name(name: str) -> str:
-    """Return the name in the original of a module in a copy of ``modules_to_save``; the copy has the original's initial values."""
+    """Return the name in the original of a module in a copy of ``modules_to_save``; the copy has
+    the original's initial values."""
     return re.sub(r"\.modules_to_save\.[^.]+", ".original_module", name)
 
 
 def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | None:
-    """Return peft's initializer of the last module of ``chain`` (from the root down) if it belongs to an adapter."""
+    """Return peft's initializer of the last module of ``chain`` (from the root down) if it belongs
+    to an adapter."""
     for place in reversed(range(len(chain) - 1)):
         layer: Any = chain[place]
         if adapters_of(layer) is not None and chain[place + 1] is not layer.base_layer:
-            configs: Any = next(vars(above)["peft_config"] for above in reversed(chain[:place]) if "peft_config" in vars(above))
-            for init in (configs[adapter].init_lora_weights for adapter in adapters_of(layer) or ()):
+            configs: Any = next(
+                vars(above)["peft_config"]
+                for above in reversed(chain[:place])
+                if "peft_config" in vars(above)
+            )
+            for init in (
+                configs[adapter].init_lora_weights for adapter in adapters_of(layer) or ()
+            ):
                 if not isinstance(init, bool) and init != "gaussian":
                     raise ValueError(
-                        f"init_lora_weights={init!r} looks at weights that are not there yet: use True or 'gaussian', or build the model "
+                        f"init_lora_weights={init!r} looks at weights that are not there yet: use "
+                        "True or 'gaussian', or build the model "
                         "in __init__, or set PTDPStrategy(meta_init=False)"
                     )
             return lambda: _initialize(layer, chain[-1], configs)
@@ -86,11 +108,15 @@ def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | No
 @torch.no_grad()
 def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
     for adapter in adapters_of(layer) or ():
-        own = {id(held[adapter]) for held in layer.children() if adapter in dict(held.named_children())}
+        own = {
+            id(held[adapter]) for held in layer.children() if adapter in dict(held.named_children())
+        }
         if id(part) not in own and adapter not in part._parameters:
             continue
         for parameter in part.parameters():
-            nn.init.normal_(parameter)  # where nothing below says otherwise; magnitudes follow from the weights: set_magnitudes
+            nn.init.normal_(
+                parameter
+            )  # where nothing below says otherwise; magnitudes follow from the weights: set_magnitudes
         if isinstance(part, nn.Linear):
             part.reset_parameters()
         layer.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
@@ -98,12 +124,19 @@ def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
 
 @torch.no_grad()
 def set_magnitudes(model: nn.Module) -> None:
-    """Let the magnitudes of DoRA be those of the weights that are there, in place: what peft does where it makes an adapter."""
+    """Let the magnitudes of DoRA be those of the weights that are there, in place: what peft does
+    where it makes an adapter."""
     for module in model.modules():
         for adapter in adapters_of(module) or ():
             layer: Any = module
             if adapter in layer.lora_magnitude_vector:
                 dora = layer.lora_magnitude_vector[adapter]
                 linear = adapter in layer.lora_A
-                change = layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight if linear else 0.0
-                dora.weight.copy_(dora.get_weight_norm(layer.get_base_layer().weight, change, layer.scaling[adapter]))
+                change = (
+                    layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight if linear else 0.0
+                )
+                dora.weight.copy_(
+                    dora.get_weight_norm(
+                        layer.get_base_layer().weight, change, layer.scaling[adapter]
+                    )
+                )

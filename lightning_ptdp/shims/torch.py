@@ -1,8 +1,8 @@
 """Private and renamed functions of torch, and differences between its supported versions.
 
-A comment "Needed until torch X" marks code that can be removed once X is the lowest supported version. A test names these
-places when the bound in ``pyproject.toml`` is raised (tests/test_torch_shims.py).
-"""
+A comment "Needed until torch X" marks code that can be removed once X is the lowest supported
+version. A test names these places when the bound in ``pyproject.toml`` is raised
+(tests/test_torch_shims.py)."""
 
 from __future__ import annotations
 
@@ -56,24 +56,32 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_GLOO_ERROR = re.compile(r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^Application timeout caused pair closure")
+_GLOO_ERROR = re.compile(
+    r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^Application timeout caused pair closure"
+)
 
 
 def untraced(function: Function) -> Function:
-    """A function that a compiler calls, but does not look into (``torch.compiler.disable``, which imports the compiler at once)."""
+    """A function that a compiler calls, but does not look into (``torch.compiler.disable``, which
+    imports the compiler at once)."""
     return cast(Function, torch._disable_dynamo(function))
 
 
 def keep_padded(model: nn.Module) -> None:
-    """Let torch's encoders compute padding in evaluation too, instead of handing packed sequences to their layers, in place: stand-ins
-    for layers of other pipeline stages and sharded attentions take tensors."""
+    """Let torch's encoders compute padding in evaluation too, instead of handing packed sequences
+    to their layers, in place: stand-ins for layers of other pipeline stages and sharded attentions
+    take tensors."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
 
 
 def all_gather_single(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    async_op: bool = False,
 ) -> dist.Work:
     """Gather ``source`` of every rank, concatenated along dimension 0, into ``output``."""
     # Needed until torch 2.13, which renamed the function.
@@ -82,7 +90,11 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+    output: torch.Tensor,
+    source: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    async_op: bool = False,
 ) -> dist.Work:
     """Sum ``source`` over the ranks and keep this rank's slice along dimension 0."""
     # Needed until torch 2.13, which renamed the function.
@@ -91,15 +103,19 @@ def reduce_scatter_single(
 
 
 def has_symmetric_products() -> bool:
-    """Return True if this torch has the two functions below. (What registers them, and the memory behind them, is private.)"""
+    """Return True if this torch has the two functions below. (What registers them, and the memory
+    behind them, is private.)"""
     from torch.distributed import _symmetric_memory  # noqa: F401 - a second of imports that few need
 
-    return all(hasattr(torch.ops.symm_mem, name) for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+    return all(
+        hasattr(torch.ops.symm_mem, name)
+        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    )
 
 
 def connect_symmetric_memory(group: str, size: int) -> None:
-    """Make the group's memory that all its members' GPUs reach, ``size`` bytes on each; collective over the group. It grows where more is
-    needed."""
+    """Make the group's memory that all its members' GPUs reach, ``size`` bytes on each; collective
+    over the group. It grows where more is needed."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.get_symm_mem_workspace(cast(Any, group), min_size=size)
@@ -108,22 +124,29 @@ def connect_symmetric_memory(group: str, size: int) -> None:
 def all_gather_product(
     x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str, keeps: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``x`` of every member, concatenated along ``dim``, times a matrix, and what was gathered if it is kept; each member's part is
-    multiplied while the next one is read from its memory."""
-    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [matrix], dim, group, return_A=keeps)
+    """``x`` of every member, concatenated along ``dim``, times a matrix, and what was gathered if
+    it is kept; each member's part is multiplied while the next one is read from its memory."""
+    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        x, [matrix], dim, group, return_A=keeps
+    )
     return product, gathered
 
 
-def reduce_scatter_product(x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str) -> torch.Tensor:
-    """This member's slice along ``dim`` of the sum over the group of ``x`` times a matrix; each member's part is sent to it while the
-    next one is computed."""
-    summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group)
+def reduce_scatter_product(
+    x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str
+) -> torch.Tensor:
+    """This member's slice along ``dim`` of the sum over the group of ``x`` times a matrix; each
+    member's part is sent to it while the next one is computed."""
+    summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        x, matrix, "sum", dim, group
+    )
     return summed
 
 
 def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor:
-    """A collective that a compiler takes into its graph: one of torch's functional ones (their Python functions are private, and make
-    subclasses of tensors). What it returns is not to be read before ``wait_traced``."""
+    """A collective that a compiler takes into its graph: one of torch's functional ones (their
+    Python functions are private, and make subclasses of tensors). What it returns is not to be read
+    before ``wait_traced``."""
     result: torch.Tensor = getattr(torch.ops._c10d_functional, name)(x, *arguments)
     return result
 
@@ -135,13 +158,18 @@ def wait_traced(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``torch.compile``, by which a graph waits for a collective where it needs it, as its source says: torch's compiler
-    has it wait where it starts it."""
+    """Arguments of ``torch.compile``, by which a graph waits for a collective where it needs it, as
+    its source says: torch's compiler has it wait where it starts it."""
     if arguments.get("backend", "inductor") != "inductor":
         return dict(arguments)
-    from torch._inductor import list_mode_options  # a mode is options by a name, and torch takes one or the other
+    from torch._inductor import (
+        list_mode_options,
+    )  # a mode is options by a name, and torch takes one or the other
 
-    late = {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["sink_waits"]}
+    late = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+    }
     mode = arguments.get("mode")
     of_mode = {} if mode is None else list_mode_options(mode, arguments.get("dynamic"))
     rest = {name: value for name, value in arguments.items() if name != "mode"}
@@ -149,7 +177,8 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for all views of a tensor, and another for each storage that is alive; also where there are no addresses."""
+    """The same for all views of a tensor, and another for each storage that is alive; also where
+    there are no addresses."""
     return tensor.untyped_storage()._cdata
 
 
@@ -157,7 +186,8 @@ def without_data() -> AbstractContextManager[object]:
     """Return a context in which tensors have sizes but no values, and cost no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # It has torch take a GPU for there. A first backward would start a thread for that, and none could run in processes forked after it.
+    # It has torch take a GPU for there. A first backward would start a thread for that, and none
+    # could run in processes forked after it.
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -169,17 +199,19 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have a loss scaler divide by the scale before the step, in place; a fused step would do so by itself."""
+    """Have a loss scaler divide by the scale before the step, in place; a fused step would do so by
+    itself."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["_step_supports_amp_scaling"] = False
 
 
 @contextlib.contextmanager
 def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let ``clip_grad_norm_`` and ``get_total_norm`` compute norms by ``replacement``, which is given the original in front.
+    """Let ``clip_grad_norm_`` and ``get_total_norm`` compute norms by ``replacement``, which is
+    given the original in front.
 
-    Modules that imported ``clip_grad_norm_`` by name are reached too, since it looks up a private name when it is called.
-    """
+    Modules that imported ``clip_grad_norm_`` by name are reached too, since it looks up a private
+    name when it is called."""
     places = [(torch.nn.utils.clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
     before = [getattr(*place) for place in places]
     for place, original in zip(places, before, strict=True):
@@ -193,7 +225,10 @@ def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[No
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Return True if hooks see the parameter's gradient before or after its accumulation."""
-    return any(getattr(parameter, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return any(
+        getattr(parameter, name, None)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
 
 
 def copy_gradient_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
@@ -205,13 +240,18 @@ def copy_gradient_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def adds_to_gradient(parameter: torch.Tensor) -> bool:
-    """Return True if the running backward will add to ``parameter.grad``, as that of ``torch.autograd.grad`` will not, and no hook
-    sees the value.
-    """
-    if type(parameter) is not nn.Parameter or not parameter.requires_grad or has_gradient_hooks(parameter):
+    """Return True if the running backward will add to ``parameter.grad``, as that of
+    ``torch.autograd.grad`` will not, and no hook sees the value."""
+    if (
+        type(parameter) is not nn.Parameter
+        or not parameter.requires_grad
+        or has_gradient_hooks(parameter)
+    ):
         return False
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+        return torch._C._will_engine_execute_node(
+            torch.autograd.graph.get_gradient_edge(parameter).node
+        )
     except RuntimeError:  # no backward runs, or one that was asked for this very gradient
         return False
 
@@ -223,22 +263,27 @@ def has_module_hooks(module: nn.Module) -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return True if tensors that autograd saves now go through ``saved_tensors_hooks``, as under activation checkpointing."""
+    """Return True if tensors that autograd saves now go through ``saved_tensors_hooks``, as under
+    activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
-    """A module's forward hooks by key, and the keys of those that take keyword arguments: the very dictionaries that it keeps."""
+    """A module's forward hooks by key, and the keys of those that take keyword arguments: the very
+    dictionaries that it keeps."""
     return module._forward_hooks, module._forward_hooks_with_kwargs
 
 
-def forward_pre_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
+def forward_pre_hooks(
+    module: nn.Module,
+) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
     """Return the same of a module's hooks that run before its forward."""
     return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if ``module.compile()`` was called: the module is traced with its hooks and any replacement of its forward."""
+    """Return True if ``module.compile()`` was called: the module is traced with its hooks and any
+    replacement of its forward."""
     return module._compiled_call_impl is not None
 
 
@@ -247,7 +292,9 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None) -> dist.ProcessGroupNCCL.Options:
+def nccl_options(
+    timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None
+) -> dist.ProcessGroupNCCL.Options:
     """Return the options of an NCCL group.
 
     Args:
@@ -263,13 +310,17 @@ def nccl_options(timeout: timedelta | None, *, high_priority: bool, max_ctas: in
         options._timeout = timeout
     if max_ctas is not None:
         if not hasattr(getattr(options, "config", None), "max_ctas"):
-            raise ValueError(f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave the option out")
+            raise ValueError(
+                f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave "
+                "the option out"
+            )
         options.config.max_ctas = max_ctas
     return options
 
 
 def flight_record() -> bytes:
-    """Return NCCL's latest operations and their progress, pickled as torch's analyzer (``torchfrtrace``) reads it.
+    """Return NCCL's latest operations and their progress, pickled as torch's analyzer
+    (``torchfrtrace``) reads it.
 
     (torch writes it by itself only when it notices a hang.)
     """
@@ -277,20 +328,24 @@ def flight_record() -> bytes:
 
 
 def abort_process_groups() -> None:
-    """Give up whatever is under way on all process groups, and the groups with it (torch's function for all backends is private)."""
+    """Give up whatever is under way on all process groups, and the groups with it (torch's function
+    for all backends is private)."""
     dist.distributed_c10d._abort_process_group()
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return True if torch's communication failed: an error class of its own, except that gloo's errors are recognized by their text
-    alone.
-    """
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None)
+    """Return True if torch's communication failed: an error class of its own, except that gloo's
+    errors are recognized by their text alone."""
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None
+    )
 
 
-def grouped_product(x: torch.Tensor, matrices: torch.Tensor, *, sizes: list[int], ends: torch.Tensor) -> torch.Tensor:
-    """Consecutive rows of ``x`` (r, i) times one of ``matrices`` (E, i, o) each: by torch's grouped product where it takes these, else one
-    after the other.
+def grouped_product(
+    x: torch.Tensor, matrices: torch.Tensor, *, sizes: list[int], ends: torch.Tensor
+) -> torch.Tensor:
+    """Consecutive rows of ``x`` (r, i) times one of ``matrices`` (E, i, o) each: by torch's grouped
+    product where it takes these, else one after the other.
 
     Args:
         x: The rows.
@@ -305,17 +360,22 @@ def grouped_product(x: torch.Tensor, matrices: torch.Tensor, *, sizes: list[int]
 
 
 def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return True if torch's kernel takes these: no double precision, rows of whole 16 bytes, and on CUDA Ampere or later."""
+    """Return True if torch's kernel takes these: no double precision, rows of whole 16 bytes, and
+    on CUDA Ampere or later."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
         size * x.element_size() % 16 for size in matrices.shape[1:]
     ):
         return False
-    return x.device.type == "cpu" or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0))
+    return x.device.type == "cpu" or (
+        x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )
 
 
 class _ProductsInTurn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, matrices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, matrices: torch.Tensor, sizes: list[int]
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, matrices)
         ctx.sizes = sizes
         output = x.new_empty(x.size(0), matrices.size(2))
@@ -350,11 +410,14 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
-    """Return the tensor in which ``GradScaler.unscale_`` records whether a gradient overflowed; it is made if this rank has no
-    gradient at all.
-    """
-    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+def found_inf(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device
+) -> torch.Tensor:
+    """Return the tensor in which ``GradScaler.unscale_`` records whether a gradient overflowed; it
+    is made if this rank has no gradient at all."""
+    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
+        "found_inf_per_device"
+    ]
     if not found:
         found[device] = torch.zeros((), device=device)
     (tensor,) = found.values()

@@ -1,4 +1,5 @@
-"""The used parts of torchao's float8 training (tests/test_fp8.py); torchao is imported on demand."""
+"""The used parts of torchao's float8 training (tests/test_fp8.py); torchao is imported on
+demand."""
 
 from __future__ import annotations
 
@@ -28,20 +29,34 @@ class Recipe:
 
 
 def make_recipe(name: str, *, emulate: bool) -> Recipe:
-    """torchao's recipe of this name; ``emulate``: multiply in float32 what was rounded to float8."""
+    """torchao's recipe of this name; ``emulate``: multiply in float32 what was rounded to
+    float8."""
     from torchao.float8 import Float8LinearConfig, LinearMMConfig, ScaledMMConfig
 
     config = Float8LinearConfig.from_recipe_name(name)
-    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
     products, padded = (
-        LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, pads) for gemm in gemms)) for pads in (False, True)
+        LinearMMConfig(
+            *(ScaledMMConfig(emulate, gemm.use_fast_accum, False, pads) for gemm in gemms)
+        )
+        for pads in (False, True)
     )
     return Recipe(config, products, padded)
 
 
-def scaled(tensor: Tensor, role: Role, dim: Literal[0, -1], recipe: Recipe, *, pads: bool = False) -> Tensor:
-    """A matrix in float8 with its scales, to be multiplied by another; with rowwise scaling one for each vector along ``dim``."""
-    from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+def scaled(
+    tensor: Tensor, role: Role, dim: Literal[0, -1], recipe: Recipe, *, pads: bool = False
+) -> Tensor:
+    """A matrix in float8 with its scales, to be multiplied by another; with rowwise scaling one for
+    each vector along ``dim``."""
+    from torchao.float8.float8_scaling_utils import (
+        get_maybe_axiswise_dim,
+        hp_tensor_to_float8_dynamic,
+    )
     from torchao.float8.float8_training_tensor import GemmInputRole
 
     cast = getattr(recipe.config, f"cast_config_{role}")

@@ -1,4 +1,5 @@
-"""Names of transformers that it does not promise to keep, in one place (tests/huggingface/test_collected.py)."""
+"""Names of transformers that it does not promise to keep, in one place
+(tests/huggingface/test_collected.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def captured_outputs() -> dict[str, list[object]]:
-    """Return the outputs that the running forward of a Hugging Face model has captured of its layers so far, by kind
+    """Return the outputs that the running forward of a Hugging Face model has captured of its
+    layers so far, by kind
     ("hidden_states"): lists that hooks on the layers go on filling. Empty if nothing is captured.
     """
     capturing = sys.modules.get(_CAPTURING)
@@ -40,12 +42,15 @@ def captured_outputs() -> dict[str, list[object]]:
 
 
 def install_capture(model: nn.Module) -> None:
-    """Put the hooks that capture on the layers that are now in ``model``, instead of at the first forward that captures."""
+    """Put the hooks that capture on the layers that are now in ``model``, instead of at the first
+    forward that captures."""
     capturing = sys.modules.get(_CAPTURING)
     if capturing is not None:
         for module in model.modules():
             # Where a model inside has them already, those around it would put them there once more.
-            if hasattr(module, "_can_record_outputs") and not any(_INSTALLED in vars(child) for child in module.modules()):
+            if hasattr(module, "_can_record_outputs") and not any(
+                _INSTALLED in vars(child) for child in module.modules()
+            ):
                 capturing.maybe_install_capturing_hooks(module)
 
 
@@ -60,30 +65,42 @@ def is_huggingface_model(module: nn.Module) -> bool:
 
 
 def collects_by_itself(module: nn.Module) -> bool:
-    """Return True if a model's own loop collects what its configuration asks for: no hooks on the layers capture it."""
+    """Return True if a model's own loop collects what its configuration asks for: no hooks on the
+    layers capture it."""
     model: Any = module
     if not is_huggingface_model(model) or getattr(model.base_model, "_can_record_outputs", None):
         return False
-    return any(getattr(model.config, f"output_{name}", False) for name in ("hidden_states", "attentions", "router_logits"))
+    return any(
+        getattr(model.config, f"output_{name}", False)
+        for name in ("hidden_states", "attentions", "router_logits")
+    )
 
 
 def is_causal_model(module: nn.Module) -> bool:
     """Return True for a model that predicts the token after each token, and has no encoder."""
     model: Any = module
-    return is_huggingface_model(model) and model.can_generate() and not model.config.is_encoder_decoder
+    return (
+        is_huggingface_model(model) and model.can_generate() and not model.config.is_encoder_decoder
+    )
 
 
 def new_cache(config: Any) -> Any:
-    """An empty cache of keys and values for a model of ``config``; None where the model keeps something else, or its layers share them."""
+    """An empty cache of keys and values for a model of ``config``; None where the model keeps
+    something else, or its layers share them."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=config)
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    return cache if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers else None
+    return (
+        cache
+        if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers
+        else None
+    )
 
 
 def advance_cache(cache: Any, length: int, device: torch.device) -> None:
-    """Let the layers that were not called, since they are on other stages, have seen ``length`` tokens too: a model asks any of them."""
+    """Let the layers that were not called, since they are on other stages, have seen ``length``
+    tokens too: a model asks any of them."""
     for layer in cache.layers:
         missing = length - layer.get_seq_length()
         if missing > 0:
@@ -92,20 +109,21 @@ def advance_cache(cache: Any, length: int, device: torch.device) -> None:
 
 
 def has_sdpa(kind: type[nn.Module]) -> bool:
-    """Return True if a class of models can compute attention by ``scaled_dot_product_attention``."""
+    """Return True if a class of models can compute attention by
+    ``scaled_dot_product_attention``."""
     return bool(getattr(kind, "_supports_sdpa", False))
 
 
 def ignored_names(model: nn.Module) -> tuple[str, ...]:
-    """Return regular expressions for the names of stored tensors that a Hugging Face model leaves out: buffers that were saved once,
-    and are computed now.
-    """
+    """Return regular expressions for the names of stored tensors that a Hugging Face model leaves
+    out: buffers that were saved once, and are computed now."""
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*sorted(own), *_COMPUTED)
 
 
 def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state as ``save_pretrained`` writes it: other names, and tensors cut apart, as views where it would copy."""
+    """Return a state as ``save_pretrained`` writes it: other names, and tensors cut apart, as views
+    where it would copy."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with Replacing({Tensor.contiguous: lambda value, **_: value}):

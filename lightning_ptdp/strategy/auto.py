@@ -15,7 +15,14 @@ from lightning_ptdp.strategy.checks import check_data, check_model, check_traine
 from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.strategy.conversion import replacing
 from lightning_ptdp.strategy.fork_safety import in_child
-from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice, Training, choose, refuse_given, replica_rows
+from lightning_ptdp.strategy.layout_choice import (
+    Forecast,
+    LayoutChoice,
+    Training,
+    choose,
+    refuse_given,
+    replica_rows,
+)
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import divisors
 
@@ -23,7 +30,8 @@ __all__ = ["ChosenLayout"]
 
 
 class ChosenLayout(RunningStrategy):
-    """Mixin of the strategy: has the planner choose the options of the layout, where that is asked for."""
+    """Mixin of the strategy: has the planner choose the options of the layout, where that is asked
+    for."""
 
     _chooses: bool
     _forecast: Forecast | None
@@ -36,21 +44,23 @@ class ChosenLayout(RunningStrategy):
         """
         if layout not in ("auto", None):
             raise ValueError(
-                f"layout={layout!r:.100} must be 'auto', or be left out, with sizes such as tensor_parallel_size=2 instead"
+                f"layout={layout!r:.100} must be 'auto', or be left out, with sizes such as "
+                "tensor_parallel_size=2 instead"
             )
         self._chooses, self._forecast = layout == "auto", None
         if self._chooses:
             refuse_given(self.config)
 
     def _choose(self, trainer: Trainer, sources: Sequence[object]) -> None:
-        """If that is asked, once: a further fit trains on in the same layout. Every process chooses alike, from the same script, data and
-        machine file."""
+        """If that is asked, once: a further fit trains on in the same layout. Every process chooses
+        alike, from the same script, data and machine file."""
         if not self._chooses:
             return
         rows = replica_rows(sources)
         if all(rows(replicas) is None for replicas in divisors(self.world_size)):
             raise ValueError(
-                "layout='auto' has to know the batch: give fit a DataLoader or a data module with batch sizes of its own"
+                "layout='auto' has to know the batch: give fit a DataLoader or a data module with "
+                "batch sizes of its own"
             )
         name = self._device_name()
         device = device_here(name)
@@ -74,7 +84,14 @@ class ChosenLayout(RunningStrategy):
             config=given,
             world_size=self.world_size,
             rows=rows,
-            length=next((source.sequence_length for source in sources if hasattr(source, "sequence_length")), None),
+            length=next(
+                (
+                    source.sequence_length
+                    for source in sources
+                    if hasattr(source, "sequence_length")
+                ),
+                None,
+            ),
             device=device,
             precision=str(trainer.precision),
             forks=_forks(given, self.world_size),
@@ -91,7 +108,11 @@ class ChosenLayout(RunningStrategy):
     def _device_name(self) -> str:
         """Return the device's name. Asking a GPU starts CUDA."""
         ask = partial(device_name, self.root_device)
-        return in_child(ask) if _forks(self.config, self.world_size) and self.root_device.type != "cpu" else ask()
+        return (
+            in_child(ask)
+            if _forks(self.config, self.world_size) and self.root_device.type != "cpu"
+            else ask()
+        )
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Times steps, if a layout was chosen by what they were expected to take."""
@@ -100,9 +121,14 @@ class ChosenLayout(RunningStrategy):
             self._forecast.batch_begins()
 
     def on_train_end(self) -> None:
-        """Tells the loggers what was expected of the chosen layout, and the user if it was far off."""
+        """Tells the loggers what was expected of the chosen layout, and the user if it was far
+        off."""
         super().on_train_end()
-        if self._forecast is None or not self.is_global_zero or (measured := self._forecast.measured) is None:
+        if (
+            self._forecast is None
+            or not self.is_global_zero
+            or (measured := self._forecast.measured) is None
+        ):
             return
         metrics = {
             "predicted_step_s": self._forecast.seconds,

@@ -1,4 +1,5 @@
-"""Passes over the repeated blocks of a rank when they are cut, filled and sharded, the innermost first."""
+"""Passes over the repeated blocks of a rank when they are cut, filled and sharded, the innermost
+first."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ _SYMMETRIC_BYTES = 2**20
 
 
 def prepare_blocks(
-    *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, surroundings: Surroundings, device: torch.device
+    *,
+    config: PTDPConfig,
+    mesh: ProcessMesh,
+    parallel: ParallelModel,
+    surroundings: Surroundings,
+    device: torch.device,
 ) -> tuple[str, ...]:
-    """Products in pieces or float8, a compiled forward around them, around that recomputation or offload, as the options say, in place.
+    """Products in pieces or float8, a compiled forward around them, around that recomputation or
+    offload, as the options say, in place.
 
     Returns:
         What the summary tells of it.
 
     Raises:
-        ValueError: The device or the machine lacks what an option needs, or a stage has too few layers.
+        ValueError: The device or the machine lacks what an option needs, or a stage has too few
+            layers.
     """
     module, notes = parallel.module, list[str]()
     blocks = parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks
@@ -41,7 +49,13 @@ def prepare_blocks(
     if config.fp8 is not None:
         notes.append(apply_fp8(module, scaling=config.fp8, blocks=blocks, device=device))
     remove_recomputation(module)
-    compile_blocks(module, policy=config.compiles, blocks=blocks, device=device, options=config.compile_options or {})
+    compile_blocks(
+        module,
+        policy=config.compiles,
+        blocks=blocks,
+        device=device,
+        options=config.compile_options or {},
+    )
     apply_recomputation(
         module,
         policy=config.recompute,

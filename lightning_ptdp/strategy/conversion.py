@@ -1,4 +1,5 @@
-"""Conversion of the whole model before it is cut, since plugins may replace modules and parameters."""
+"""Conversion of the whole model before it is cut, since plugins may replace modules and
+parameters."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ def replacing(plugin: Precision, names: LightningNames) -> Callable[[nn.Module],
 def convert(strategy: ModelSpace, mesh: ProcessMesh) -> nn.Module:
     """Convert the strategy's model, in place where its plugins do.
 
-    Those that replace modules may copy values, which what ``configure_model`` built has not yet: it is given them where a rank holds all
-    of it anyway.
-    """
-    if replacing(strategy.precision_plugin, strategy._names) is not None and strategy.ranks_hold_all:
-        give_value = Materializer(strategy.model, seed=strategy.run.seed, device=torch.device("cpu"))
+    Those that replace modules may copy values, which what ``configure_model`` built has not yet: it
+    is given them where a rank holds all of it anyway."""
+    if (
+        replacing(strategy.precision_plugin, strategy._names) is not None
+        and strategy.ranks_hold_all
+    ):
+        give_value = Materializer(
+            strategy.model, seed=strategy.run.seed, device=torch.device("cpu")
+        )
         for name, module in strategy.model.named_modules():
             give_value(module, name)
     model = strategy.precision_plugin.convert_module(strategy.model)

@@ -12,9 +12,10 @@ __all__ = ["draw_like_replicas"]
 
 
 def draw_like_replicas(sampler: RandomSampler) -> None:
-    """Let a random sampler without a generator draw the order of ``DistributedSampler``, which Lightning gives to replicas: from the seed
-    of ``seed_everything`` and the epoch. By itself it would draw from the process's random state, which pipeline stages consume
-    differently, and all ranks of a replica must read the same samples."""
+    """Let a random sampler without a generator draw the order of ``DistributedSampler``, which
+    Lightning gives to replicas: from the seed of ``seed_everything`` and the epoch. By itself it
+    would draw from the process's random state, which pipeline stages consume differently, and all
+    ranks of a replica must read the same samples."""
     if sampler.generator is not None:
         return
     sampler.generator = torch.Generator()

@@ -1,4 +1,5 @@
-"""Expected ranks, their nodes, how missing ones are started, and which of this machine's processes have ended."""
+"""Expected ranks, their nodes, how missing ones are started, and which of this machine's processes
+have ended."""
 
 from __future__ import annotations
 
@@ -48,10 +49,15 @@ class Crowd:
 
     @property
     def watched(self) -> list[int]:
-        """Ranks of this machine whose processes this rank looks after: the first rank after the others, they after it."""
+        """Ranks of this machine whose processes this rank looks after: the first rank after the
+        others, they after it."""
         here = self.world_size // self.num_nodes
         first = self.rank // here * here
-        return [rank for rank in range(first, first + here) if rank != self.rank] if self.rank == first else [first]
+        return (
+            [rank for rank in range(first, first + here) if rank != self.rank]
+            if self.rank == first
+            else [first]
+        )
 
     def missing(self, ranks: list[int]) -> str:
         """Return the message of the store's rank about ranks that have not joined."""
@@ -64,7 +70,8 @@ class Crowd:
         return f"for {listed('rank', ranks)}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
 
     def first_of_all(self) -> str:
-        """Return the message of the first rank of another node, or else of rank 1, while rank 0 does not answer."""
+        """Return the message of the first rank of another node, or else of rank 1, while rank 0
+        does not answer."""
         if self.rank != 1 and self.rank % (self.world_size // self.num_nodes):
             return ""
         return f"for rank 0 at {self.where}{self._how([0])}"
@@ -73,7 +80,11 @@ class Crowd:
         """Why there is no store, or no answer of rank 0 in it."""
         if reached:
             return "rank 0 did not come"
-        return f"{self.keeper} does not answer" if self.rank else f"the store at {self.where} does not answer"
+        return (
+            f"{self.keeper} does not answer"
+            if self.rank
+            else f"the store at {self.where} does not answer"
+        )
 
     def _how(self, nodes: list[int]) -> str:
         if not nodes or self.num_nodes == 1:
@@ -87,7 +98,8 @@ class Crowd:
 
 
 _LOOPBACK_HINT = (
-    " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and MASTER_PORT a free port there: set both, the same "
+    " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and MASTER_PORT a "
+    "free port there: set both, the same "
     "on all nodes)"
 )
 
@@ -103,7 +115,8 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Return True if a process of this machine has ended; False for other machines' processes, of which nothing is known."""
+    """Return True if a process of this machine has ended; False for other machines' processes, of
+    which nothing is known."""
     machine, pid, started = json.loads(process)
     return machine is not None and machine == _machine() and _started(pid) != started
 
@@ -111,7 +124,9 @@ def has_ended(process: str) -> bool:
 @cache
 def _machine() -> str | None:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text(
+            encoding="ascii"
+        ).strip() + os.readlink("/proc/self/ns/pid")
     except OSError:  # no Linux
         return None
 
@@ -119,7 +134,9 @@ def _machine() -> str | None:
 def _started(pid: int) -> str | None:
     """When a process started, in ticks; None if it is gone, or dead and not yet taken leave of."""
     try:
-        state, *values = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, *values = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        )
     except OSError:
         return None
     return None if state in "ZX" else values[18]

@@ -15,7 +15,8 @@ _Result = TypeVar("_Result")
 def in_child(function: Callable[[], _Result]) -> _Result:
     """Return the result of ``function``, called in a forked process.
 
-    This process then starts neither CUDA nor autograd's threads, with either of which no process that is forked later could train.
+    This process then starts neither CUDA nor autograd's threads, with either of which no process
+    that is forked later could train.
 
     Raises:
         RuntimeError: The process ended, or gave no answer within ten minutes.
@@ -35,11 +36,15 @@ def in_child(function: Callable[[], _Result]) -> _Result:
     sender.close()
     try:
         if not receiver.poll(_LIMIT_S):
-            raise RuntimeError(f"a process that was forked to ask it something gave no answer for {_LIMIT_S:.0f} s")
+            raise RuntimeError(
+                f"a process that was forked to ask it something gave no answer for {_LIMIT_S:.0f} s"
+            )
         succeeded, result = receiver.recv()
     except EOFError as error:
         child.join(_LIMIT_S)
-        raise RuntimeError(f"a process that was forked to ask it something ended with exit code {child.exitcode}") from error
+        raise RuntimeError(
+            f"a process that was forked to ask it something ended with exit code {child.exitcode}"
+        ) from error
     finally:
         child.kill()
         child.join(_LIMIT_S)

@@ -1,4 +1,5 @@
-"""Contexts around the forwards of a rank: the list is made here, and impossible combinations are refused."""
+"""Contexts around the forwards of a rank: the list is made here, and impossible combinations are
+refused."""
 
 from __future__ import annotations
 
@@ -29,15 +30,21 @@ _HEADS = ("num_heads", "num_attention_heads", "n_head")
 
 
 def make_surroundings(
-    *, config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, seed: int, device: torch.device
+    *,
+    config: PTDPConfig,
+    mesh: ProcessMesh,
+    parallel: ParallelModel,
+    seed: int,
+    device: torch.device,
 ) -> Surroundings:
     """Return the contexts around the forwards of this rank, the outermost first.
 
-    The order: of torch's function modes the one that was entered last sees a call first, and what it calls itself goes to those around
-    it. Random numbers of the step come first, because their hooks must be the outermost of a block. Dropout by key comes last, because
-    it must meet attention with dropout before that is split over slices of the sequence; weight gradients come before both, because
-    whatever product the others put in the place of a call must be able to wait.
-    """
+    The order: of torch's function modes the one that was entered last sees a call first, and what
+    it calls itself goes to those around it. Random numbers of the step come first, because their
+    hooks must be the outermost of a block. Dropout by key comes last, because it must meet
+    attention with dropout before that is split over slices of the sequence; weight gradients come
+    before both, because whatever product the others put in the place of a call must be able to
+    wait."""
     context, tensor = mesh.group("context"), mesh.group("tensor")
     entries: list[Surrounding] = [_step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
@@ -49,31 +56,64 @@ def make_surroundings(
             sequence_dims=config.sequence_dims or {},
             needs_positions=config.context_parallel_positions,
             sequence_parallel_size=config.tensor_parallel_size if config.sequence_parallel else 1,
-            attending=[stage for stage, (start, stop) in enumerate(parallel.ranges or [(0, 1)]) if start < stop],
+            attending=[
+                stage
+                for stage, (start, stop) in enumerate(parallel.ranges or [(0, 1)])
+                if start < stop
+            ],
         )
         entries.append(sliced)
     if config.keyed_dropout:
-        entries.append(KeyedDropout(tensor=tensor, context=context, sequence_parallel=config.sequence_parallel, seed=seed))
+        entries.append(
+            KeyedDropout(
+                tensor=tensor,
+                context=context,
+                sequence_parallel=config.sequence_parallel,
+                seed=seed,
+            )
+        )
     elif tensor.size > 1 and (parallel.split_blocks is not None or not config.sequence_parallel):
-        returns = any(is_whole(m) or (isinstance(m, PlacedDropout) and not m.split) for m in parallel.module.modules())
-        entries.append(SplitRandomness(rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns))
+        returns = any(
+            is_whole(m) or (isinstance(m, PlacedDropout) and not m.split)
+            for m in parallel.module.modules()
+        )
+        entries.append(
+            SplitRandomness(
+                rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns
+            )
+        )
     return Surroundings(entries)
 
 
-def _step_randomness(config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device) -> StepRandomness:
-    module, names = parallel.module, parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks
+def _step_randomness(
+    config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device
+) -> StepRandomness:
+    module, names = (
+        parallel.module,
+        parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks,
+    )
     draws = mesh.layout.world_size > 1 or config.runs_backward
     try:
-        layers = [layer.name for layer in layers_of(module, find_blocks(module) if names is None else names) if draws]
+        layers = [
+            layer.name
+            for layer in layers_of(module, find_blocks(module) if names is None else names)
+            if draws
+        ]
     except ValueError:  # nothing is repeated, and nothing is cut
         layers = []
-    blocks = {number: name for number, name in enumerate(layers) if not isinstance(module.get_submodule(name), Placeholder)}
+    blocks = {
+        number: name
+        for number, name in enumerate(layers)
+        if not isinstance(module.get_submodule(name), Placeholder)
+    }
     splits_ends = config.sequence_parallel and parallel.split_blocks is None
     if splits_ends:
         # Behind the embedding the sequence is split already.
         around = tuple(f"{name}." for name in layers)
         drops = [
-            name for name, child in module.named_modules() if isinstance(child, nn.Dropout) and not f"{name}.".startswith(around)
+            name
+            for name, child in module.named_modules()
+            if isinstance(child, nn.Dropout) and not f"{name}.".startswith(around)
         ]
         blocks |= {len(layers) + index: name for index, name in enumerate(drops)}
     place = (mesh.group("tensor").rank if splits_ends else 0, mesh.group("context").rank)
@@ -85,17 +125,21 @@ def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:
     """Check what a whole, uncut model tells of its attention.
 
     Raises:
-        ValueError: Its attention cannot be intercepted, or its heads do not divide (all-to-all attention).
+        ValueError: Its attention cannot be intercepted, or its heads do not divide (all-to-all
+            attention).
     """
     if config.context_parallel_size == 1:
         return
     reason = why_not(model)
     if reason is not None:
         raise ValueError(
-            f"context_parallel_size={config.context_parallel_size} cannot run this model: {reason}; or use context_parallel_size=1"
+            f"context_parallel_size={config.context_parallel_size} cannot run this model: "
+            f"{reason}; or use context_parallel_size=1"
         )
     for module in model.modules():
         described: Any = getattr(module, "config", None)
-        heads = next((n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None)
+        heads = next(
+            (n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None
+        )
         if heads is not None and config.context_parallel_attention == "all_to_all":
             check_heads(max(1, heads // config.tensor_parallel_size), config.context_parallel_size)

@@ -1,4 +1,5 @@
-"""Collectives on a rank whose run ended with an exception: callbacks then save checkpoints, which takes all ranks."""
+"""Collectives on a rank whose run ended with an exception: callbacks then save checkpoints, which
+takes all ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ class Interruption:
     """
 
     def __init__(self, trainer: Trainer, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
-        self._trainer, self._watchdog, self._run, self._on_device = trainer, watchdog, run, on_device
+        self._trainer, self._watchdog, self._run, self._on_device = (
+            trainer,
+            watchdog,
+            run,
+            on_device,
+        )
         self._alone: bool | None = None
 
     def is_of_this_rank_alone(self) -> bool:
-        """Return True if an exception did not end all ranks at the same step. Waits some seconds for the other ranks."""
+        """Return True if an exception did not end all ranks at the same step. Waits some seconds
+        for the other ranks."""
         if self._trainer.state.status != "interrupted" or self._watchdog.closed:
             return False
         if self._alone is None:
@@ -36,7 +43,8 @@ class Interruption:
         return self._alone
 
     def leave(self) -> None:
-        """After an exception of all ranks: wait for them, some seconds, before this one ends. Whoever started them ends all when one has
-        ended, and rank 0 may still be writing its log."""
+        """After an exception of all ranks: wait for them, some seconds, before this one ends.
+        Whoever started them ends all when one has ended, and rank 0 may still be writing its
+        log."""
         if self._alone is False:
             self._watchdog.all_come(f"{self._run}/end", limit_s=_LEAVING_S)

@@ -1,4 +1,5 @@
-"""Lightning's launchers, with the checks before the launch and the trained weights returned after it."""
+"""Lightning's launchers, with the checks before the launch and the trained weights returned after
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
 from lightning_ptdp.shims.torch import is_communication_error
 from lightning_ptdp.strategy.shared_file import shared_file
-from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_children_on_sigterm, handing_on_ctrl_c, not_handing_on
+from lightning_ptdp.strategy.stopping import (
+    INTERRUPTED,
+    ending_children_on_sigterm,
+    handing_on_ctrl_c,
+    not_handing_on,
+)
 
 __all__ = ["InProcessLauncher", "make_launcher"]
 
@@ -26,18 +32,22 @@ _T = TypeVar("_T")
 
 
 def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> Launcher:
-    """The launcher that starts this node's processes with ``start_method``; one process alone is this one, whatever the method.
+    """The launcher that starts this node's processes with ``start_method``; one process alone is
+    this one, whatever the method.
 
     Raises:
-        MisconfigurationException: The processes cannot be started from a notebook or a prompt in this way.
+        MisconfigurationException: The processes cannot be started from a notebook or a prompt in
+            this way.
     """
     if strategy.num_nodes * strategy.num_processes == 1:
         return InProcessLauncher(strategy)
     if start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
         # Lightning would recommend a strategy of its own.
         raise lightning_names(namespace).MisconfigurationException(
-            f"start_method={start_method!r} cannot start processes from a notebook or an interactive prompt, where there is no script to "
-            'run again: use Trainer(strategy="ptdp_fork") or start_method="fork" and leave CUDA alone before fit, or run '
+            f"start_method={start_method!r} cannot start processes from a notebook or an "
+            "interactive prompt, where there is no script to "
+            'run again: use Trainer(strategy="ptdp_fork") or start_method="fork" and leave CUDA '
+            "alone before fit, or run "
             "a script"
         )
     subprocesses, workers = _launcher_classes(namespace)
@@ -47,14 +57,21 @@ def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> 
 
 
 class InProcessLauncher:
-    """Starts nothing. A forked child would inherit the threads' locks of a notebook or a test run, but not their threads."""
+    """Starts nothing. A forked child would inherit the threads' locks of a notebook or a test run,
+    but not their threads."""
 
     is_interactive_compatible = True
 
     def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
 
-    def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
+    def launch(
+        self,
+        function: Callable[..., _T],
+        *args: object,
+        trainer: Trainer | None = None,
+        **kwargs: object,
+    ) -> _T:
         """Check, then call ``function``."""
         self._strategy.check_before_launch(trainer, args)
         return function(*args, **kwargs)
@@ -65,7 +82,8 @@ class InProcessLauncher:
 
 @dataclass(frozen=True)
 class _Ended:
-    """Instead of results: the processes ended themselves (SIGTERM). Without it the main process would wait for results forever."""
+    """Instead of results: the processes ended themselves (SIGTERM). Without it the main process
+    would wait for results forever."""
 
 
 @lru_cache(maxsize=2)
@@ -75,23 +93,37 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
     multiprocessing_launcher: Any = names.MultiProcessingLauncher
 
     def reduce(launcher: Launcher) -> tuple[object, ...]:
-        # Classes made in a function cannot be found by name: spawned processes get them from this one's arguments.
-        return _bare_launcher, (namespace, _launcher_classes(namespace).index(type(launcher))), launcher.__getstate__()
+        # Classes made in a function cannot be found by name: spawned processes get them from this
+        # one's arguments.
+        return (
+            _bare_launcher,
+            (namespace, _launcher_classes(namespace).index(type(launcher))),
+            launcher.__getstate__(),
+        )
 
     class CheckedSubprocessLauncher(subprocess_launcher):
         """Re-runs the script once a process."""
 
         def __init__(self, strategy: StrategyBase) -> None:
-            super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+            super().__init__(
+                strategy.cluster_environment, strategy.num_processes, strategy.num_nodes
+            )
             self._strategy = strategy
 
-        def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
+        def launch(
+            self,
+            function: Callable[..., _T],
+            *args: object,
+            trainer: Trainer | None = None,
+            **kwargs: object,
+        ) -> _T:
             self._strategy.check_before_launch(trainer, args)
             with ending_children_on_sigterm(self):
                 return super().launch(function, *args, trainer=trainer, **kwargs)
 
         def kill(self, signum: int) -> None:
-            """Also to end with this process. That they have ended is then no failure, for which Lightning would kill this one too."""
+            """Also to end with this process. That they have ended is then no failure, for which
+            Lightning would kill this one too."""
             super().kill(signum)
             if signum == signal.SIGKILL:
                 for process in self.procs:
@@ -103,17 +135,26 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
     class CheckedMultiProcessingLauncher(multiprocessing_launcher):
         """Forks or spawns the processes, and gives the main process the whole trained model.
 
-        Lightning's sends the weights through a file in the temporary folder, which may be small or on a disk.
-        """
+        Lightning's sends the weights through a file in the temporary folder, which may be small or
+        on a disk."""
 
         _weights_path: str | None = None
 
-        def launch(self, function: Callable[..., _T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> _T:
+        def launch(
+            self,
+            function: Callable[..., _T],
+            *args: object,
+            trainer: Trainer | None = None,
+            **kwargs: object,
+        ) -> _T:
             self._strategy.check_before_launch(trainer, args)
             self._strategy.ranks_failed = False
             returns = trainer is not None and fits(trainer) and self._strategy.returns_weights
             try:
-                with shared_file() if returns else contextlib.nullcontext() as self._weights_path, handing_on_ctrl_c(self):
+                with (
+                    shared_file() if returns else contextlib.nullcontext() as self._weights_path,
+                    handing_on_ctrl_c(self),
+                ):
                     return super().launch(function, *args, trainer=trainer, **kwargs)
             except BaseException:
                 self._strategy.ranks_failed = True
@@ -128,17 +169,21 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 sys.exit(INTERRUPTED)  # some versions of torch take it for a good end
             except SystemExit as end:
                 if process_idx == 0 and not end.code:
-                    call[3].put(_Ended())  # behind the function and its arguments, the queue of its results
+                    call[3].put(
+                        _Ended()
+                    )  # behind the function and its arguments, the queue of its results
                 raise
             except Exception as error:
                 peer_lost = isinstance(error, PeerError) or is_communication_error(error)
-                # The main process shows the error of the rank that ends first and ends the others by SIGTERM. Before SIGTERM has come, wait
-                # for it, so that the lost rank is the first.
+                # The main process shows the error of the rank that ends first and ends the others
+                # by SIGTERM. Before SIGTERM has come, wait for it, so that the lost rank is the
+                # first.
                 if peer_lost and not self._strategy.told_to_end:
                     time.sleep(_LAST_WORD_S)
                 if _FORKED_TOO_LATE in str(error):
                     error.add_note(
-                        "A backward has run in the process that this one was forked from, and left threads there: leave the GPU and "
+                        "A backward has run in the process that this one was forked from, and "
+                        "left threads there: leave the GPU and "
                         "backwards alone before fit, or use start_method='popen'."
                     )
                 raise
@@ -149,14 +194,18 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
             if self._strategy.local_rank != 0:
                 return None
             best = getattr(trainer.checkpoint_callback, "best_model_path", None)
-            return names.WorkerOutput(best, self._weights_path, trainer.state, results, self.get_extra_results(trainer))
+            return names.WorkerOutput(
+                best, self._weights_path, trainer.state, results, self.get_extra_results(trainer)
+            )
 
         def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
             if isinstance(worker_output, _Ended):
                 raise SystemExit
             if worker_output.weights_path is not None:
                 self._strategy.read_weights(worker_output.weights_path)
-            super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
+            super()._recover_results_in_main_process(
+                worker_output._replace(weights_path=None), trainer
+            )
 
         __reduce__ = reduce
 

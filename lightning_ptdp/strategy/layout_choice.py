@@ -1,4 +1,5 @@
-"""``layout="auto"``: the layout that the planner takes to be the fastest of those that fit and that the model and the data take."""
+"""``layout="auto"``: the layout that the planner takes to be the fastest of those that fit and that
+the model and the data take."""
 
 from __future__ import annotations
 
@@ -27,14 +28,42 @@ from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.planning import described, trained_share
 from lightning_ptdp.world.layout import divisors
 
-__all__ = ["Forecast", "LayoutChoice", "Training", "choose", "fastest_layouts", "refuse_given", "replica_rows"]
+__all__ = [
+    "Forecast",
+    "LayoutChoice",
+    "Training",
+    "choose",
+    "fastest_layouts",
+    "refuse_given",
+    "replica_rows",
+]
 
 LayoutChoice = Literal["auto"]
 _CHOSEN = (
-    *("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size", "expert_parallel_size"),
+    *(
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "virtual_pipeline_size",
+        "context_parallel_size",
+        "expert_parallel_size",
+    ),
     "expert_tensor_parallel_size",
-    *("sequence_parallel", "num_microbatches", "micro_batch_size", "schedule", "partition", "recompute", "recompute_layers"),
-    *("distribute_saved_activations", "shard_optimizer", "channel_ctas", "tensor_overlap", "microbatch_group_size"),
+    *(
+        "sequence_parallel",
+        "num_microbatches",
+        "micro_batch_size",
+        "schedule",
+        "partition",
+        "recompute",
+        "recompute_layers",
+    ),
+    *(
+        "distribute_saved_activations",
+        "shard_optimizer",
+        "channel_ctas",
+        "tensor_overlap",
+        "microbatch_group_size",
+    ),
 )
 _TRIED = 8
 _OFF = 0.15
@@ -91,7 +120,12 @@ class Forecast:
     @property
     def measured(self) -> float | None:
         """Seconds of a step: the median, without the first few; None if there were too few."""
-        steps = [after - before for before, after in zip(self.began[_WARM_UP:], self.began[_WARM_UP + 1 :], strict=False)]
+        steps = [
+            after - before
+            for before, after in zip(
+                self.began[_WARM_UP:], self.began[_WARM_UP + 1 :], strict=False
+            )
+        ]
         return statistics.median(steps) if steps else None
 
     def verdict(self) -> str:
@@ -100,7 +134,8 @@ class Forecast:
         if measured is None or abs(self.seconds / measured - 1) <= _OFF:
             return ""
         return (
-            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s; what it was made with: "
+            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s; "
+            "what it was made with: "
             f"{self.figures}"
         )
 
@@ -113,10 +148,15 @@ def refuse_given(config: PTDPConfig) -> None:
     """
     for option in fields(config):
         if option.name in _CHOSEN and (value := getattr(config, option.name)) != option.default:
-            raise ValueError(f"layout='auto' chooses {option.name}, but {option.name}={value!r} is given: leave one of them out")
+            raise ValueError(
+                f"layout='auto' chooses {option.name}, but {option.name}={value!r} is given: "
+                "leave one of them out"
+            )
 
 
-def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[PTDPConfig, Forecast]:
+def choose(
+    training: Training, *, fits: Callable[[PTDPConfig], None]
+) -> tuple[PTDPConfig, Forecast]:
     """The options with the fastest layout that the model takes, and what to expect of it.
 
     Args:
@@ -124,13 +164,16 @@ def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[P
         fits: Raises a ValueError if the model or the data do not take these options.
 
     Raises:
-        ValueError: The model's sizes are not known, no layout fits, or the model takes none of them.
+        ValueError: The model's sizes are not known, no layout fits, or the model takes none of
+            them.
     """
     found, device = fastest_layouts(training), training.device
     if not found:
         raise ValueError(
-            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} with "
-            f"{(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each (a reserve of {RESERVE:.0%} is left free): ptdp plan says what "
+            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} "
+            "with "
+            f"{(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each (a reserve of "
+            f"{RESERVE:.0%} is left free): ptdp plan says what "
             "each needs; use more devices, or smaller batches"
         )
     refusals = []
@@ -144,8 +187,12 @@ def choose(training: Training, *, fits: Callable[[PTDPConfig], None]) -> tuple[P
             continue
         text = _told(candidate, seconds, found[i + 1 :])
         figures = whose_figures(device, training.world_size)
-        return chosen, Forecast(seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures)
-    raise ValueError(f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}")
+        return chosen, Forecast(
+            seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures
+        )
+    raise ValueError(
+        f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}"
+    )
 
 
 def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
@@ -183,7 +230,10 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
         for candidate in search(job, space, count=_TRIED).best:
             degrees = replace(
-                candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False, placement="loop"
+                candidate.choice.layout,
+                virtual_pipeline_size=1,
+                sequence_parallel=False,
+                placement="loop",
             ).describe()
             seconds = candidate.time.total / job.global_batch_size
             if degrees not in best or seconds < best[degrees][0]:
@@ -209,7 +259,8 @@ def _shares(candidate: Candidate) -> dict[str, float]:
 
 
 def replica_rows(sources: Sequence[Any]) -> Callable[[int], int | None]:
-    """Samples of a replica's batch, for a number of replicas, by the loader or the data module that says it."""
+    """Samples of a replica's batch, for a number of replicas, by the loader or the data module that
+    says it."""
 
     def rows(replicas: int) -> int | None:
         return next(_told_rows(sources, replicas), None)

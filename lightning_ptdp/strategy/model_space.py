@@ -29,20 +29,27 @@ MASTER = "master"  # the name of a float32 copy among the optimizer's states
 
 
 class ModelSpace(RunningStrategy):
-    """Mixin of the strategy: tensors under their names in the uncut model, with the part of it that they are."""
+    """Mixin of the strategy: tensors under their names in the uncut model, with the part of it that
+    they are."""
 
-    _adopted: Sequence[Stepped] | None = None  # what the optimizer of the last fit holds instead of the model's parameters
+    _adopted: Sequence[Stepped] | None = (
+        None  # what the optimizer of the last fit holds instead of the model's parameters
+    )
 
-    _named_groups: list[list[list[str]]]  # names of each optimizer's parameters, group by group, before they are sharded
+    _named_groups: list[
+        list[list[str]]
+    ]  # names of each optimizer's parameters, group by group, before they are sharded
 
     @property
     def ranks_hold_all(self) -> bool:
-        """Return True if every rank has all parameters of the model, because neither tensor nor pipeline parallelism cuts it."""
+        """Return True if every rank has all parameters of the model, because neither tensor nor
+        pipeline parallelism cuts it."""
         return self.layout.size("shards") == 1
 
     @property
     def _is_cut_here(self) -> bool:
-        """Return True if an earlier fit, validate, test or predict has already cut the module to this rank's part."""
+        """Return True if an earlier fit, validate, test or predict has already cut the module to
+        this rank's part."""
         return self._parallel is not None and self._parallel.module is self.lightning_module
 
     def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
@@ -51,21 +58,36 @@ class ModelSpace(RunningStrategy):
         names = {parameter: record.name for parameter, record in records.items()}
         shardings: dict[str, Placed] = {record.name: record.sharding for record in records.values()}
         for stepped in self._adopted or ():
-            if stepped.parameter in records:  # else it is of another module, which was trained before
+            if (
+                stepped.parameter in records
+            ):  # else it is of another module, which was trained before
                 record = records[stepped.parameter]
-                names[stepped.value], shardings[record.name] = record.name, stepped.placed(record.sharding)
+                names[stepped.value], shardings[record.name] = (
+                    record.name,
+                    stepped.placed(record.sharding),
+                )
         return names, shardings
 
     def _names_of_groups(self) -> list[list[list[str]]]:
         """Names of the parameters of each optimizer, group by group."""
         names, _ = self._optimizer_records()
-        groups = [getattr(optimizer, "_optimizer", optimizer).param_groups for optimizer in self.optimizers]
-        return [[[names.get(parameter, "") for parameter in group["params"]] for group in own] for own in groups]
+        groups = [
+            getattr(optimizer, "_optimizer", optimizer).param_groups
+            for optimizer in self.optimizers
+        ]
+        return [
+            [[names.get(parameter, "") for parameter in group["params"]] for group in own]
+            for own in groups
+        ]
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """The whole, uncut model's state on the CPU of every rank; collective over the world, for models that fit."""
+        """The whole, uncut model's state on the CPU of every rank; collective over the world, for
+        models that fit."""
         with self.waiting_in("gathering the whole model"):
-            local = {name: (tensor.cpu(), sharding) for name, (tensor, sharding) in self._model_tensors(to_write=True).items()}
+            local = {
+                name: (tensor.cpu(), sharding)
+                for name, (tensor, sharding) in self._model_tensors(to_write=True).items()
+            }
             ranks = gather(local)
         whole: dict[str, Tensor] = {}
         for part in ranks:
@@ -73,10 +95,16 @@ class ModelSpace(RunningStrategy):
                 full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
                 for piece in sharding.pieces:
                     full[piece.full_slices] = tensor[piece.local_slices]
-        return {**whole, **{alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole}}
+        return {
+            **whole,
+            **{
+                alias: whole[name] for alias, name in self.parallel.aliases.items() if name in whole
+            },
+        }
 
     def write_weights(self, path: str) -> None:
-        """Write the whole model's state dictionary to ``path``, from local rank 0. Collective over the world."""
+        """Write the whole model's state dictionary to ``path``, from local rank 0. Collective over
+        the world."""
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
         is_divided = self._parallel is not None and self.layout.divides_model
@@ -86,7 +114,8 @@ class ModelSpace(RunningStrategy):
             torch.save(weights, path)
 
     def read_weights(self, path: str) -> None:
-        """Build the module in the process that started the ranks, and load what ``write_weights`` wrote."""
+        """Build the module in the process that started the ranks, and load what ``write_weights``
+        wrote."""
         module = self.lightning_module
         self._build_unfilled(module)
         weights = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
@@ -94,20 +123,26 @@ class ModelSpace(RunningStrategy):
         module.load_state_dict(weights, strict=False)
 
     def _build_unfilled(self, module: LightningModule) -> None:
-        """Build the module without reading or drawing the values that its ``initial_weights()`` names."""
+        """Build the module without reading or drawing the values that its ``initial_weights()``
+        names."""
         comes_filled = self.config.meta_init and hasattr(module, "initial_weights")
         with torch.device("meta") if comes_filled else contextlib.nullcontext():
             module.configure_model()
         if comes_filled:
             cpu = torch.device("cpu")
-            materialize = Materializer(module, seed=0, device=cpu, left={name for name, _ in module.named_parameters()})
+            materialize = Materializer(
+                module, seed=0, device=cpu, left={name for name, _ in module.named_parameters()}
+            )
             for name, child in module.named_modules():
                 materialize(child, name)
             make_room(module, device=cpu)
 
-    def _model_tensors(self, *, without: Collection[str] = (), to_write: bool = False) -> dict[str, tuple[Tensor, Sharding]]:
-        """Local parameters and persistent buffers under their global names, tied ones under the first; before the module is cut: all.
-        Left out are those entries of the module's state, and ``to_write`` the buffers that another rank writes."""
+    def _model_tensors(
+        self, *, without: Collection[str] = (), to_write: bool = False
+    ) -> dict[str, tuple[Tensor, Sharding]]:
+        """Local parameters and persistent buffers under their global names, tied ones under the
+        first; before the module is cut: all. Left out are those entries of the module's state, and
+        ``to_write`` the buffers that another rank writes."""
         records = self.parallel.records if self._is_cut_here else {}
         found: dict[str, tuple[Tensor, Sharding]] = {}
         named: dict[int, str] = {}
@@ -120,21 +155,26 @@ class ModelSpace(RunningStrategy):
             record = records.get(value) if isinstance(value, nn.Parameter) else None
             if record is not None:
                 found[record.name] = (value.detach(), record.sharding)
-            elif named.setdefault(id(value), key) == key and not (to_write and self._is_written_elsewhere(key)):
+            elif named.setdefault(id(value), key) == key and not (
+                to_write and self._is_written_elsewhere(key)
+            ):
                 found[key] = (value.detach(), Sharding.replicated(tuple(value.shape)))
         return found
 
     def _is_written_elsewhere(self, buffer: str) -> bool:
         """Return True if this rank's value of a buffer is not the one to save.
 
-        Replicas compute their own, of which rank 0's is saved. Of a module that every stage keeps, the last stage sees all of the step.
-        """
+        Replicas compute their own, of which rank 0's is saved. Of a module that every stage keeps,
+        the last stage sees all of the step."""
         if not self._is_cut_here:
             return False
         mesh, cut = self.mesh, self.parallel.cut
         if mesh.group("replica_sum").rank or mesh.group("tensor").rank:
             return True
-        is_everywhere = cut is not None and cut.module_stages.get(buffer.rpartition(".")[0], frozenset()) is None
+        is_everywhere = (
+            cut is not None
+            and cut.module_stages.get(buffer.rpartition(".")[0], frozenset()) is None
+        )
         return is_everywhere and mesh.group("pipeline").rank != self.layout.last_stage_rank
 
 
@@ -147,6 +187,7 @@ def checked_tensor(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value
     raise ValueError(
-        f"the state_dict entry '{name}' is a {type(value).__name__}; only tensors are saved by layout. Keep it in on_save_checkpoint and "
+        f"the state_dict entry '{name}' is a {type(value).__name__}; only tensors are saved by "
+        "layout. Keep it in on_save_checkpoint and "
         "on_load_checkpoint instead"
     )

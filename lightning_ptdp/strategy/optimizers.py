@@ -1,9 +1,9 @@
 """Parameter groups of the uncut model on ranks that hold parts of it.
 
-``configure_optimizers`` runs on a view of the whole module, so that groups, their options and their order are those of one process. What
-this rank does not hold is taken out of the groups afterwards. A group may become empty, but stays, because learning rate schedulers
-and checkpoints know groups by their position.
-"""
+``configure_optimizers`` runs on a view of the whole module, so that groups, their options and their
+order are those of one process. What this rank does not hold is taken out of the groups afterwards.
+A group may become empty, but stays, because learning rate schedulers and checkpoints know groups by
+their position."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ from lightning_ptdp.parameters.records import Records
 from lightning_ptdp.parameters.sharding import Sharding, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["OptimizerGroupsError", "check_held", "compare_groups", "describe_groups", "drop_foreign", "make_trials"]
+__all__ = [
+    "OptimizerGroupsError",
+    "check_held",
+    "compare_groups",
+    "describe_groups",
+    "drop_foreign",
+    "make_trials",
+]
 
 Description = dict[str, object]
-"""One group: its options by name, and ``"params"``, the names of its parameters in the uncut model."""
+"""One group: its options by name, and ``"params"``, the names of its parameters in the uncut
+model."""
 
 
 class OptimizerGroupsError(PTDPError, ValueError):
@@ -36,14 +44,22 @@ def check_held(optimizer: Optimizer, records: Records) -> None:
     """Check that what the optimizer steps on was laid out over the ranks.
 
     Raises:
-        ValueError: A parameter of it was not, so that it would never change, or change differently on each replica.
+        ValueError: A parameter of it was not, so that it would never change, or change differently
+            on each replica.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+    held = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
     unknown = next((parameter for parameter in held if parameter not in records), None)
     if unknown is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that is not in the model which this rank "
-            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not before fit. A loss with parameters has "
+            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that "
+            "is not in the model which this rank "
+            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not "
+            "before fit. A loss with parameters has "
             "to be an attribute of the LightningModule"
         )
 
@@ -52,17 +68,26 @@ def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     """Return descriptions of the groups; parameters without a name are left out."""
     return [
         {
-            **{key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")},
+            **{
+                key: _plain(value)
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
             "params": [names[parameter] for parameter in group["params"] if parameter in names],
         }
         for group in optimizer.param_groups
     ]
 
 
-def drop_foreign(optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records) -> None:
-    """Take parameters of other stages out of the groups, in place, and cut states that were made in the whole shape."""
+def drop_foreign(
+    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records
+) -> None:
+    """Take parameters of other stages out of the groups, in place, and cut states that were made in
+    the whole shape."""
     for group in optimizer.param_groups:
-        kept = [index for index, parameter in enumerate(group["params"]) if parameter not in foreign]
+        kept = [
+            index for index, parameter in enumerate(group["params"]) if parameter not in foreign
+        ]
         for key in ("params", "param_names"):
             if key in group:
                 group[key][:] = [group[key][index] for index in kept]
@@ -70,24 +95,45 @@ def drop_foreign(optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], reco
         optimizer.state.pop(parameter, None)
     for parameter, record in records.items():
         whole, part = record.sharding.full_shape, record.sharding.local_shape
-        for key, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
+        for key, value in (
+            optimizer.state[parameter].items() if parameter in optimizer.state else ()
+        ):
             if isinstance(value, Tensor) and value.shape == whole != part:
                 optimizer.state[parameter][key] = slice_full(value, record.sharding)
 
 
 def make_trials(
-    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records, *, config: PTDPConfig, layout: ParallelLayout
+    optimizer: Optimizer,
+    foreign: Mapping[nn.Parameter, str],
+    records: Records,
+    *,
+    config: PTDPConfig,
+    layout: ParallelLayout,
 ) -> list[GroupTrial]:
-    """Return what this rank knows of each group before foreign parameters are dropped: how the layout cuts its members."""
+    """Return what this rank knows of each group before foreign parameters are dropped: how the
+    layout cuts its members."""
     trials = []
     for group in optimizer.param_groups:
         dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in records)
-        cuts = {cut for p in group["params"] if p in records for cut in _cuts(records[p].sharding, layout)}
+        cuts = {
+            cut
+            for p in group["params"]
+            if p in records
+            for cut in _cuts(records[p].sharding, layout)
+        }
         if dims and layout.pipeline_parallel_size > 1:
-            cuts.add(Cut(option=f"pipeline_parallel_size={layout.pipeline_parallel_size}", dims=max(dims), along="apart"))
+            cuts.add(
+                Cut(
+                    option=f"pipeline_parallel_size={layout.pipeline_parallel_size}",
+                    dims=max(dims),
+                    along="apart",
+                )
+            )
         if dims and config.shard_optimizer and layout.size("replica_sum") > 1:
             cuts.add(Cut(option="shard_optimizer=True", dims=max(*dims, 1), along="flat"))
-        trials.append(GroupTrial(cuts=frozenset(cuts), dims=dims, state=constructed_state(optimizer, group)))
+        trials.append(
+            GroupTrial(cuts=frozenset(cuts), dims=dims, state=constructed_state(optimizer, group))
+        )
     return trials
 
 
@@ -105,7 +151,8 @@ def compare_groups(
     descriptions: Sequence[Sequence[Description]],
     trials: Sequence[Sequence[GroupTrial]],
 ) -> list[list[GroupTrial]]:
-    """Check that all ranks made the same groups, and put together what they know of them; collective over the world.
+    """Check that all ranks made the same groups, and put together what they know of them;
+    collective over the world.
 
     Raises:
         OptimizerGroupsError: They did not. Names the first difference, on all ranks.
@@ -114,13 +161,17 @@ def compare_groups(
     other = next((rank for rank, (digests, _) in enumerate(ranks) if digests != ranks[0][0]), None)
     if other is None:
         return [
-            [_united(same) for same in zip(*groups, strict=True)] for groups in zip(*(trials for _, trials in ranks), strict=True)
+            [_united(same) for same in zip(*groups, strict=True)]
+            for groups in zip(*(trials for _, trials in ranks), strict=True)
         ]
     everything = gather(descriptions)
     for optimizer, here, there in zip(optimizers, everything[0], everything[other], strict=True):
         name = type(optimizer).__name__
         if len(here) != len(there):
-            raise _refusal(f"{name} has {len(here)} parameter groups on rank 0, but {len(there)} on rank {other}")
+            raise _refusal(
+                f"{name} has {len(here)} parameter groups on rank 0, but {len(there)} on rank "
+                f"{other}"
+            )
         for position, (group, twin) in enumerate(zip(here, there, strict=True)):
             if difference := _difference(group, twin, other):
                 raise _refusal(f"parameter group {position} of {name} has {difference}")
@@ -143,12 +194,17 @@ def _difference(group: Description, twin: Description, other: int) -> str:
     for ours, theirs, rank, absent in ((*names, 0, other), (*reversed(names), other, 0)):
         if missing := [name for name in ours if name not in theirs]:
             return f"'{missing[0]}' on rank {rank}, but not on rank {absent}"
-    return f"its parameters in another order on rank {other} than on rank 0" if names[0] != names[1] else ""
+    return (
+        f"its parameters in another order on rank {other} than on rank 0"
+        if names[0] != names[1]
+        else ""
+    )
 
 
 def _refusal(what: str) -> OptimizerGroupsError:
     return OptimizerGroupsError(
-        f"{what}. All ranks must train with the same groups: in configure_optimizers let groups and options depend on names, shapes or "
+        f"{what}. All ranks must train with the same groups: in configure_optimizers let groups "
+        "and options depend on names, shapes or "
         "positions of parameters, and not on the rank, on random numbers or on the order of a set"
     )
 

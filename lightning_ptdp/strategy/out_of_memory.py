@@ -1,7 +1,8 @@
-"""Message of a rank that runs out of memory: the expected size of its parts, which part is larger, and what would make it smaller.
+"""Message of a rank that runs out of memory: the expected size of its parts, which part is larger,
+and what would make it smaller.
 
-Read on the host alone, from sizes and the allocator's own counts: the device that has failed is not asked for anything.
-"""
+Read on the host alone, from sizes and the allocator's own counts: the device that has failed is not
+asked for anything."""
 
 from __future__ import annotations
 
@@ -37,21 +38,35 @@ def explain_memory(strategy: RunningStrategy) -> str:
     mixture = any(_experts(strategy.model))
     if engine is None:
         larger = _larger_layout(layout, mixture=mixture)
-        return f"out of memory while the model was set up: use {larger}, so that a rank has less of it"
+        return (
+            f"out of memory while the model was set up: use {larger}, so that a rank has less of it"
+        )
     trainer = strategy.lightning_module.trainer
     batch = getattr(trainer.train_dataloader, "batch_size", None) if fits(trainer) else None
-    b = config.micro_batch_size or (-(-batch // config.microbatches(batch)) if isinstance(batch, int) else None)
+    b = config.micro_batch_size or (
+        -(-batch // config.microbatches(batch)) if isinstance(batch, int) else None
+    )
     rank = layout.coordinates(strategy.global_rank)["pipeline"]
-    expected = _expected(strategy.model, config, layout, rank=rank, precision=str(trainer.precision), micro_batch_size=b)
+    expected = _expected(
+        strategy.model,
+        config,
+        layout,
+        rank=rank,
+        precision=str(trainer.precision),
+        micro_batch_size=b,
+    )
     optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
-    found = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
+    found = _found(
+        strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device
+    )
     rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
     note = memory_note(expected, found, config=config, layout=layout, mixture=mixture)
     return note + _what_fits(strategy, rows=rows, precision=str(trainer.precision))
 
 
 def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
-    """The fastest layouts that fit by the planner's estimate, if it knows the model and the device."""
+    """The fastest layouts that fit by the planner's estimate, if it knows the model and the
+    device."""
     name = device_name(strategy.root_device)
     device = device_here(name)
     if device is None:
@@ -68,30 +83,52 @@ def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
         found = fastest_layouts(training)
     except ValueError:
         return ""
-    lines = [f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB" for _, one in found[:_SHOWN]]
+    lines = [
+        f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB"
+        for _, one in found[:_SHOWN]
+    ]
     return "\n".join(["\nby the planner's estimate these fit:", *lines]) if lines else ""
 
 
 def _expected(
-    module: nn.Module, config: PTDPConfig, layout: ParallelLayout, *, rank: int, precision: str, micro_batch_size: int | None
+    module: nn.Module,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+    *,
+    rank: int,
+    precision: str,
+    micro_batch_size: int | None,
 ) -> Parts:
-    """Return the expected bytes of this rank's parameters, their gradients, Adam's state, and the activations of a GPT's layers."""
+    """Return the expected bytes of this rank's parameters, their gradients, Adam's state, and the
+    activations of a GPT's layers."""
     try:
         sizes = find_precision(precision)
     except ValueError:
         sizes = find_precision("32-true")
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     experts = sum(p.numel() for p in _experts(module) if p.requires_grad)
-    shards, alike = (layout.size(axes) if config.shard_optimizer else 1 for axes in ("replica_sum", "expert_replicas"))
+    shards, alike = (
+        layout.size(axes) if config.shard_optimizer else 1
+        for axes in ("replica_sum", "expert_replicas")
+    )
     parts: Parts = {
         "parameters": sum(p.nbytes for p in module.parameters()),
         "gradients": trained * sizes.gradient,
         "optimizer": sizes.state * ((trained - experts) / shards + experts / alike),
     }
-    model = next((child.config for child in module.modules() if isinstance(getattr(child, "config", None), GPTConfig)), None)
+    model = next(
+        (
+            child.config
+            for child in module.modules()
+            if isinstance(getattr(child, "config", None), GPTConfig)
+        ),
+        None,
+    )
     schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
     if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in FAMILIES:
-        parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size, schedule)
+        parts[_ACTIVATIONS] = _activations(
+            model, config, layout, rank, sizes, micro_batch_size, schedule
+        )
     return parts
 
 
@@ -99,11 +136,21 @@ def _experts(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that list experts, as those that are shared out do."""
     for child in module.modules():
         number = getattr(child, "num_experts", None)
-        yield from (p for p in child.parameters(recurse=False) if isinstance(number, int) and p.dim() > 1 and p.size(0) == number)
+        yield from (
+            p
+            for p in child.parameters(recurse=False)
+            if isinstance(number, int) and p.dim() > 1 and p.size(0) == number
+        )
 
 
 def _activations(
-    model: GPTConfig, config: PTDPConfig, layout: ParallelLayout, rank: int, sizes: Precision, b: int, schedule: str
+    model: GPTConfig,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+    rank: int,
+    sizes: Precision,
+    b: int,
+    schedule: str,
 ) -> float:
     m = config.usual_microbatches or 1
     job = Job(
@@ -126,21 +173,37 @@ def _activations(
 
 
 def _found(
-    module: nn.Module, gradients: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], *, device: torch.device
+    module: nn.Module,
+    gradients: Iterable[Tensor],
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    device: torch.device,
 ) -> Parts:
-    """Return the bytes that are held now, by part. The rest of the allocator's peak, where it is known, is activations."""
-    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-    copies = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    """Return the bytes that are held now, by part. The rest of the allocator's peak, where it is
+    known, is activations."""
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
+    copies = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
     shown = [p.grad for p in module.parameters()]
     kinds: dict[str, list[object]] = {
         "parameters": [*module.parameters()],
         "gradients": [*gradients, *shown],
         "optimizer": [*states, *copies],
     }
-    seen = set[int]()  # parameters are tied, gradients are views of buckets, and an optimizer may step on views of parameters
+    seen = set[
+        int
+    ]()  # parameters are tied, gradients are views of buckets, and an optimizer may step on views of parameters
     parts: Parts = {name: _bytes(tensors, seen) for name, tensors in kinds.items()}
     if device.type == "cuda":
-        parts[_ACTIVATIONS] = max(0.0, torch.cuda.max_memory_allocated(device) - sum(parts.values()))
+        parts[_ACTIVATIONS] = max(
+            0.0, torch.cuda.max_memory_allocated(device) - sum(parts.values())
+        )
     return parts
 
 
@@ -152,19 +215,27 @@ def memory_note(
     layout: ParallelLayout,
     mixture: bool = False,
 ) -> str:
-    """Return a table of expected and held bytes of each part, the part that is larger than expected (else the largest), and what makes
-    it smaller.
+    """Return a table of expected and held bytes of each part, the part that is larger than expected
+    (else the largest), and what makes it smaller.
 
     Args:
-        expected: Bytes by part: parameters, gradients, optimizer, and activations if they can be foretold.
+        expected: Bytes by part: parameters, gradients, optimizer, and activations if they can be
+            foretold.
         found: Bytes that were held, likewise.
         config: The strategy's options.
         layout: Degrees.
         mixture: Whether there are experts to share out.
     """
     names = list(dict.fromkeys((*expected, *found)))
-    rows = [[name, *(f"{part[name] / _GIB:.2f}" if name in part else "?" for part in (expected, found))] for name in names]
-    over = {name: found[name] - expected[name] for name in expected if found.get(name, 0.0) > _MUCH * expected[name]}
+    rows = [
+        [name, *(f"{part[name] / _GIB:.2f}" if name in part else "?" for part in (expected, found))]
+        for name in names
+    ]
+    over = {
+        name: found[name] - expected[name]
+        for name in expected
+        if found.get(name, 0.0) > _MUCH * expected[name]
+    }
     if over:
         part, how = max(over, key=lambda name: over[name]), "more than expected"
     else:
@@ -189,9 +260,15 @@ def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture:
 
 
 def _larger_layout(layout: ParallelLayout, *, mixture: bool) -> str:
-    t, p, e = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.expert_parallel_size
+    t, p, e = (
+        layout.tensor_parallel_size,
+        layout.pipeline_parallel_size,
+        layout.expert_parallel_size,
+    )
     experts = f"expert_parallel_size (it is {e}), " if mixture else ""
-    return f"a larger {experts}tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"
+    return (
+        f"a larger {experts}tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"
+    )
 
 
 def _smaller_microbatches(config: PTDPConfig) -> str:

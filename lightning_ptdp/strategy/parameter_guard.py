@@ -1,9 +1,10 @@
 """Loops over parameters in a user's step, where a rank holds some of them.
 
-A sum over ``self.parameters()`` in ``training_step`` would be that of one pipeline stage, or of parts of matrices. A loop that comes to
-the end of what is here is refused while a step runs. ``next(self.parameters()).device`` is not, nor is anything outside the steps,
-where optimizers and Lightning take what is local. This package's own forwards call ``nn.Module.named_parameters(module)``.
-"""
+A sum over ``self.parameters()`` in ``training_step`` would be that of one pipeline stage, or of
+parts of matrices. A loop that comes to the end of what is here is refused while a step runs.
+``next(self.parameters()).device`` is not, nor is anything outside the steps, where optimizers and
+Lightning take what is local. This package's own forwards call
+``nn.Module.named_parameters(module)``."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ class ParameterGuard:
     def __init__(self, module: nn.Module, records: Records, options: str) -> None:
         self.hook: str | None = None
         self.options = options
-        split = {parameter for parameter, one in records.items() if one.sharding.local_shape != one.sharding.full_shape}
+        split = {
+            parameter
+            for parameter, one in records.items()
+            if one.sharding.local_shape != one.sharding.full_shape
+        }
         for name, child in module.named_modules():
             absent = any(isinstance(part, Placeholder) for part in child.modules())
             if absent or any(parameter in split for parameter in child.parameters()):
@@ -56,12 +61,17 @@ class _GuardedParameters:
     guard: ParameterGuard
     __name__ = "named_parameters"  # by which pickle finds the method
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def __call__(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from type(module).named_parameters(module, *args, **kwargs)
         if self.guard.hook is not None and kwargs.get("recurse", True):
             called = ".".join(filter(None, ["self", self.name, "parameters()"]))
             raise PartialModelError(
-                f"{self.guard.hook} loops over {called}, of which this rank holds a part ({self.guard.options}): a penalty or a norm of "
-                "these would not be the model's. Use the optimizer's weight_decay, change the gradients of optimizer.param_groups in "
-                "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use tensor_parallel_size=1 and pipeline_parallel_size=1"
+                f"{self.guard.hook} loops over {called}, of which this rank holds a part "
+                f"({self.guard.options}): a penalty or a norm of "
+                "these would not be the model's. Use the optimizer's weight_decay, change the "
+                "gradients of optimizer.param_groups in "
+                "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use "
+                "tensor_parallel_size=1 and pipeline_parallel_size=1"
             )

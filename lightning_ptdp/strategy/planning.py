@@ -43,18 +43,23 @@ def plan(
     space: Space | None = None,
     count: int = 10,
 ) -> Plan:
-    """The fastest layouts of a module that fit in memory, as ``ptdp plan`` finds them; nothing is computed, and no device is needed.
+    """The fastest layouts of a module that fit in memory, as ``ptdp plan`` finds them; nothing is
+    computed, and no device is needed.
 
-    Of a GPT of ours the sizes are known; of any other module a forward is followed on tensors without data.
+    Of a GPT of ours the sizes are known; of any other module a forward is followed on tensors
+    without data.
 
     Args:
-        module: A LightningModule, or a plain module; on the meta device, with values, or built by its ``configure_model``.
+        module: A LightningModule, or a plain module; on the meta device, with values, or built by
+            its ``configure_model``.
         world_size: Number of processes, one a device.
         batch: Samples in an optimizer step, over all replicas.
         device: Name of a known one, or a ``Device``.
-        sequence_length: s in tokens; None: as long as the module says that it takes, or its example is.
-        example: What the module's forward takes: a tensor, a tuple, or a mapping of names to tensors, whose first dimension is the batch's;
-            None: its ``example_input_array``, or ids of tokens.
+        sequence_length: s in tokens; None: as long as the module says that it takes, or its example
+            is.
+        example: What the module's forward takes: a tensor, a tuple, or a mapping of names to
+            tensors, whose first dimension is the batch's; None: its ``example_input_array``, or ids
+            of tokens.
         precision: Lightning's.
         software: "ours", or "ours-compiled" for ``compile="blocks"``.
         config: The strategy's options, for a plan of the modules that is given there.
@@ -62,7 +67,8 @@ def plan(
         count: How many of the best to return.
 
     Returns:
-        The candidates, best first, with memory and time of each by part; ``plan.best[0].choice.options()`` are the strategy's arguments.
+        The candidates, best first, with memory and time of each by part;
+        ``plan.best[0].choice.options()`` are the strategy's arguments.
 
     Raises:
         ValueError: The module cannot be followed (says where it stopped), or a name is unknown.
@@ -70,10 +76,23 @@ def plan(
     on = find_device(device) if isinstance(device, str) else device
     length = longest_sample(nn.Module(), example)  # of the example alone
     if None not in (length, sequence_length) and length != sequence_length:
-        raise ValueError(f"sequence_length={sequence_length}, but the example has {length} tokens: leave one of them out")
-    whole = whole_model(cast(Any, module), config or PTDPConfig()) if hasattr(module, "configure_model") else module
+        raise ValueError(
+            f"sequence_length={sequence_length}, but the example has {length} tokens: leave one "
+            "of them out"
+        )
+    whole = (
+        whole_model(cast(Any, module), config or PTDPConfig())
+        if hasattr(module, "configure_model")
+        else module
+    )
     model = described(
-        whole, config or PTDPConfig(), length=sequence_length, precision=precision, software=software, device=on, example=example
+        whole,
+        config or PTDPConfig(),
+        length=sequence_length,
+        precision=precision,
+        software=software,
+        device=on,
+        example=example,
     )
     job = Job(
         model=model,
@@ -89,7 +108,8 @@ def plan(
 
 
 def trained_share(module: nn.Module) -> float:
-    """Return the share of a module's parameters that are trained: without the frozen ones beside adapters."""
+    """Return the share of a module's parameters that are trained: without the frozen ones beside
+    adapters."""
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return trained / max(1, sum(p.numel() for p in parameters))
@@ -105,13 +125,17 @@ def described(
     device: Device,
     example: Example | None = None,
 ) -> GPTConfig | ModelShape:
-    """Return the planner's description of a whole module: the sizes of a GPT of ours, else its shape by a trace; if tracing fails, the
-    sizes in a configuration inside of it.
+    """Return the planner's description of a whole module: the sizes of a GPT of ours, else its
+    shape by a trace; if tracing fails, the sizes in a configuration inside of it.
 
     Raises:
         ValueError: It cannot be followed, and there is no such configuration.
     """
-    configs = [child.config for child in module.modules() if not isinstance(getattr(child, "config", None), Mapping | None)]
+    configs = [
+        child.config
+        for child in module.modules()
+        if not isinstance(getattr(child, "config", None), Mapping | None)
+    ]
     for one in configs:
         if isinstance(one, GPTConfig):
             return one

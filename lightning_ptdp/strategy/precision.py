@@ -1,8 +1,8 @@
 """Lightning's precision plugins with a loss scale that all ranks agree on.
 
-An overflow may be seen by one rank only: the one with that stage, that slice of a matrix, or that shard of the gradients. Left alone,
-its scaler would skip the step that the others take. So what a scaler has found is maximized over the world before anyone acts on it.
-"""
+An overflow may be seen by one rank only: the one with that stage, that slice of a matrix, or that
+shard of the gradients. Left alone, its scaler would skip the step that the others take. So what a
+scaler has found is maximized over the world before anyone acts on it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from lightning_ptdp.shims.torch import found_inf, unscale_before_step
 __all__ = ["loss_scale", "prepare_loss_scaling"]
 
 _INITIAL_SCALE = 2.0**12
-"""Initial loss scale of "16-true". There the loss is in float16 too, whose largest number is 65504: torch's default of 2^16 would overflow
-in every first step."""
+"""Initial loss scale of "16-true". There the loss is in float16 too, whose largest number is 65504:
+torch's default of 2^16 would overflow in every first step."""
 
 
-def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, device: torch.device) -> None:
-    """Give "16-true" a dynamic loss scale, which Lightning's plugin lacks, and make any scaler's decisions those of all ranks.
+def prepare_loss_scaling(
+    plugin: Precision, optimizers: Iterable[Optimizer], *, device: torch.device
+) -> None:
+    """Give "16-true" a dynamic loss scale, which Lightning's plugin lacks, and make any scaler's
+    decisions those of all ranks.
 
     The optimizers must step on gradients in float32: their parameters are, or have masters.
 
@@ -36,13 +39,17 @@ def prepare_loss_scaling(plugin: Precision, optimizers: Iterable[Optimizer], *, 
         plugin.scaler = torch.amp.GradScaler(device.type, init_scale=_INITIAL_SCALE)
         plugin.pre_backward = partial(_pre_backward, plugin, plugin.pre_backward)
         plugin.optimizer_step = partial(_optimizer_step, plugin)
-        plugin.state_dict, plugin.load_state_dict = plugin.scaler.state_dict, plugin.scaler.load_state_dict
+        plugin.state_dict, plugin.load_state_dict = (
+            plugin.scaler.state_dict,
+            plugin.scaler.load_state_dict,
+        )
     scaler = getattr(plugin, "scaler", None)
     if scaler is None:
         return
     if not scaler.is_enabled():
         raise ValueError(
-            f"precision={plugin.precision!r} with a GradScaler that is not enabled on {device.type}: gradients below 6e-8 would become "
+            f"precision={plugin.precision!r} with a GradScaler that is not enabled on "
+            f"{device.type}: gradients below 6e-8 would become "
             "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
         )
     for optimizer in optimizers:
@@ -58,7 +65,10 @@ def loss_scale(plugin: Precision, device: torch.device) -> Tensor | float:
 
 
 def _unscale_together(
-    scaler: torch.amp.GradScaler, unscale: Callable[[Optimizer], None], device: torch.device, optimizer: Optimizer
+    scaler: torch.amp.GradScaler,
+    unscale: Callable[[Optimizer], None],
+    device: torch.device,
+    optimizer: Optimizer,
 ) -> None:
     unscale(optimizer)
     found = found_inf(scaler, optimizer, device)
@@ -66,14 +76,21 @@ def _unscale_together(
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
 
-def _pre_backward(plugin: Precision, plain: Callable[..., Tensor], tensor: Tensor, module: LightningModule) -> Tensor:
+def _pre_backward(
+    plugin: Precision, plain: Callable[..., Tensor], tensor: Tensor, module: LightningModule
+) -> Tensor:
     return plain(plugin.scaler.scale(tensor), module)
 
 
 def _optimizer_step(
-    plugin: Precision, optimizer: Optimizer, model: LightningModule, closure: Callable[[], object], **kwargs: object
+    plugin: Precision,
+    optimizer: Optimizer,
+    model: LightningModule,
+    closure: Callable[[], object],
+    **kwargs: object,
 ) -> object:
-    """In the order of Lightning's "16-mixed": backward, unscale, hooks and clipping, step unless something overflowed."""
+    """In the order of Lightning's "16-mixed": backward, unscale, hooks and clipping, step unless
+    something overflowed."""
     closure()
     plugin.scaler.unscale_(optimizer)
     plugin._after_closure(model, optimizer)

@@ -1,9 +1,10 @@
 """The strategy: Lightning's hooks, each a few lines, calling the rooms of this package.
 
-Order of a run: ``setup_environment`` (groups) -> ``setup`` (convert, cut, give values, shard, optimizer, buckets) -> for every batch
-``training_step`` (the schedule runs forward and backward) -> ``zero_grad`` -> ``backward`` (installs the gradients) -> clipping ->
-``optimizer_step``. Gradients stay out of Lightning's sight between ``training_step`` and ``backward``, because it clears them there.
-"""
+Order of a run: ``setup_environment`` (groups) -> ``setup`` (convert, cut, give values, shard,
+optimizer, buckets) -> for every batch ``training_step`` (the schedule runs forward and backward) ->
+``zero_grad`` -> ``backward`` (installs the gradients) -> clipping -> ``optimizer_step``. Gradients
+stay out of Lightning's sight between ``training_step`` and ``backward``, because it clears them
+there."""
 
 from __future__ import annotations
 
@@ -63,7 +64,13 @@ from lightning_ptdp.strategy.exporting import ModelSpaceExporting
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.layout_choice import LayoutChoice
-from lightning_ptdp.strategy.optimizers import check_held, compare_groups, describe_groups, drop_foreign, make_trials
+from lightning_ptdp.strategy.optimizers import (
+    check_held,
+    compare_groups,
+    describe_groups,
+    drop_foreign,
+    make_trials,
+)
 from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import prepare_loss_scaling
@@ -77,14 +84,21 @@ from lightning_ptdp.strategy.world import World
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World):
-    """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
+class _PTDPStrategy(
+    ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World
+):
+    """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own
+    strategies."""
 
     model: nn.Module
     strategy_name = "ptdp"
 
     def __init__(self, *, layout: LayoutChoice | None = None, **options: Any) -> None:
-        ours = {field.name: options.pop(field.name) for field in fields(PTDPConfig) if field.name in options}
+        ours = {
+            field.name: options.pop(field.name)
+            for field in fields(PTDPConfig)
+            if field.name in options
+        }
         self.config = PTDPConfig(**ours)
         self._will_choose(layout)
         self.num_nodes = 1
@@ -95,14 +109,17 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         self._known_parts: KnownParts | None = None
         super().__init__(**options)
 
-    # ---- before launch ------------------------------------------------------------------------------------------------
+    # ---- before launch ---------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        _ = self.layout  # raises before any process is started if the degrees do not fit the number of devices
+        _ = (
+            self.layout
+        )  # raises before any process is started if the degrees do not fit the number of devices
         self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)
 
     def check_before_launch(self, trainer: Trainer | None, arguments: Sequence[object]) -> None:
-        """Check everything that is known before processes start; ``arguments`` are those of the Trainer's function."""
+        """Check everything that is known before processes start; ``arguments`` are those of the
+        Trainer's function."""
         if trainer is None or self.lightning_module is None:
             return
         for argument in arguments:  # ckpt_path among them
@@ -110,10 +127,18 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         self.note_callbacks(trainer.callbacks)
         if fits(trainer):
             self.check_processes()
-            self._choose(trainer, [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None])
+            self._choose(
+                trainer,
+                [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None],
+            )
         check_trainer(self, trainer)
         for owner in (self.lightning_module, *arguments[1:2], *arguments[3:4]):
-            if fits(trainer) and trainer.checkpoint_callbacks and self.is_global_zero and not self.writes_file:
+            if (
+                fits(trainer)
+                and trainer.checkpoint_callbacks
+                and self.is_global_zero
+                and not self.writes_file
+            ):
                 warn_of_objects(owner)
         self.check_machine()
         if not self._is_cut_here:
@@ -138,10 +163,11 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             check_data(datamodule, self.config, self.layout)
             check_packing(lightning_module, datamodule, self.config)
 
-    # ---- the model ----------------------------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Context:
-        """Modules are made on the CPU (or, in ``configure_model``, the meta device) and moved in ``setup``."""
+        """Modules are made on the CPU (or, in ``configure_model``, the meta device) and moved in
+        ``setup``."""
         context: Context = self.precision_plugin.tensor_init_context()
         return context
 
@@ -156,7 +182,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         self.note_callbacks(trainer.callbacks)  # again, with those of configure_callbacks
         check_trainer(self, trainer)
         replicas = self.layout.data_parallel_size
-        count_replicas(trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas)
+        count_replicas(
+            trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas
+        )
         if not self._is_cut_here:
             if fitting and self.layout.divides_model:
                 keep_model_summary(trainer, self.lightning_module)
@@ -205,10 +233,18 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             module.__dict__[CUT_MARK] = self.layout.describe()
             self._guard = ParameterGuard(module, self.parallel.records, self.layout.describe())
         self._surroundings = make_surroundings(
-            config=self.config, mesh=self.mesh, parallel=self.parallel, seed=self.run.seed, device=self.root_device
+            config=self.config,
+            mesh=self.mesh,
+            parallel=self.parallel,
+            seed=self.run.seed,
+            device=self.root_device,
         )
         notes = prepare_blocks(
-            config=self.config, mesh=self.mesh, parallel=self.parallel, surroundings=self._surroundings, device=self.root_device
+            config=self.config,
+            mesh=self.mesh,
+            parallel=self.parallel,
+            surroundings=self._surroundings,
+            device=self.root_device,
         )
         self._parallel = replace(self.parallel, notes=(*self.parallel.notes, *notes))
         if weights is not None:
@@ -223,15 +259,23 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             warn_of_balance_losses(self.model, self.config, self.layout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizer, one except under manual optimization, with the groups that the uncut model would have."""
+        """Make the optimizer, one except under manual optimization, with the groups that the uncut
+        model would have."""
         parallel, records = self.parallel, self.parallel.records
-        view = contextlib.nullcontext({}) if parallel.whole is None else self._whole_view(parallel.whole)
+        view = (
+            contextlib.nullcontext({})
+            if parallel.whole is None
+            else self._whole_view(parallel.whole)
+        )
         with view as foreign:
             self._make_optimizers(trainer)
         parallel.check(frozen=self.layout.divides_model)  # before check_held, which knows no names
         names = {**{parameter: record.name for parameter, record in records.items()}, **foreign}
         descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
-        trials = [make_trials(one, foreign, records, config=self.config, layout=self.layout) for one in self.optimizers]
+        trials = [
+            make_trials(one, foreign, records, config=self.config, layout=self.layout)
+            for one in self.optimizers
+        ]
         for optimizer in self.optimizers:
             drop_foreign(optimizer, foreign, records)
             if self.layout.world_size > 1 or self.config.runs_backward:
@@ -244,7 +288,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             if trainer.checkpoint_callbacks and not self.writes_file:
                 check_optimizer_state(optimizer, groups, device=self.root_device)
 
-    def _whole_view(self, whole: WholeView) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
+    def _whole_view(
+        self, whole: WholeView
+    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Let the module look uncut."""
         records, pipeline = self.parallel.records, self.mesh.group("pipeline")
         trained = {record.name: parameter.requires_grad for parameter, record in records.items()}
@@ -261,10 +307,13 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            # Lightning's own message recommends manual optimization, which a schedule cannot honour.
+            # Lightning's own message recommends manual optimization, which a schedule cannot
+            # honour.
             raise self.refusal(
-                "configure_optimizers returned several optimizers; the ptdp strategy trains with one. Use parameter groups of one "
-                "optimizer, or manual optimization with data parallelism alone and without microbatches"
+                "configure_optimizers returned several optimizers; the ptdp strategy trains with "
+                "one. Use parameter groups of one "
+                "optimizer, or manual optimization with data parallelism alone and without "
+                "microbatches"
             ) from error
 
     def _prepare_optimization(self, trainer: Trainer) -> None:
@@ -275,7 +324,8 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         if not self.lightning_module.automatic_optimization:
             self._adopted = None
             self.engine.optimization.prepare_manual()
-            return  # gradients are autograd's, averaged over the replicas, and the optimizers the user's
+            # gradients are autograd's, averaged over the replicas, and the optimizers the user's
+            return
         (optimizer,) = self.optimizers
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self.engine.optimization.prepare(optimizer, overlaps=overlaps)
@@ -292,17 +342,24 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
             same = self._engine.compare_lengths(self._names.sized_len(dataloader))
             for axis in self.layout.blocked if not same else ():
                 raise self.refusal(
-                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} has the replicas wait for each other in every layer, so that "
-                    "all must evaluate equally many batches: give them a loader with a length, and a sampler that deals the samples evenly "
+                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} has the replicas "
+                    "wait for each other in every layer, so that "
+                    "all must evaluate equally many batches: give them a loader with a length, "
+                    "and a sampler that deals the samples evenly "
                     "(DistributedSampler does)"
                 )
         sampler = getattr(dataloader, "sampler", None)
         if self.layout.divides_model and isinstance(sampler, RandomSampler):
             draw_like_replicas(sampler)
-        seeds_workers = os.getenv("PL_SEED_WORKERS", "0") == "1" and getattr(dataloader, "worker_init_fn", 0) is None
+        seeds_workers = (
+            os.getenv("PL_SEED_WORKERS", "0") == "1"
+            and getattr(dataloader, "worker_init_fn", 0) is None
+        )
         if self.layout.divides_model and seeds_workers:
             # Lightning would seed each rank's workers differently.
-            vars(dataloader)["worker_init_fn"] = partial(self._names.seed_worker, rank=self.layout.replica(self.global_rank))
+            vars(dataloader)["worker_init_fn"] = partial(
+                self._names.seed_worker, rank=self.layout.replica(self.global_rank)
+            )
         return dataloader
 
     def summary(self) -> StrategySummary:
@@ -312,11 +369,13 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
     def on_exception(self, exception: BaseException) -> None:
         """Say what took the memory that was missing; the rest as the mixins do."""
         if isinstance(exception, torch.OutOfMemoryError):
-            with contextlib.suppress(Exception):  # an explanation that fails must not hide what it is about
+            with contextlib.suppress(
+                Exception
+            ):  # an explanation that fails must not hide what it is about
                 exception.add_note(explain_memory(self))
         super().on_exception(exception)
 
-    # ---- the end ------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         """Release gradients and the device; a save in the background is waited for."""
@@ -325,7 +384,9 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         finally:
             self.leave_environment()
             if self._run is not None:
-                self._run.watchdog.close()  # it still names a collective that fails, such as that of a checkpoint saved after the fit
+                # it still names a collective that fails, such as that of a checkpoint saved after
+                # the fit
+                self._run.watchdog.close()
 
     def _release(self) -> None:
         self.finish_saving()
@@ -339,14 +400,16 @@ class _PTDPStrategy(ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRe
         super().teardown()
 
     def __getstate__(self) -> dict[str, object]:
-        """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes new ones."""
+        """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes
+        new ones."""
         state = super().__getstate__()
         of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted", "_guard")
         return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> type[StrategyBase]:
-    """The strategy for one of Lightning's two namespaces, ``lightning.pytorch`` or ``pytorch_lightning``."""
+    """The strategy for one of Lightning's two namespaces, ``lightning.pytorch`` or
+    ``pytorch_lightning``."""
     return _make_class(namespace)
 
 

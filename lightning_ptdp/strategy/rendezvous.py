@@ -1,14 +1,14 @@
 """Rendezvous of the ranks, repeated after every restart; a rank that is lost on the way is named.
 
-torchrun keeps one store for all its restarts, in which the addresses of processes that are gone still lie; who reads them before the new
-ones are written connects to nobody. So the ranks of one life agree on a name for it, under which they keep everything::
+torchrun keeps one store for all its restarts, in which the addresses of processes that are gone
+still lie; who reads them before the new ones are written connects to nobody. So the ranks of one
+life agree on a name for it, under which they keep everything::
 
     rank r    sets call/r to a name of its own, N
     rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
 
-torch waits for a store that stands still without a limit, in C++. So whatever asks one runs beside (``_Beside``), and this thread
-looks at the clock, at who is gone, and says whom it waits for.
-"""
+torch waits for a store that stands still without a limit, in C++. So whatever asks one runs beside
+(``_Beside``), and this thread looks at the clock, at who is gone, and says whom it waits for."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def join(
     limit: timedelta,
     ended: Callable[[], str] = lambda: "",
 ) -> _T:
-    """Return the result of ``make`` for this life's store, which is passed to ``init_process_group``.
+    """Return the result of ``make`` for this life's store, which is passed to
+    ``init_process_group``.
 
     ``make`` is called in another thread.
 
@@ -64,24 +65,30 @@ def join(
         ended: Which processes have ended, as far as whoever started them knows; "" if none.
 
     Raises:
-        PeerError: The others did not all come, or one was lost meanwhile; names those that did not come, or else those that did not
-            notice that somebody is lost.
+        PeerError: The others did not all come, or one was lost meanwhile; names those that did not
+            come, or else those that did not notice that somebody is lost.
     """
     beside = _Beside(crowd, limit, ended)
     shared: dist.Store | None = None
     life = ""
     try:
-        shared = beside.run(open_store, f"looking for the store at {crowd.where}", crowd.first_of_all)
+        shared = beside.run(
+            open_store, f"looking for the store at {crowd.where}", crowd.first_of_all
+        )
         shared.set_timeout(limit)
         if crowd.rank == 0:
             life = uuid.uuid4().hex
         else:
-            life = beside.run(lambda: _called(shared, crowd.rank), "calling rank 0", crowd.first_of_all)
+            life = beside.run(
+                lambda: _called(shared, crowd.rank), "calling rank 0", crowd.first_of_all
+            )
         own = dist.PrefixStore(life, shared)
         beside.listen(shared, life)
         missing = list(range(crowd.world_size))
         beside.run(
-            lambda: _meet(shared, own, life, crowd, missing, limit), "waiting for all ranks", lambda: crowd.missing([*missing])
+            lambda: _meet(shared, own, life, crowd, missing, limit),
+            "waiting for all ranks",
+            lambda: crowd.missing([*missing]),
         )
         made = beside.run(lambda: make(own), "making the process groups", lambda: "")
         beside.close(patience_s=limit.total_seconds())
@@ -91,8 +98,15 @@ def join(
             raise
         missed = beside.lost
         if not missed:
-            missed = _lost(shared, life, crowd) if shared is not None and life else crowd.unanswered(shared is not None)
-        raise PeerError(f"rank {crowd.rank} could not join the other ranks: {missed}, while {beside.doing}: {error}") from error
+            missed = (
+                _lost(shared, life, crowd)
+                if shared is not None and life
+                else crowd.unanswered(shared is not None)
+            )
+        raise PeerError(
+            f"rank {crowd.rank} could not join the other ranks: {missed}, while {beside.doing}: "
+            f"{error}"
+        ) from error
     finally:
         beside.close()
 
@@ -138,9 +152,12 @@ class _Beside:
         return outcome.result()
 
     def listen(self, shared: dist.Store, life: str) -> None:
-        """Hear from now on what the others note about lost ranks, and see which of this machine's processes end."""
+        """Hear from now on what the others note about lost ranks, and see which of this machine's
+        processes end."""
         self._heard = time.monotonic()
-        self._listening = threading.Thread(target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True)
+        self._listening = threading.Thread(
+            target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True
+        )
         self._listening.start()
 
     def close(self, *, patience_s: float = _KNOWN_S) -> None:
@@ -182,7 +199,9 @@ class _Beside:
                         processes[rank] = notes.get(f"{_CAME}/{rank}").decode()
                 gone = [rank for rank, process in processes.items() if has_ended(process)]
                 if gone and not self._closed.is_set():
-                    notes.set(_LOST, f"{listed('rank', gone)} came and was lost (the process has ended)")
+                    notes.set(
+                        _LOST, f"{listed('rank', gone)} came and was lost (the process has ended)"
+                    )
         except dist.DistError:
             if not self._closed.is_set():
                 self.lost = self.lost or f"{self._crowd.keeper} is gone"
@@ -209,7 +228,14 @@ def _called(shared: dist.Store, rank: int) -> str:
     return shared.get(f"{_ANSWER}/{name}").decode()
 
 
-def _meet(shared: dist.Store, own: dist.Store, life: str, crowd: Crowd, missing: list[int], limit: timedelta) -> None:
+def _meet(
+    shared: dist.Store,
+    own: dist.Store,
+    life: str,
+    crowd: Crowd,
+    missing: list[int],
+    limit: timedelta,
+) -> None:
     """Come, and wait until all have; rank 0 keeps ``missing`` up to date."""
     own.set(f"{_CAME}/{crowd.rank}", this_process())
     if crowd.rank:
@@ -220,13 +246,25 @@ def _meet(shared: dist.Store, own: dist.Store, life: str, crowd: Crowd, missing:
     own.set(_ALL, "")
 
 
-def _answer(shared: dist.Store, own: dist.Store, life: str, missing: list[int], world_size: int, limit: timedelta) -> None:
-    """Answer until all came; calls of processes that are gone are answered too, and nobody hears it."""
+def _answer(
+    shared: dist.Store,
+    own: dist.Store,
+    life: str,
+    missing: list[int],
+    world_size: int,
+    limit: timedelta,
+) -> None:
+    """Answer until all came; calls of processes that are gone are answered too, and nobody hears
+    it."""
     deadline = time.monotonic() + limit.total_seconds()
     answered = set[bytes]()
     while True:
         for rank in missing:
-            if rank and shared.check([f"{_CALL}/{rank}"]) and (name := shared.get(f"{_CALL}/{rank}")) not in answered:
+            if (
+                rank
+                and shared.check([f"{_CALL}/{rank}"])
+                and (name := shared.get(f"{_CALL}/{rank}")) not in answered
+            ):
                 answered.add(name)
                 shared.set(f"{_ANSWER}/{name.decode()}", life)
         missing[:] = [rank for rank in missing if not own.check([f"{_CAME}/{rank}"])]
@@ -234,14 +272,17 @@ def _answer(shared: dist.Store, own: dist.Store, life: str, missing: list[int], 
             return
         if time.monotonic() > deadline:
             raise dist.DistStoreError(
-                f"{world_size - len(missing)} of {world_size} ranks came within {limit.total_seconds():g} s"
+                f"{world_size - len(missing)} of {world_size} ranks came within "
+                f"{limit.total_seconds():g} s"
             )
         time.sleep(_POLL_S)
 
 
 def _lost(shared: dist.Store, life: str, crowd: Crowd) -> str:
     # The connection that there is may be taken, by the thread that was given up.
-    missed = _started(lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size))
+    missed = _started(
+        lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)
+    )
     try:
         return missed.result(3 * _ANSWERS_S)
     except (TimeoutError, dist.DistError):
@@ -256,18 +297,25 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
     silent = _without(own, silent, _HERE, enough=1)
     absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
     lost = (
-        f"{listed('rank', absent)} did not come" if absent else f"{listed('rank', silent) if silent else 'one'} came and was lost"
+        f"{listed('rank', absent)} did not come"
+        if absent
+        else f"{listed('rank', silent) if silent else 'one'} came and was lost"
     )
     # Who has not noticed yet, since it began later, is told: the store may end with rank 0.
     own.set(_LOST, lost)
     own.set(f"{_KNOWS}/{rank}", "")
     if rank == 0:
-        _without(own, [other for other in range(1, world_size) if other not in (absent or silent)], _KNOWS)
+        _without(
+            own,
+            [other for other in range(1, world_size) if other not in (absent or silent)],
+            _KNOWS,
+        )
     return lost
 
 
 def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
-    """Wait for the ranks' notes; those that have not left one when only ``enough`` are missing, or after a while."""
+    """Wait for the ranks' notes; those that have not left one when only ``enough`` are missing, or
+    after a while."""
     deadline = time.monotonic() + _ANSWERS_S
     while True:
         ranks = [rank for rank in ranks if not own.check([f"{key}/{rank}"])]

@@ -35,7 +35,12 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.checkpoint.torch_file import why_unread
-from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, reads_as_huggingface, weights_opener
+from lightning_ptdp.exchange import (
+    HuggingFaceNames,
+    HuggingFaceWeights,
+    reads_as_huggingface,
+    weights_opener,
+)
 from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.sharding import slice_full
@@ -49,31 +54,40 @@ __all__ = ["ModelSpaceRestoring"]
 class ModelSpaceRestoring(ModelSpace):
     """Mixin of the strategy: loads what any layout wrote, or Lightning's single file.
 
-    Where every rank holds the whole model this happens when Lightning's own strategies do it, before ``setup``; else after it, when
-    this rank's part of the model is there.
-    """
+    Where every rank holds the whole model this happens when Lightning's own strategies do it,
+    before ``setup``; else after it, when this rank's part of the model is there."""
 
     _awaiting_values: tuple[Checkpoint, bool] | None = None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return True if Lightning restores the model and the callbacks after this rank's part of the model has been cut out."""
+        """Return True if Lightning restores the model and the callbacks after this rank's part of
+        the model has been cut out."""
         return not self.ranks_hold_all
 
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> Checkpoint:
-        """Read what is not a tensor; ``"state_dict"`` is the whole model's, whose tensors are read when somebody asks for one.
+    def load_checkpoint(
+        self, checkpoint_path: PathLike, weights_only: bool | None = None
+    ) -> Checkpoint:
+        """Read what is not a tensor; ``"state_dict"`` is the whole model's, whose tensors are read
+        when somebody asks for one.
 
-        A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole one before it is, with a warning.
-        Evaluation is refused, since it would be that of other weights.
+        A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole
+        one before it is, with a warning. Evaluation is refused, since it would be that of other
+        weights.
 
         Raises:
-            CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a FileNotFoundError: There is none.
+            CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a
+                FileNotFoundError: There is none.
         """
-        if self._names.writes_elsewhere(self.checkpoint_io, checkpoint_path) and not os.path.isdir(checkpoint_path):
+        if self._names.writes_elsewhere(self.checkpoint_io, checkpoint_path) and not os.path.isdir(
+            checkpoint_path
+        ):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         path = Path(self.broadcast(local_path(checkpoint_path)))
         trainer = getattr(self.lightning_module, "_trainer", None)
-        resuming = trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
+        resuming = (
+            trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
+        )
         if path.is_file():
             found = super().load_checkpoint(path, weights_only=weights_only)
             _check_trained(found, path, resuming)
@@ -81,7 +95,9 @@ class ModelSpaceRestoring(ModelSpace):
         if resuming:
             path = self._settled(path)
         with self.waiting_in(f"verifying the checkpoint {path}"):
-            path = choose_checkpoint(path, on_damage=self.config.on_damage if resuming else "refuse", verify=self._verify)
+            path = choose_checkpoint(
+                path, on_damage=self.config.on_damage if resuming else "refuse", verify=self._verify
+            )
         if resuming and self.global_rank == 0:
             self._keeper.go_on_from(path)
         state = read_state(path)
@@ -91,7 +107,8 @@ class ModelSpaceRestoring(ModelSpace):
         return {**state, "state_dict": StoredWeights(path)}
 
     def _settled(self, path: Path) -> Path:
-        """Finish or remove what saves that were cut off left beside the checkpoint; the name that it has then."""
+        """Finish or remove what saves that were cut off left beside the checkpoint; the name that
+        it has then."""
         doing = f"finishing what saves that were cut off left beside {path}"
         with self.waiting_in(doing), same_outcome(doing):
             if self.global_rank == 0:
@@ -104,7 +121,8 @@ class ModelSpaceRestoring(ModelSpace):
             verify_checkpoint(path, part=self.global_rank, parts=self.layout.world_size)
 
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
-        """Fill this rank's part from the whole model's state, as the hooks of ``on_load_checkpoint`` left it."""
+        """Fill this rank's part from the whole model's state, as the hooks of
+        ``on_load_checkpoint`` left it."""
         if not self._is_cut_here and awaits_values(self.lightning_module):
             self._awaiting_values = (checkpoint, strict)
             return
@@ -113,13 +131,17 @@ class ModelSpaceRestoring(ModelSpace):
             super().load_model_state_dict(checkpoint, strict=strict)
         elif self._names.is_overridden("load_state_dict", self.lightning_module):
             raise CheckpointError(
-                f"{type(self.lightning_module).__name__}.load_state_dict is overridden, but no rank holds the whole model that it would be "
+                f"{type(self.lightning_module).__name__}.load_state_dict is overridden, but no "
+                "rank holds the whole model that it would be "
                 "given. Change checkpoint['state_dict'] in on_load_checkpoint instead"
             )
         else:
             stored = isinstance(state, StoredWeights)
-            with self.waiting_in(f"loading the model from {state.path}" if stored else "loading the model"):
-                # Where the hooks of some rank have looked at whole tensors, this rank's part is cut out of these.
+            with self.waiting_in(
+                f"loading the model from {state.path}" if stored else "loading the model"
+            ):
+                # Where the hooks of some rank have looked at whole tensors, this rank's part is cut
+                # out of these.
                 if any(gather(not stored or state.touched)):
                     self._load_whole(state, strict=strict)
                 else:
@@ -127,16 +149,20 @@ class ModelSpaceRestoring(ModelSpace):
         self._parameters_set()
 
     def _set_extra_states(self, loaded: Mapping[str, Tensor]) -> None:
-        """Hand modules what they gave as ``get_extra_state``: it need not be their own memory that was filled."""
+        """Hand modules what they gave as ``get_extra_state``: it need not be their own memory that
+        was filled."""
         for name, module in self.lightning_module.named_modules():
             key = f"{name}." * bool(name) + "_extra_state"
             if key in loaded:
                 module.set_extra_state(loaded[key])
 
     def load_awaited_values(self) -> None:
-        """Once a module that was on the meta device has values: those of the checkpoint that was restored before."""
+        """Once a module that was on the meta device has values: those of the checkpoint that was
+        restored before."""
         awaited, self._awaiting_values = self._awaiting_values, None
-        if awaited is not None and self.lightning_module.trainer.ckpt_path is not None:  # else it is left from a run that failed
+        if (
+            awaited is not None and self.lightning_module.trainer.ckpt_path is not None
+        ):  # else it is left from a run that failed
             self.load_model_state_dict(*awaited)
 
     def _load_whole(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -146,14 +172,16 @@ class ModelSpaceRestoring(ModelSpace):
             missing = [name for name in local if name not in state]
             if missing and strict:
                 raise CheckpointError(
-                    f"the checkpoint has no {missing[:3]}; it holds {len(state)} tensors such as {list(state)[:3]}"
+                    f"the checkpoint has no {missing[:3]}; it holds {len(state)} tensors such as "
+                    f"{list(state)[:3]}"
                 )
             for name, (tensor, sharding) in local.items():
                 if name not in state:
                     continue
                 if tuple(state[name].shape) != sharding.full_shape:
                     raise CheckpointError(
-                        f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, {sharding.full_shape} here"
+                        f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, "
+                        f"{sharding.full_shape} here"
                     )
                 tensor.copy_(slice_full(state[name], sharding))
             self._set_extra_states({name: tensor for name, (tensor, _) in local.items()})
@@ -161,14 +189,19 @@ class ModelSpaceRestoring(ModelSpace):
         if strict and (unexpected := sorted(state.keys() - known)):
             raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model has not")
 
-    def load_weights(self, path: PathLike, *, strict: bool = True, rename: Mapping[str, str] | None = None) -> list[str]:
-        """Fill this rank's part of the model from a checkpoint of any layout, and nothing else; collective, after ``setup``.
+    def load_weights(
+        self, path: PathLike, *, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Fill this rank's part of the model from a checkpoint of any layout, and nothing else;
+        collective, after ``setup``.
 
         Args:
-            path: A checkpoint folder, or a Hugging Face folder (config.json and safetensors) for a module that wraps the model.
-            strict: Whether names that only one side has are an error; otherwise what the checkpoint lacks keeps its values.
-            rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a key that ends with a dot stands for
-                all names that begin with it.
+            path: A checkpoint folder, or a Hugging Face folder (config.json and safetensors) for a
+                module that wraps the model.
+            strict: Whether names that only one side has are an error; otherwise what the checkpoint
+                lacks keeps its values.
+            rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a
+                key that ends with a dot stands for all names that begin with it.
 
         Returns:
             This rank's names that the checkpoint lacks.
@@ -185,22 +218,44 @@ class ModelSpaceRestoring(ModelSpace):
         return missing
 
     def load_initial_weights(self, weights: HuggingFaceWeights) -> None:
-        """Give a module that was built without values those of its ``initial_weights()``, unless a checkpoint has all of them."""
+        """Give a module that was built without values those of its ``initial_weights()``, unless a
+        checkpoint has all of them."""
         module = self.lightning_module
         if module.trainer.ckpt_path is None or not module.strict_loading:
             with self.waiting_in("loading the initial weights"):
                 tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-                load_tensors("the initial weights", tensors, strict=False, open_stored=lambda _: weights)
+                load_tensors(
+                    "the initial weights", tensors, strict=False, open_stored=lambda _: weights
+                )
 
-    def _fill(self, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None) -> list[str]:
+    def _fill(
+        self, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None
+    ) -> list[str]:
         """``load_weights``, without a word to the optimizer."""
         tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
         if reads_as_huggingface(path) and not rename:  # there is no adapter in it
-            tensors = {name: entry for name, entry in tensors.items() if not any(fnmatchcase(name, one) for one in ADAPTER_NAMES)}
+            tensors = {
+                name: entry
+                for name, entry in tensors.items()
+                if not any(fnmatchcase(name, one) for one in ADAPTER_NAMES)
+            }
         found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
         only = MODEL if strict and not rename else None
-        missing = load_tensors(path, tensors, strict=strict, prefix=only, rename=found, open_stored=self._opener(path, rename))
-        self._set_extra_states({name.removeprefix(MODEL): tensor for name, (tensor, _) in tensors.items() if name not in missing})
+        missing = load_tensors(
+            path,
+            tensors,
+            strict=strict,
+            prefix=only,
+            rename=found,
+            open_stored=self._opener(path, rename),
+        )
+        self._set_extra_states(
+            {
+                name.removeprefix(MODEL): tensor
+                for name, (tensor, _) in tensors.items()
+                if name not in missing
+            }
+        )
         return [name.removeprefix(MODEL) for name in missing]
 
     def _opener(self, path: PathLike, rename: Mapping[str, str] | None) -> Callable[..., Stored]:
@@ -216,25 +271,34 @@ class ModelSpaceRestoring(ModelSpace):
         """Fill this rank's part of the optimizer, by parameter name.
 
         Raises:
-            ValueError: The checkpoint is a single file of another strategy, whose parameters are not named.
+            ValueError: The checkpoint is a single file of another strategy, whose parameters are
+                not named.
         """
         states = checkpoint["optimizer_states"]
         if not isinstance(states, StoredOptimizers):
             self._load_indexed_optimizers(states, checkpoint.get(PARAMETER_NAMES))
             return
         if len(states) != len(self.optimizers):
-            raise CheckpointError(f"{states.path} has {len(states)} optimizers, the module has {len(self.optimizers)}")
+            raise CheckpointError(
+                f"{states.path} has {len(states)} optimizers, the module has {len(self.optimizers)}"
+            )
         names, shardings = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, states, strict=True)):
             with self.waiting_in(f"loading optimizer {index} from {states.path}"):
                 load_optimizer(
-                    states.path, optimizer, names=names, shardings=shardings, groups=saved.get("groups", []), index=index
+                    states.path,
+                    optimizer,
+                    names=names,
+                    shardings=shardings,
+                    groups=saved.get("groups", []),
+                    index=index,
                 )
                 load_history(optimizer, saved)
                 self._take_masters(optimizer)
 
     def _take_masters(self, optimizer: Optimizer) -> None:
-        """Give masters that were loaded as states to what the optimizer steps on here, a parameter in float32 included."""
+        """Give masters that were loaded as states to what the optimizer steps on here, a parameter
+        in float32 included."""
         with torch.no_grad():
             for value, state in list(optimizer.state.items()):
                 if MASTER in state:
@@ -249,44 +313,61 @@ class ModelSpaceRestoring(ModelSpace):
         if self._engine is not None and self._engine.gradients.stepped is not None:
             self._engine.gradients.stepped.reload()
 
-    def _load_indexed_optimizers(self, states: list[Checkpoint], of_groups: list[list[list[str]]] | None) -> None:
+    def _load_indexed_optimizers(
+        self, states: list[Checkpoint], of_groups: list[list[list[str]]] | None
+    ) -> None:
         """Fill the optimizers from Lightning's single file, whose states are keyed by position."""
         if of_groups is None and self.layout.divides_model:
             raise ValueError(
-                "this checkpoint was written by a strategy that stores optimizer states by index, which tensor and pipeline parallel "
-                "ranks cannot place. Load only its weights (module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
+                "this checkpoint was written by a strategy that stores optimizer states by index, "
+                "which tensor and pipeline parallel "
+                "ranks cannot place. Load only its weights "
+                "(module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
                 "resume it under PTDPStrategy() without model parallelism and save it once"
             )
         names, shardings = self._optimizer_records()
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=bool(states))):
+        for index, (optimizer, state) in enumerate(
+            zip(self.optimizers, states, strict=bool(states))
+        ):
             if not self.layout.divides_model and not self._adopted:
                 optimizer.load_state_dict(state)
                 continue
             if keeps_history(optimizer):
-                raise CheckpointError(f"{type(optimizer).__name__} in one file cannot be continued where its parameters are cut")
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} in one file cannot be continued where its "
+                    "parameters are cut"
+                )
             of_groups = self._named_groups if of_groups is None else of_groups
             with self.waiting_in(f"loading optimizer {index}"):
-                load_indexed_optimizer(state, optimizer, names=names, shardings=shardings, of_groups=of_groups[index])
+                load_indexed_optimizer(
+                    state, optimizer, names=names, shardings=shardings, of_groups=of_groups[index]
+                )
                 self._take_masters(optimizer)
 
 
 def _check_trained(state: Mapping[str, object], path: Path, resuming: bool) -> None:
     if resuming and "optimizer_states" not in state:
         raise CheckpointError(
-            f"{path} holds weights and no state of training, which cannot be continued: start a new training from it with "
+            f"{path} holds weights and no state of training, which cannot be continued: start a "
+            "new training from it with "
             "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
         )
 
 
 def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
-    """Read the weights of Lightning's single file, without further names, ``tied``, of the same parameters.
+    """Read the weights of Lightning's single file, without further names, ``tied``, of the same
+    parameters.
 
     Raises:
         CheckpointError: It has none, or holds what cannot be read without trusting it.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-        values = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in tied}
+        values = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and name not in tied
+        }
         return InMemory({MODEL + name: value for name, value in values.items()})
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read: {why_unread(error)}") from error

@@ -1,4 +1,5 @@
-"""State of the strategy on a rank while it runs, as its mixins see it, and agreement of the ranks."""
+"""State of the strategy on a rank while it runs, as its mixins see it, and agreement of the
+ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +32,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """State of one call of ``fit``, ``validate``, ``test`` or ``predict``, replaced by the next ``setup_environment``.
+    """State of one call of ``fit``, ``validate``, ``test`` or ``predict``, replaced by the next
+    ``setup_environment``.
 
     Attributes:
         mesh: The process groups, which a later run takes over.
-        board: The store of this life for the watchdog's notes, likewise; None if somebody else made the groups, or there are none.
+        board: The store of this life for the watchdog's notes, likewise; None if somebody else made
+            the groups, or there are none.
         watchdog: Knows what the ranks do.
         interruption: Whether an exception ended all of them.
         stop_request: Whether somebody wants the run to end.
@@ -53,8 +56,9 @@ class Run:
 
 
 class RunningStrategy(StrategyBase):
-    """Mixin that all others of the strategy derive from: what ``setup_environment`` and ``setup`` make, and where to find it; collectives
-    over the world, in which the ranks of one replica hold equal values.
+    """Mixin that all others of the strategy derive from: what ``setup_environment`` and ``setup``
+    make, and where to find it; collectives over the world, in which the ranks of one replica hold
+    equal values.
 
     Attributes:
         gradient_norm: Of the last step that was clipped by it.
@@ -106,20 +110,22 @@ class RunningStrategy(StrategyBase):
         assert self._engine is not None
         return self._engine
 
-    # ---- what Lightning asks of all ranks: reductions, agreement, broadcasts -----------------------------------------------
+    # ---- what Lightning asks of all ranks: reductions, agreement, broadcasts ---------------------
 
     @contextlib.contextmanager
     def one_step(self, hook: str, context: Callable[[], Context]) -> Iterator[None]:
         """Around one call of the user's ``hook``, inside ``context()``.
 
-        Under a pipeline it runs to its end on the last stage only. So it may not ask for collectives, for which the other ranks would
-        never come, and the last stage of rank 0's pipeline answers for rank 0 to a step that logs there only.
-        """
+        Under a pipeline it runs to its end on the last stage only. So it may not ask for
+        collectives, for which the other ranks would never come, and the last stage of rank 0's
+        pipeline answers for rank 0 to a step that logs there only."""
         layout = self.mesh.layout  # the strategy would make it anew, and check it
         if layout.pipeline_parallel_size > 1:
             pipeline = self.mesh.group("pipeline")
             self._running_step = hook
-            self._answers_for_rank_zero = 0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
+            self._answers_for_rank_zero = (
+                0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
+            )
         self._guard_parameters(hook)
         try:
             with context():
@@ -133,34 +139,44 @@ class RunningStrategy(StrategyBase):
             self._guard.hook = hook
 
     def _alone(self, name: str) -> bool:
-        """Return True if the other ranks will not join a collective, because this rank handles an exception that they do not have.
+        """Return True if the other ranks will not join a collective, because this rank handles an
+        exception that they do not have.
 
         Raises:
             MisconfigurationException: The user's step asks for the collective under a pipeline.
         """
         if self._running_step is not None:
             raise self.refusal(
-                f"{name} in {self._running_step}: with pipeline_parallel_size={self.layout.pipeline_parallel_size} a step runs to its "
-                "end on the last stage only, and waits for ranks that do not come. Log what is to be reduced with "
-                "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter with what the step returned, such as "
+                f"{name} in {self._running_step}: with "
+                f"pipeline_parallel_size={self.layout.pipeline_parallel_size} a step runs to its "
+                "end on the last stage only, and waits for ranks that do not come. Log what is to "
+                "be reduced with "
+                "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter "
+                "with what the step returned, such as "
                 "on_train_batch_end, on_validation_batch_end or on_validation_epoch_end"
             )
         return self._run is not None and self._run.interruption.is_of_this_rank_alone()
 
     def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for other ranks outside the steps: a lost one gives an error that names ``what`` and what each rank did.
+        """Around what waits for other ranks outside the steps: a lost one gives an error that names
+        ``what`` and what each rank did.
 
         Raises:
             PeerError: Inside, instead of an error of torch's communication.
         """
         return contextlib.nullcontext() if self._run is None else self._run.watchdog.during(what)
 
-    def reduce(self, tensor: _T, group: dist.ProcessGroup | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> _T:
+    def reduce(
+        self,
+        tensor: _T,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> _T:
         """Reduce over the replicas.
 
-        The ranks of one replica hold equal values, so that the world's mean is the replicas' mean, and a sum adds one value of each
-        replica. Give ``group=torch.distributed.group.WORLD`` for the sum over all ranks.
-        """
+        The ranks of one replica hold equal values, so that the world's mean is the replicas' mean,
+        and a sum adds one value of each replica. Give ``group=torch.distributed.group.WORLD`` for
+        the sum over all ranks."""
         if not isinstance(tensor, Tensor) or self._alone("reduce"):
             return tensor
         is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
@@ -173,8 +189,11 @@ class RunningStrategy(StrategyBase):
             result: _T = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
         return result
 
-    def all_gather(self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas, or over ``group``; ranks of one replica hold equal values, which are not repeated.
+    def all_gather(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather over the replicas, or over ``group``; ranks of one replica hold equal values,
+        which are not repeated.
 
         Args:
             tensor: Of the same shape on all ranks.
@@ -182,7 +201,8 @@ class RunningStrategy(StrategyBase):
             sync_grads: Whether gradients flow back.
 
         Returns:
-            The values, stacked along a new first dimension of the size of the group; ``tensor`` itself in a world of one.
+            The values, stacked along a new first dimension of the size of the group; ``tensor``
+            itself in a world of one.
         """
         if not dist.is_initialized() or self._alone("all_gather"):
             return tensor
@@ -207,7 +227,9 @@ class RunningStrategy(StrategyBase):
         """Wait for the world."""
         if dist.is_initialized() and not self._alone("barrier"):
             with self.waiting_in(f"barrier {name!r}" if name else "barrier"):
-                dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+                dist.barrier(
+                    device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None
+                )
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         """Send an object from rank ``src`` to the world."""

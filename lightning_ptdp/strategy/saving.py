@@ -1,4 +1,5 @@
-"""The strategy's part in saving: what Lightning and the hooks have put together goes out in model space."""
+"""The strategy's part in saving: what Lightning and the hooks have put together goes out in model
+space."""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_
 from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch import is_communication_error
-from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike, checked_tensor
+from lightning_ptdp.strategy.model_space import (
+    MASTER,
+    MODEL,
+    Checkpoint,
+    ModelSpace,
+    PathLike,
+    checked_tensor,
+)
 
 __all__ = ["ModelSpaceSaving"]
 
@@ -47,13 +55,17 @@ _SHOWN = 3
 
 
 class ModelSpaceSaving(ModelSpace):
-    """Mixin of the strategy: saves shards under global names, so that any layout reads what any other wrote.
+    """Mixin of the strategy: saves shards under global names, so that any layout reads what any
+    other wrote.
 
-    Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is written.
+    Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is
+    written.
 
     Attributes:
-        ranks_failed: Whether the ranks that this process forked or spawned last ended with an exception.
-        returns_weights: Whether the process that forks or spawns the ranks gets the trained weights.
+        ranks_failed: Whether the ranks that this process forked or spawned last ended with an
+            exception.
+        returns_weights: Whether the process that forks or spawns the ranks gets the trained
+            weights.
         folder_callback: The class of a callback that needs checkpoint folders; "" if there is none.
         run_facts: Facts about the run for the metadata of its checkpoints, in JSON types.
     """
@@ -66,11 +78,13 @@ class ModelSpaceSaving(ModelSpace):
     run_facts: Mapping[str, object] = MappingProxyType({})
 
     def lightning_module_state_dict(self) -> Checkpoint:
-        """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on the other ranks."""
+        """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on
+        the other ranks."""
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
-        """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are saved as shards."""
+        """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are
+        saved as shards."""
         if self._parallel is None or self.writes_file:
             return super().optimizer_state(optimizer)
         if self._alone("saving"):
@@ -82,8 +96,11 @@ class ModelSpaceSaving(ModelSpace):
             history = {"history": optimizer_history(inner)} if keeps_history(inner) else {}
             return {"groups": merge_groups(gather(groups)), **history}
 
-    def save_checkpoint(self, checkpoint: Checkpoint, filepath: PathLike, storage_options: object = None) -> None:
-        """Write a checkpoint; entered by all ranks. After an exception there is a warning instead where that cannot be.
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, filepath: PathLike, storage_options: object = None
+    ) -> None:
+        """Write a checkpoint; entered by all ranks. After an exception there is a warning instead
+        where that cannot be.
 
         Raises:
             CheckpointError: It could not be written; what was there before is whole.
@@ -97,7 +114,10 @@ class ModelSpaceSaving(ModelSpace):
             return
         elsewhere = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
         if storage_options is not None and not elsewhere:
-            raise TypeError("storage_options is not supported: checkpoints are written by torch.distributed.checkpoint")
+            raise TypeError(
+                "storage_options is not supported: checkpoints are written by "
+                "torch.distributed.checkpoint"
+            )
         doing = f"saving the checkpoint {filepath}"
         with self.waiting_in(doing):
             if not self.writes_file:
@@ -108,7 +128,9 @@ class ModelSpaceSaving(ModelSpace):
                 if elsewhere:
                     super().save_checkpoint(self._with_names(checkpoint), filepath, storage_options)
                 elif self.global_rank == 0:
-                    write_file(self._with_names(checkpoint), Path(os.path.abspath(local_path(filepath))))
+                    write_file(
+                        self._with_names(checkpoint), Path(os.path.abspath(local_path(filepath)))
+                    )
 
     @property
     def writes_file(self) -> bool:
@@ -119,21 +141,31 @@ class ModelSpaceSaving(ModelSpace):
 
     def note_callbacks(self, callbacks: Iterable[object]) -> None:
         """Look for a callback whose attribute ``needs_checkpoint_folders`` is true."""
-        found = (type(one).__name__ for one in callbacks if getattr(one, "needs_checkpoint_folders", False))
+        found = (
+            type(one).__name__
+            for one in callbacks
+            if getattr(one, "needs_checkpoint_folders", False)
+        )
         self.folder_callback = next(found, "")
 
     def why_no_file(self) -> str:
-        """Return the option with which no rank has all that is saved, or saves do not wait; "" if there is none."""
+        """Return the option with which no rank has all that is saved, or saves do not wait; "" if
+        there is none."""
         if self.layout.divides_model:
             return f"{self.layout.describe()} cuts the model"
         if self.config.async_save:
             return "async_save=True writes folders"
         if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
             return "shard_optimizer=True cuts the optimizer's states"
-        return "master_weights=True keeps float32 copies beside the parameters" if self._adopted else ""
+        return (
+            "master_weights=True keeps float32 copies beside the parameters"
+            if self._adopted
+            else ""
+        )
 
     def _with_names(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the names of the optimizers' parameters, by which other layouts find theirs."""
+        """Return the checkpoint with the names of the optimizers' parameters, by which other
+        layouts find theirs."""
         if "optimizer_states" not in checkpoint:
             return checkpoint
         return {**checkpoint, PARAMETER_NAMES: self._names_of_groups()}
@@ -150,23 +182,44 @@ class ModelSpaceSaving(ModelSpace):
         with same_outcome(doing):
             model, unchanged = self._weights_to_save(checkpoint.get("state_dict", {}))
             names, shardings = self._optimizer_records()
-            masters = {e.value: {MASTER: e.value.detach()} for e in self._adopted or () if e.target is not None}
+            masters = {
+                e.value: {MASTER: e.value.detach()}
+                for e in self._adopted or ()
+                if e.target is not None
+            }
             optimizers: dict[str, tuple[Tensor, Placed]] = {}
-            for index, optimizer in enumerate(self.optimizers if "optimizer_states" in state else ()):
+            for index, optimizer in enumerate(
+                self.optimizers if "optimizer_states" in state else ()
+            ):
                 if keeps_history(optimizer):
                     continue
-                optimizers |= optimizer_tensors(optimizer, names=names, shardings=shardings, index=index, extra=masters)
+                optimizers |= optimizer_tensors(
+                    optimizer, names=names, shardings=shardings, index=index, extra=masters
+                )
         if self.ranks_hold_all:
-            # What rank 0's hooks made of it is saved, as in Lightning; the others help to write what nobody changed.
+            # What rank 0's hooks made of it is saved, as in Lightning; the others help to write
+            # what nobody changed.
             agreed = from_rank_zero(lambda: unchanged)
-            equal = {record.name for record in self.parallel.records.values()}  # buffers may differ between replicas
-            model = {name: model[name] for name in model if is_rank_zero() or name in agreed & unchanged & equal}
+            equal = {
+                record.name for record in self.parallel.records.values()
+            }  # buffers may differ between replicas
+            model = {
+                name: model[name]
+                for name in model
+                if is_rank_zero() or name in agreed & unchanged & equal
+            }
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
         metadata = {
             **self.run_facts,
             "layout": self.layout.describe(),
-            "aliases": {alias: name for alias, name in self.parallel.aliases.items() if alias not in model},
-            **{key: state[key] for key in ("epoch", "global_step") if isinstance(state.get(key), int)},
+            "aliases": {
+                alias: name for alias, name in self.parallel.aliases.items() if alias not in model
+            },
+            **{
+                key: state[key]
+                for key in ("epoch", "global_step")
+                if isinstance(state.get(key), int)
+            },
         }
         path = self.broadcast(local_path(filepath))
         target = Path(os.path.abspath(path))
@@ -176,14 +229,20 @@ class ModelSpaceSaving(ModelSpace):
                 self._saver = BackgroundSaver(limit=self.config.timeout, keeper=self._keeper)
             self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
-            save_checkpoint(path, tensors=tensors, state=state, metadata=metadata, keeper=self._keeper)
+            save_checkpoint(
+                path, tensors=tensors, state=state, metadata=metadata, keeper=self._keeper
+            )
             done()
 
-    def _weights_to_save(self, state: Mapping[str, object]) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
-        """The model under its global names, as the hooks of ``on_save_checkpoint`` left it, and the names of what they did not change.
+    def _weights_to_save(
+        self, state: Mapping[str, object]
+    ) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
+        """The model under its global names, as the hooks of ``on_save_checkpoint`` left it, and the
+        names of what they did not change.
 
         Raises:
-            CheckpointError: They changed more than what is left out, but this rank holds only a part.
+            CheckpointError: They changed more than what is left out, but this rank holds only a
+                part.
         """
         changes = _changes(self.lightning_module.state_dict(), state)
         if not self.ranks_hold_all:
@@ -193,9 +252,15 @@ class ModelSpaceSaving(ModelSpace):
             return {**self._model_tensors(without=removed, to_write=True)}, set()
         kept = {name: checked_tensor(name, value) for name, value in state.items()}
         for alias, name in self.parallel.aliases.items():
-            if alias in kept and name in kept and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name])):
+            if (
+                alias in kept
+                and name in kept
+                and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name]))
+            ):
                 del kept[alias]
-        return {name: (v.detach(), Sharding.replicated(tuple(v.shape))) for name, v in kept.items()}, kept.keys() - changes.keys()
+        return {
+            name: (v.detach(), Sharding.replicated(tuple(v.shape))) for name, v in kept.items()
+        }, kept.keys() - changes.keys()
 
     def finish_saving(self) -> None:
         """Wait for a save in the background.
@@ -210,18 +275,23 @@ class ModelSpaceSaving(ModelSpace):
             self._saver = None  # not before: a Ctrl-C here finds it in on_exception
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let a save in the background end, if it can: a lost rank would never let it, and the second Ctrl-C gives it up. An error of
-        torch's communication from outside the strategy's own waits gets a note of what each rank did last."""
+        """Let a save in the background end, if it can: a lost rank would never let it, and the
+        second Ctrl-C gives it up. An error of torch's communication from outside the strategy's own
+        waits gets a note of what each rank did last."""
         super().on_exception(exception)
         if self._run is not None:
             self._run.watchdog.annotate(exception)
-        told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit)) and not isinstance(exception, StoppedNow)
+        told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit)) and not isinstance(
+            exception, StoppedNow
+        )
         if told_to_end and self._run is not None:
             self._run.interruption.is_of_this_rank_alone()  # at the end of the run that is known
         saver, self._saver, self._is_training = self._saver, None, False
         if saver is None:
             return
-        lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(exception)
+        lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(
+            exception
+        )
         try:
             if isinstance(exception, StoppedNow):
                 raise StoppedNow
@@ -234,8 +304,9 @@ class ModelSpaceSaving(ModelSpace):
             saver.give_up()
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
-        """Remove a checkpoint that is no longer among the best, but not before the one that is being written is complete; a ``latest``
-        that pointed to it moves to the newest that is left."""
+        """Remove a checkpoint that is no longer among the best, but not before the one that is
+        being written is complete; a ``latest`` that pointed to it moves to the newest that is
+        left."""
         if self._saver is not None:
             self._saver.after(partial(self._remove_now, filepath))
         else:
@@ -252,26 +323,38 @@ class ModelSpaceSaving(ModelSpace):
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, str]:
-    """Name -> what became of the entry; some are made anew for every ``state_dict``, and are the same if their values are."""
+    """Name -> what became of the entry; some are made anew for every ``state_dict``, and are the
+    same if their values are."""
     changes = {name: "removed" for name in before if name not in after}
     changes |= {name: "added" for name in after if name not in before}
-    return changes | {name: "replaced" for name in before if name in after and not _same(before[name], after[name])}
+    return changes | {
+        name: "replaced"
+        for name in before
+        if name in after and not _same(before[name], after[name])
+    }
 
 
 def _same(one: object, other: object) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return one is other
-    layouts = [(value.data_ptr(), value.dtype, value.shape, value.stride()) for value in (one, other)]
-    return layouts[0] == layouts[1] or (layouts[0][1:3] == layouts[1][1:3] and torch.equal(one, other.to(one.device)))
+    layouts = [
+        (value.data_ptr(), value.dtype, value.shape, value.stride()) for value in (one, other)
+    ]
+    return layouts[0] == layouts[1] or (
+        layouts[0][1:3] == layouts[1][1:3] and torch.equal(one, other.to(one.device))
+    )
 
 
 def _cannot_change(changes: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name!r} was {what}" for name, what in sorted(changes.items())[:_SHOWN])
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
     return (
-        f'on_save_checkpoint of the module or of a callback changed checkpoint["state_dict"] ({shown}{more}), but no rank holds the whole '
-        "model under tensor or pipeline parallelism. Put what else is to be saved under a key of its own, such as "
-        'checkpoint["my_state"], of which rank 0\'s is written, or use tensor_parallel_size=1 and pipeline_parallel_size=1'
+        'on_save_checkpoint of the module or of a callback changed checkpoint["state_dict"] '
+        f"({shown}{more}), but no rank holds the whole "
+        "model under tensor or pipeline parallelism. Put what else is to be saved under a key of "
+        "its own, such as "
+        'checkpoint["my_state"], of which rank 0\'s is written, or use tensor_parallel_size=1 and '
+        "pipeline_parallel_size=1"
     )
 
 

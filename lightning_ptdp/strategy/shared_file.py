@@ -11,10 +11,11 @@ __all__ = ["shared_file"]
 
 @contextmanager
 def shared_file() -> Iterator[str]:
-    """Yield the path of an empty file in anonymous memory, which forked and spawned processes of the same user can open.
+    """Yield the path of an empty file in anonymous memory, which forked and spawned processes of
+    the same user can open.
 
-    The file needs no space in ``/dev/shm`` or the temporary folder. It vanishes with the context, or with this process.
-    """
+    The file needs no space in ``/dev/shm`` or the temporary folder. It vanishes with the context,
+    or with this process."""
     descriptor = os.memfd_create("lightning-ptdp")
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,4 +1,5 @@
-"""The strategy's part in a step: the engine runs it, Lightning's hooks see it in the order that they expect."""
+"""The strategy's part in a step: the engine runs it, Lightning's hooks see it in the order that
+they expect."""
 
 from __future__ import annotations
 
@@ -35,20 +36,26 @@ class ScheduledSteps(RunningStrategy):
         with self._during("step"):
             if has_others:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
-            context = partial(self.one_step, "training_step", self.precision_plugin.train_step_context)
+            context = partial(
+                self.one_step, "training_step", self.precision_plugin.train_step_context
+            )
             scale = loss_scale(self.precision_plugin, self.root_device)
-            return self.engine.training_step(context, values, clears=self._clears_gradients(), loss_scale=scale)
+            return self.engine.training_step(
+                context, values, clears=self._clears_gradients(), loss_scale=scale
+            )
 
     def _clears_gradients(self) -> bool:
         """Return True if Lightning clears the gradients between this batch's forward and backward.
 
-        It does before the first batch of an accumulation, unless the user overrides ``optimizer_zero_grad``.
-        """
+        It does before the first batch of an accumulation, unless the user overrides
+        ``optimizer_zero_grad``."""
         trainer, names = self.lightning_module.trainer, self._names
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         return first and not names.is_overridden("optimizer_zero_grad", self.lightning_module)
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object
+    ) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
         plugin, module = self.precision_plugin, self.lightning_module
         if not module.automatic_optimization:
@@ -60,21 +67,30 @@ class ScheduledSteps(RunningStrategy):
             closure_loss = plugin.pre_backward(closure_loss, module)
             self.engine.gradients.install()
         else:
-            closure_loss = plugin.pre_backward(self.engine.optimization.scaled(closure_loss), module)
+            closure_loss = plugin.pre_backward(
+                self.engine.optimization.scaled(closure_loss), module
+            )
             with self._during("step"), self.engine.gradients.reduce():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer will.
+        # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer
+        # will.
         with self.engine.gradients.shown():
             output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
-            self.engine.optimization.check(optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None)
+            self.engine.optimization.check(
+                optimizer, scaled=getattr(self.precision_plugin, "scaler", None) is not None
+            )
         return output
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Closure, *args: object, **kwargs: object) -> object:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Closure, *args: object, **kwargs: object
+    ) -> object:
         """Step."""
         # A sharded optimizer gathers the parameters behind its step.
         with self._during("optimizer step"):
-            output = super().optimizer_step(optimizer, self.engine.optimization.evaluations(optimizer, closure), *args, **kwargs)
+            output = super().optimizer_step(
+                optimizer, self.engine.optimization.evaluations(optimizer, closure), *args, **kwargs
+            )
             self.engine.gradients.used()
         return output
 
@@ -89,18 +105,33 @@ class ScheduledSteps(RunningStrategy):
 
     def validation_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``validation_step`` on every stage."""
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values()))
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values())
+        )
 
     def test_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """The user's ``test_step`` on every stage."""
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values()))
+        return self._evaluate(
+            "test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values())
+        )
 
     def predict_step(self, *args: Nested, **kwargs: Nested) -> Nested:
-        """The user's ``predict_step`` on every stage; every rank of a replica returns the whole prediction."""
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values()))
+        """The user's ``predict_step`` on every stage; every rank of a replica returns the whole
+        prediction."""
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values())
+        )
 
-    def decode(self, call: Callable[[int], Tensor], choose: Callable[[Tensor], Tensor], *, rows: int, key: Hashable) -> Tensor:
-        """One forward of the model for the next token of each of ``rows`` rows, (b) int64, outside of the steps (``generate``).
+    def decode(
+        self,
+        call: Callable[[int], Tensor],
+        choose: Callable[[Tensor], Tensor],
+        *,
+        rows: int,
+        key: Hashable,
+    ) -> Tensor:
+        """One forward of the model for the next token of each of ``rows`` rows, (b) int64, outside
+        of the steps (``generate``).
 
         Args:
             call: Runs the model as a pipeline stage; on the last one it returns the logits (b, V).
@@ -109,26 +140,34 @@ class ScheduledSteps(RunningStrategy):
             key: Forwards of one key have hidden states of the same shape.
         """
         with self._during("writing text at step"):
-            return self.engine.decode(self.precision_plugin.predict_step_context, call, choose, rows=rows, key=key)
+            return self.engine.decode(
+                self.precision_plugin.predict_step_context, call, choose, rows=rows, key=key
+            )
 
     def decodes(self) -> bool:
         """Return True if ``decode`` can be called now, while the Trainer runs.
 
         Raises:
-            MisconfigurationException: It cannot, and the model is cut, so that nobody else can run it.
+            MisconfigurationException: It cannot, and the model is cut, so that nobody else can run
+                it.
         """
         module = self.lightning_module
         if module.trainer.state.status == "running":
             return True
         if CUT_MARK in vars(module):
             raise self.refusal(
-                f"the model is cut ({vars(module)[CUT_MARK]}) and writes text while the Trainer runs only: call generate in a hook such as "
-                "on_validation_epoch_end or on_predict_start, or use ptdp generate with a checkpoint"
+                f"the model is cut ({vars(module)[CUT_MARK]}) and writes text while the Trainer "
+                "runs only: call generate in a hook such as "
+                "on_validation_epoch_end or on_predict_start, or use ptdp generate with a "
+                "checkpoint"
             )
         return False
 
-    def _evaluate(self, hook: str, context: Callable[[], Context], args: Sequence[Nested]) -> Nested:
-        # Replicas may have different numbers of batches: only the ranks of one agree. The others of a fit would wait for them.
+    def _evaluate(
+        self, hook: str, context: Callable[[], Context], args: Sequence[Nested]
+    ) -> Nested:
+        # Replicas may have different numbers of batches: only the ranks of one agree. The others of
+        # a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
         numbers = self.engine.agreement.collect(args[0], training=False)
         agreed = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
@@ -137,11 +176,19 @@ class ScheduledSteps(RunningStrategy):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
     def _agree(
-        self, what: str, group: dist.ProcessGroup | None, numbers: Tensor | None, *, interrupts: bool = True
+        self,
+        what: str,
+        group: dist.ProcessGroup | None,
+        numbers: Tensor | None,
+        *,
+        interrupts: bool = True,
     ) -> Sequence[int]:
-        """Return the maximum of ``numbers`` over ``group``; end here if one of its ranks was told to."""
+        """Return the maximum of ``numbers`` over ``group``; end here if one of its ranks was told
+        to."""
         with self._during(what):
-            ends, agreed = self.run.stop_request.heed(group, self.root_device, interrupts=interrupts, beside=numbers)
+            ends, agreed = self.run.stop_request.heed(
+                group, self.root_device, interrupts=interrupts, beside=numbers
+            )
         if ends:
             raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
         return agreed
@@ -172,7 +219,8 @@ class ScheduledSteps(RunningStrategy):
             hooks(*args)
 
     def compute_gradient_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective over the world."""
+        """2-norm of the whole model's gradient, each parameter counted once; collective over the
+        world."""
         with self._during("gradient norm of step"):
             return self.engine.gradients.norm()
 

@@ -1,4 +1,5 @@
-"""The strategy's arguments: ``layout``, the fields of ``PTDPConfig``, which tells their meaning, and those of Lightning's strategies."""
+"""The strategy's arguments: ``layout``, the fields of ``PTDPConfig``, which tells their meaning,
+and those of Lightning's strategies."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ from lightning_ptdp.strategy.layout_choice import LayoutChoice
 __all__ = ["constructor"]
 
 
-def constructor(construct: Callable[..., None], lightning: Callable[..., None]) -> Callable[..., None]:
-    """``construct`` with the signature that ``inspect`` and jsonargparse read; ``lightning`` is the constructor of Lightning's class."""
+def constructor(
+    construct: Callable[..., None], lightning: Callable[..., None]
+) -> Callable[..., None]:
+    """``construct`` with the signature that ``inspect`` and jsonargparse read; ``lightning`` is the
+    constructor of Lightning's class."""
 
     @wraps(construct)
     def init(self: StrategyBase, **options: Any) -> None:
@@ -29,7 +33,10 @@ def constructor(construct: Callable[..., None], lightning: Callable[..., None]) 
     for source in (PTDPConfig.__init__, lightning):
         hints = get_type_hints(source)
         parameters = list(inspect.signature(source).parameters.values())[1:]
-        taken += [one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in parameters]
+        taken += [
+            one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name])
+            for one in parameters
+        ]
     init.__qualname__ = "PTDPStrategy.__init__"
     vars(init)["__signature__"] = Signature(taken)
     return init

@@ -1,7 +1,7 @@
 """Validation by the clock (``val_check_interval="00:01:00:00"``), at the same batch on all ranks.
 
-Lightning lets every rank look at its own clock at the end of a batch: some would begin to validate while the others train on.
-"""
+Lightning lets every rank look at its own clock at the end of a batch: some would begin to validate
+while the others train on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["ValidationClock"]
 
 
 class ValidationClock:
-    """Decides before a batch whether there is a validation behind it, and shows Lightning a time that leaves it no choice."""
+    """Decides before a batch whether there is a validation behind it, and shows Lightning a time
+    that leaves it no choice."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._since = trainer, -math.inf

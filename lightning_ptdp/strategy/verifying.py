@@ -1,4 +1,5 @@
-"""``PTDPStrategy(verify="first_step")``: the first step is compared with one process before training starts."""
+"""``PTDPStrategy(verify="first_step")``: the first step is compared with one process before
+training starts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ __all__ = ["verify_first_step"]
 _log = logging.getLogger(__name__)
 
 
-def verify_first_step(strategy: RunningStrategy, trainer: Trainer, arguments: Sequence[object]) -> None:
+def verify_first_step(
+    strategy: RunningStrategy, trainer: Trainer, arguments: Sequence[object]
+) -> None:
     """Compare the first step with one process; ``arguments`` are those of the Trainer's fit.
 
     Raises:
@@ -26,14 +29,25 @@ def verify_first_step(strategy: RunningStrategy, trainer: Trainer, arguments: Se
     option = f"verify={strategy.config.verify!r}"
     ours = isinstance(environment, strategy._names.LightningEnvironment)
     if strategy.num_nodes > 1 or not ours:
-        reason = f"{type(environment).__name__} has started the ranks" if not ours else f"num_nodes={strategy.num_nodes}"
+        reason = (
+            f"{type(environment).__name__} has started the ranks"
+            if not ours
+            else f"num_nodes={strategy.num_nodes}"
+        )
         raise strategy.refusal(
-            f"{option} forks processes on this machine before training, but {reason}. Leave it out, and run ptdp verify, or "
+            f"{option} forks processes on this machine before training, but {reason}. Leave it "
+            "out, and run ptdp verify, or "
             "lightning_ptdp.verify, on one machine first"
         )
     if strategy.num_processes > 1 and environment.creates_processes_externally:
         return  # started by rank 0, which has verified
-    report = verify(strategy.lightning_module, *arguments[1:4], strategy=strategy, steps=1, **trainer_options(trainer))
+    report = verify(
+        strategy.lightning_module,
+        *arguments[1:4],
+        strategy=strategy,
+        steps=1,
+        **trainer_options(trainer),
+    )
     if not report.equal:
         raise VerificationError(f"{option}: {report}")
     _log.info("verify: %s", str(report).partition("\n")[0])

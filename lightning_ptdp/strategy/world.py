@@ -1,4 +1,5 @@
-"""The strategy's part in the world: who this rank is, joining the others, and the groups that they make."""
+"""The strategy's part in the world: who this rank is, joining the others, and the groups that they
+make."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class World(RunningStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """There is nothing to ask then: in a SLURM job that was not started by srun the environment would not know."""
+        """There is nothing to ask then: in a SLURM job that was not started by srun the environment
+        would not know."""
         return self.num_nodes * self.num_processes == 1
 
     @property
@@ -101,7 +103,12 @@ class World(RunningStrategy):
         Raises:
             ValueError: It has; says what would work.
         """
-        check_processes(self.cluster_environment, os.environ, devices=self.num_processes, num_nodes=self.num_nodes)
+        check_processes(
+            self.cluster_environment,
+            os.environ,
+            devices=self.num_processes,
+            num_nodes=self.num_nodes,
+        )
 
     def check_machine(self) -> None:
         """Check that this machine lets the ranks start, if this process starts all of them.
@@ -111,7 +118,11 @@ class World(RunningStrategy):
         """
         size, environment = self.layout.world_size, self.cluster_environment
         if 1 < size == self.num_processes and not environment.creates_processes_externally:
-            check_machine(world_size=size, start_method=self.config.start_method, accelerator=self.root_device.type)
+            check_machine(
+                world_size=size,
+                start_method=self.config.start_method,
+                accelerator=self.root_device.type,
+            )
 
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""
@@ -128,8 +139,11 @@ class World(RunningStrategy):
             # ModelCheckpoint's, which every rank would print.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
         if layout.world_size > 1 and layout.num_replicas == 1:
-            # Ranks of a single replica hold equal values: Lightning's advice to reduce them does not apply.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*accumulate the metric across devices.*")
+            # Ranks of a single replica hold equal values: Lightning's advice to reduce them does
+            # not apply.
+            warnings.filterwarnings(
+                "ignore", message=".*sync_dist=True.*accumulate the metric across devices.*"
+            )
 
     def _begin(self, layout: ParallelLayout, before: Run | None) -> Run:
         """Take over from the run before what can be used again, and agree with the others."""
@@ -151,7 +165,8 @@ class World(RunningStrategy):
             watchdog.close()  # no teardown would find it
             raise
         if layout.divides_model and "PL_GLOBAL_SEED" not in os.environ:
-            # The ranks of a replica augment their samples alike; seed_everything has seeded all ranks alike.
+            # The ranks of a replica augment their samples alike; seed_everything has seeded all
+            # ranks alike.
             seed_process(derive_seed(seed, "process", layout.replica(self.global_rank)))
         trainer, on_device = self.lightning_module.trainer, self.root_device.type == "cuda"
         return Run(
@@ -174,7 +189,8 @@ class World(RunningStrategy):
         )
 
     def _reset_seed(self) -> int:
-        """Random numbers begin anew at the user's seed, as in Lightning's strategies; in one process they go on where they are."""
+        """Random numbers begin anew at the user's seed, as in Lightning's strategies; in one
+        process they go on where they are."""
         with contextlib.nullcontext() if self.layout.world_size > 1 else self._names.isolate_rng():
             self._names.reset_seed()
             return self.config.seed if self.config.seed is not None else torch.initial_seed()
@@ -195,26 +211,34 @@ class World(RunningStrategy):
 
         def open_store() -> dist.Store:
             keeps = crowd.rank == 0 and not by_torchrun
-            return meeting_store(crowd.address, crowd.port, keeps=keeps, one_machine=one_machine, limit=limit)
+            return meeting_store(
+                crowd.address, crowd.port, keeps=keeps, one_machine=one_machine, limit=limit
+            )
 
         def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
             if self.root_device.type == "cuda":
                 torch.cuda.set_device(self.root_device)  # each thread has its own
-            # Not bound to a device: torch would split new groups from the world's communicator, which takes all ranks at once.
-            self._names.init_process_group(environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store)
+            # Not bound to a device: torch would split new groups from the world's communicator,
+            # which takes all ranks at once.
+            self._names.init_process_group(
+                environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store
+            )
             mesh = self._make_mesh(layout)
-            # Once its keeper is gone, torch tries for twice the limit to connect, and nobody looks at the clock.
+            # Once its keeper is gone, torch tries for twice the limit to connect, and nobody looks
+            # at the clock.
             return mesh, store.clone()
 
         return join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
-        """Restore the network interfaces that the user, or torch, chooses, for groups that are made later."""
+        """Restore the network interfaces that the user, or torch, chooses, for groups that are made
+        later."""
         chosen, self._interfaces = self._interfaces, []
         listen_anywhere(chosen)
 
     def _ended(self) -> str:
-        """Which of the processes that this one has started, or was started by, have ended; "" if none."""
+        """Which of the processes that this one has started, or was started by, have ended; "" if
+        none."""
         first = self.global_rank - self.local_rank
         for local_rank, process in enumerate(getattr(self._launcher, "procs", ()), start=1):
             if isinstance(process, subprocess.Popen) and process.poll() is not None:

@@ -1,8 +1,9 @@
-"""Tensor and sequence parallelism: one layer's matrices sharded over the ranks of the tensor group (arXiv 1909.08053, 2205.05198).
+"""Tensor and sequence parallelism: one layer's matrices sharded over the ranks of the tensor group
+(arXiv 1909.08053, 2205.05198).
 
-A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a parallel one in the place of one, with a ``Sharding`` that
-tells of every parameter which part of the whole it is (``tensor_shards.py``). The model's own code does not change.
-"""
+A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a parallel one in the
+place of one, with a ``Sharding`` that tells of every parameter which part of the whole it is
+(``tensor_shards.py``). The model's own code does not change."""
 
 from lightning_ptdp.tensor_parallel.captured_outputs import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
@@ -23,13 +24,22 @@ from lightning_ptdp.tensor_parallel.kinds import (
     fits,
 )
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.linear_cross_entropy import DEFAULT_CHUNK_MB, check_chunk, linear_cross_entropy
+from lightning_ptdp.tensor_parallel.linear_cross_entropy import (
+    DEFAULT_CHUNK_MB,
+    check_chunk,
+    linear_cross_entropy,
+)
 from lightning_ptdp.tensor_parallel.local_sizes import PerCopy, PerRank, set_numbers
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
-from lightning_ptdp.tensor_parallel.swap import is_in_region, replace_aliases, shard_module, split_sequence
+from lightning_ptdp.tensor_parallel.swap import (
+    is_in_region,
+    replace_aliases,
+    shard_module,
+    split_sequence,
+)
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.tensor_parallel.vocabulary import (
     SequenceShardedEmbedding,

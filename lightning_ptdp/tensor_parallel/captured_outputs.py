@@ -13,8 +13,9 @@ _BY_SEQUENCE = ("hidden_states", "router_logits", *_BY_HEAD)
 
 
 def refuse_captured_parts(model: nn.Module, *, sequence_parallel: bool) -> None:
-    """Let the forward of every Hugging Face model inside raise a ValueError where its output holds, of what it captured, a part: the
-    attention weights of this rank's heads, and under sequence parallelism whatever has a sequence."""
+    """Let the forward of every Hugging Face model inside raise a ValueError where its output holds,
+    of what it captured, a part: the attention weights of this rank's heads, and under sequence
+    parallelism whatever has a sequence."""
     for module in model.modules():
         if hasattr(module, "_can_record_outputs"):
             module.register_forward_hook(partial(_check, sequence_parallel))
@@ -38,8 +39,13 @@ def _check(sequence_parallel: bool, _module: nn.Module, _args: object, output: o
 def _refuse_parts(asked: object, prefix: str, sequence_parallel: bool) -> None:
     for kind in _BY_SEQUENCE if sequence_parallel else _BY_HEAD:
         if getattr(asked, prefix + kind, None):
-            field = "sequence_parallel=True" if sequence_parallel and kind not in _BY_HEAD else "tensor_parallel_size > 1"
+            field = (
+                "sequence_parallel=True"
+                if sequence_parallel and kind not in _BY_HEAD
+                else "tensor_parallel_size > 1"
+            )
             what = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
             raise ValueError(
-                f"output_{kind}=True with {field}: a rank has the {kind} of its {what} only; use one without the other"
+                f"output_{kind}=True with {field}: a rank has the {kind} of its {what} only; use "
+                "one without the other"
             )

@@ -1,6 +1,8 @@
-"""Collectives over the tensor group as functions that autograd understands, and the asynchronous ones below them.
+"""Collectives over the tensor group as functions that autograd understands, and the asynchronous
+ones below them.
 
-What is summed in one direction is copied in the other (arXiv 1909.08053, section 3, "f" and "g"; arXiv 2205.05198, section 4.2.2):
+What is summed in one direction is copied in the other (arXiv 1909.08053, section 3, "f" and "g";
+arXiv 2205.05198, section 4.2.2):
 
     function          forward                    backward
     copy              identity                   all-reduce
@@ -12,9 +14,9 @@ What is summed in one direction is copied in the other (arXiv 1909.08053, sectio
     gather_last       all-gather                 this member's slice
     total             all-reduce                 all-reduce
 
-Activations are (b, s, h), so the sequence is dimension 1, while collectives concatenate along dimension 0. Moving it costs one copy
-(none for a single sample). In a group of one every function returns its input and communicates nothing.
-"""
+Activations are (b, s, h), so the sequence is dimension 1, while collectives concatenate along
+dimension 0. Moving it costs one copy (none for a single sample). In a group of one every function
+returns its input and communicates nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single, start_traced, wait_traced
+from lightning_ptdp.shims.torch import (
+    all_gather_single,
+    reduce_scatter_single,
+    start_traced,
+    wait_traced,
+)
 from lightning_ptdp.world.mesh import Group
 
 __all__ = [
@@ -67,7 +74,9 @@ class Pending:
         return self.finish()
 
 
-def start_all_reduce(x: Tensor, *, group: Group, in_place: bool = False, op: Literal["sum", "max"] = "sum") -> Pending:
+def start_all_reduce(
+    x: Tensor, *, group: Group, in_place: bool = False, op: Literal["sum", "max"] = "sum"
+) -> Pending:
     """Sum ``x`` over the group, or take the maximum, in place if ``in_place``.
 
     ``op`` is a string because a compiler cannot compare ``ReduceOp``s. Needed until torch 2.13.
@@ -85,9 +94,8 @@ def start_all_reduce(x: Tensor, *, group: Group, in_place: bool = False, op: Lit
 def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None = None) -> Pending:
     """Concatenate every member's ``x`` (at least one dimension) along ``dim``.
 
-    A compiler that finds the same gather in a forward and its backward does it once and keeps the result. In a backward, the gradient as
-    ``after`` makes it another.
-    """
+    A compiler that finds the same gather in a forward and its backward does it once and keeps the
+    result. In a backward, the gradient as ``after`` makes it another."""
     dim = dim % x.dim()
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -98,7 +106,9 @@ def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None 
             else torch.ops.lightning_ptdp.gather_after(x, *where, after)
         )
         return Pending(
-            work=None, finish=lambda: _along(torch.unflatten(wait_traced(gathered), 0, (group.size, -1)), dim), source=x
+            work=None,
+            finish=lambda: _along(torch.unflatten(wait_traced(gathered), 0, (group.size, -1)), dim),
+            source=x,
         )
     stacked = x.new_empty((group.size, *x.shape))
     work = all_gather_single(stacked.flatten(0, 1), x, group.handle, async_op=True)
@@ -115,8 +125,12 @@ def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
     check_divisible(x, dim, group)
     stacked = torch.unflatten(x, dim, (group.size, -1)).movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
-        summed = start_traced("reduce_scatter_tensor", stacked.flatten(0, 1), "sum", group.size, group.name)
-        return Pending(work=None, finish=lambda: wait_traced(summed).view(stacked.shape[1:]), source=stacked)
+        summed = start_traced(
+            "reduce_scatter_tensor", stacked.flatten(0, 1), "sum", group.size, group.name
+        )
+        return Pending(
+            work=None, finish=lambda: wait_traced(summed).view(stacked.shape[1:]), source=stacked
+        )
     part = x.new_empty(stacked.shape[1:])
     work = reduce_scatter_single(part, stacked.flatten(0, 1), group.handle, async_op=True)
     return Pending(work=work, finish=lambda: part, source=stacked)
@@ -126,7 +140,9 @@ def _gather_after(x: Tensor, size: int, group: str, after: Tensor) -> Tensor:
     return start_traced("all_gather_into_tensor", x, size, group)
 
 
-torch.library.define("lightning_ptdp::gather_after", "(Tensor x, int size, str group, Tensor after) -> Tensor")
+torch.library.define(
+    "lightning_ptdp::gather_after", "(Tensor x, int size, str group, Tensor after) -> Tensor"
+)
 torch.library.impl("lightning_ptdp::gather_after", "default", _gather_after)
 torch.library.register_fake("lightning_ptdp::gather_after", _gather_after)
 
@@ -137,7 +153,8 @@ def _along(stacked: Tensor, dim: int) -> Tensor:
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """``x``, whose gradient is summed over the group: enters a region in which members hold different weights."""
+    """``x``, whose gradient is summed over the group: enters a region in which members hold
+    different weights."""
     return _exchange(_keep, _sum, x, group)
 
 
@@ -147,12 +164,14 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def total(x: Tensor, group: Group) -> Tensor:
-    """The sum of ``x`` over the group, a new tensor, for members that each make something else of it."""
+    """The sum of ``x`` over the group, a new tensor, for members that each make something else of
+    it."""
     return _exchange(_sum, _sum, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """The whole sequence from every member's slice; (b, s/t, h) -> (b, s, h). Gradients are summed over the group."""
+    """The whole sequence from every member's slice; (b, s/t, h) -> (b, s, h). Gradients are summed
+    over the group."""
     return _exchange(_gather, _sum_slice, x, group, dim)
 
 
@@ -175,7 +194,8 @@ def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """The whole sequence from every member's slice, for a result that all members then use alike."""
+    """The whole sequence from every member's slice, for a result that all members then use
+    alike."""
     return _exchange(_gather, _own_slice, x, group, dim)
 
 
@@ -187,13 +207,17 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 Exchange: TypeAlias = Callable[[Tensor, Group, int], Tensor]
 
 
-def _exchange(function: Exchange, gradient: Exchange, x: Tensor, group: Group, dim: int = 0) -> Tensor:
+def _exchange(
+    function: Exchange, gradient: Exchange, x: Tensor, group: Group, dim: int = 0
+) -> Tensor:
     return x if group.size == 1 else _Exchange.apply(x, function, gradient, group, dim)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Exchange, gradient: Exchange, group: Group, dim: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, function: Exchange, gradient: Exchange, group: Group, dim: int
+    ) -> Tensor:
         ctx.gradient, ctx.group, ctx.dim = gradient, group, dim
         return function(x, group, dim)
 
@@ -234,6 +258,7 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
         length, below = x.size(dim), x.size(dim) // group.size * group.size
         works = " or ".join(str(n) for n in (below, below + group.size) if n)
         raise ValueError(
-            f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} ranks; "
+            f"a sequence of length {length} cannot be split over "
+            f"tensor_parallel_size={group.size} ranks; "
             f"use a length of {works}, or sequence_parallel=False"
         )

@@ -1,7 +1,9 @@
-"""Cross entropy of logits that are split along the vocabulary (arXiv 1909.08053, section 3): the logits stay where they are.
+"""Cross entropy of logits that are split along the vocabulary (arXiv 1909.08053, section 3): the
+logits stay where they are.
 
-Two small all-reduces of one and of two (three with label smoothing) numbers a token: the maximum, then the sum of exponentials, the
-target's logit and the sum of logits together. The backward pass needs none.
+Two small all-reduces of one and of two (three with label smoothing) numbers a token: the maximum,
+then the sum of exponentials, the target's logit and the sum of logits together. The backward pass
+needs none.
 
 Shapes: n tokens, w local rows of the vocabulary (padding included).
 """
@@ -53,14 +55,18 @@ def vocabulary_parallel_cross_entropy(
         group: The tensor group.
         ignore_index: Targets with this value have no loss.
         label_smoothing: Share of the target's probability that is spread over the whole vocabulary.
-        z_loss: Weight of log(Z)^2, which is added to each token's loss to keep the normalizer Z near 1 (arXiv 2204.02311, section 5).
-        reduction: As in ``F.cross_entropy``: the mean is over targets that are not ignored, nan if there are none.
+        z_loss: Weight of log(Z)^2, which is added to each token's loss to keep the normalizer Z
+            near 1 (arXiv 2204.02311, section 5).
+        reduction: As in ``F.cross_entropy``: the mean is over targets that are not ignored, nan if
+            there are none.
 
     Returns:
-        float32 (float64 for float64 logits): it is computed so, and rounding a loss to bfloat16 would lose it.
+        float32 (float64 for float64 logits): it is computed so, and rounding a loss to bfloat16
+            would lose it.
 
     Raises:
-        IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side assertion).
+        IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side
+            assertion).
     """
     assert logits.size(-1) == vocabulary.rows, (tuple(logits.shape), vocabulary)
     assert logits.shape[:-1] == target.shape, (tuple(logits.shape), tuple(target.shape))
@@ -68,16 +74,21 @@ def vocabulary_parallel_cross_entropy(
     counted_n = target_n != ignore_index
     check_targets(target_n, counted_n, vocabulary)
     formula = TokenLoss(vocabulary, label_smoothing, z_loss)
-    return reduced(_CrossEntropy.apply(logits_nw, target_n, counted_n, formula, group).view(target.shape), counted_n, reduction)
+    return reduced(
+        _CrossEntropy.apply(logits_nw, target_n, counted_n, formula, group).view(target.shape),
+        counted_n,
+        reduction,
+    )
 
 
 @dataclass(frozen=True)
 class TokenLoss:
     """The loss of one token from its logits, and its gradient.
 
-    With x the logits less their maximum, z = sum exp x and e the smoothing:
-    loss = (1 - e) (log z - x[target]) + e (log z - mean x), and its gradient is softmax - (1 - e) onehot(target) - e / V.
-    The z-loss c (log Z)^2, with Z the sum of exponentials of the logits themselves, adds 2 c log Z softmax.
+    With x the logits less their maximum, z = sum exp x and e the smoothing: loss = (1 - e) (log z -
+    x[target]) + e (log z - mean x), and its gradient is softmax - (1 - e) onehot(target) - e / V.
+    The z-loss c (log Z)^2, with Z the sum of exponentials of the logits themselves, adds 2 c log Z
+    softmax.
 
     Attributes:
         words: Which logits are here.
@@ -89,21 +100,34 @@ class TokenLoss:
     smoothing: float
     z_loss: float
 
-    def place(self, target_n: Tensor, counted_n: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Which counted targets are in [start, stop), and in which column: 0 for one elsewhere, -1 for one nowhere, so that indexing
-        complains."""
+    def place(
+        self, target_n: Tensor, counted_n: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """Which counted targets are in [start, stop), and in which column: 0 for one elsewhere, -1
+        for one nowhere, so that indexing complains."""
         here_n = counted_n & (target_n >= start) & (target_n < stop)
         valid_n = ~counted_n | ((target_n >= 0) & (target_n < self.words.size))
         return here_n, torch.where(here_n, target_n - start, torch.where(valid_n, 0, -1))
 
-    def value(self, log_z_n: Tensor, picked_n: Tensor, sums_n: Sequence[Tensor], log_sum_n: Tensor) -> Tensor:
+    def value(
+        self, log_z_n: Tensor, picked_n: Tensor, sums_n: Sequence[Tensor], log_sum_n: Tensor
+    ) -> Tensor:
         """From log z, x[target], sum x if there is smoothing, and log Z."""
         loss_n = log_z_n - picked_n
         if self.smoothing:
-            loss_n = (1 - self.smoothing) * loss_n + self.smoothing * (log_z_n - sums_n[0] / self.words.size)
+            loss_n = (1 - self.smoothing) * loss_n + self.smoothing * (
+                log_z_n - sums_n[0] / self.words.size
+            )
         return loss_n + self.z_loss * log_sum_n.square() if self.z_loss else loss_n
 
-    def into_gradient(self, shifted_nk: Tensor, grad_n: Tensor, log_sum_n: Tensor, here_n: Tensor, column_n: Tensor) -> None:
+    def into_gradient(
+        self,
+        shifted_nk: Tensor,
+        grad_n: Tensor,
+        log_sum_n: Tensor,
+        here_n: Tensor,
+        column_n: Tensor,
+    ) -> None:
         """The gradient of some logits (at least one) in the place of these logits less log Z."""
         shifted_nk.exp_()
         if self.z_loss:
@@ -126,7 +150,14 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss of every token, zero where it is not counted."""
 
     @staticmethod
-    def forward(ctx: Any, logits_nw: Tensor, target_n: Tensor, counted_n: Tensor, formula: TokenLoss, group: Group) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits_nw: Tensor,
+        target_n: Tensor,
+        counted_n: Tensor,
+        formula: TokenLoss,
+        group: Group,
+    ) -> Tensor:
         words = formula.words
         own = logits_nw[:, : words.count]
         dtype = torch.promote_types(logits_nw.dtype, torch.float32)
@@ -134,7 +165,9 @@ class _CrossEntropy(torch.autograd.Function):
 
         largest_n = _largest(own, dtype, group)
         shifted_nw = own - largest_n.unsqueeze(-1)
-        picked_n = (logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n).masked_fill(~here_n, 0.0)
+        picked_n = (
+            logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n
+        ).masked_fill(~here_n, 0.0)
         sums = [picked_n, shifted_nw.sum(-1)] if formula.smoothing else [picked_n]
         sums.append(shifted_nw.exp_().sum(-1))  # last, for it overwrites the shifted logits
         picked_n, *sums, z_n = sum_over(torch.stack(sums), group)
@@ -157,8 +190,11 @@ class _CrossEntropy(torch.autograd.Function):
         return result_nw.to(logits_nw.dtype), None, None, None, None
 
 
-def vocabulary_parallel_logsumexp(logits: Tensor, *, vocabulary: VocabularyRange, group: Group) -> Tensor:
-    """``logsumexp(-1)`` of the full logits, in value and gradient; every member gets the same, and two all-reduces are made.
+def vocabulary_parallel_logsumexp(
+    logits: Tensor, *, vocabulary: VocabularyRange, group: Group
+) -> Tensor:
+    """``logsumexp(-1)`` of the full logits, in value and gradient; every member gets the same, and
+    two all-reduces are made.
 
     Args:
         logits: Local logits (..., w), any floating dtype; not modified.
@@ -188,13 +224,19 @@ class _LogSumExp(torch.autograd.Function):
         logits, result = ctx.saved_tensors
         count = ctx.words.count
         gradient = torch.zeros_like(logits)
-        gradient[..., :count] = (logits[..., :count] - result.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        gradient[..., :count] = (
+            (logits[..., :count] - result.unsqueeze(-1)).exp_().mul_(grad.unsqueeze(-1))
+        )
         return gradient, None, None
 
 
 def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
     """The largest logit of each token, over all members; a member may have none."""
-    mine = own.amax(-1).to(dtype) if own.size(-1) else own.new_full(own.shape[:-1], -torch.inf, dtype=dtype)
+    mine = (
+        own.amax(-1).to(dtype)
+        if own.size(-1)
+        else own.new_full(own.shape[:-1], -torch.inf, dtype=dtype)
+    )
     return sum_over(mine, group, op="max")
 
 
@@ -204,9 +246,12 @@ def sum_over(x: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Tens
 
 
 def check_targets(target_n: Tensor, counted_n: Tensor, words: VocabularyRange) -> None:
-    """Name a bad target, where looking costs nothing; elsewhere the look-up of its logit fails on the device."""
+    """Name a bad target, where looking costs nothing; elsewhere the look-up of its logit fails on
+    the device."""
     if target_n.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]
     if bad.numel():
-        raise IndexError(f"Target {bad[0].item()} is out of bounds: the vocabulary has {words.size} tokens")
+        raise IndexError(
+            f"Target {bad[0].item()} is out of bounds: the vocabulary has {words.size} tokens"
+        )

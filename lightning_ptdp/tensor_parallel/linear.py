@@ -1,18 +1,22 @@
-"""Linear layers whose weight is sharded over the tensor group: by output columns, by input rows (arXiv 1909.08053, section 3).
+"""Linear layers whose weight is sharded over the tensor group: by output columns, by input rows
+(arXiv 1909.08053, section 3).
 
-Column then row is the usual pair: the activation between them stays split along its features, and a pair costs one all-reduce
-forward (row) and one backward (column), so a transformer layer costs four. With sequence parallelism (arXiv 2205.05198, section
-4.2.2) the activation outside of the pair is split along the sequence, and each all-reduce becomes an all-gather and a
-reduce-scatter; of the column layer's input only the slice is kept for the backward pass and gathered again there:
+Column then row is the usual pair: the activation between them stays split along its features, and a
+pair costs one all-reduce forward (row) and one backward (column), so a transformer layer costs
+four. With sequence parallelism (arXiv 2205.05198, section
+4.2.2) the activation outside of the pair is split along the sequence, and each all-reduce becomes
+an all-gather and a reduce-scatter; of the column layer's input only the slice is kept for the
+backward pass and gathered again there:
 
     a pair              forward                              backward
     plain               1 all-reduce                         1 all-reduce
     sequence parallel   1 all-gather + 1 reduce-scatter      2 all-gathers + 1 reduce-scatter
 
-A product without another beside which its collective could run does it in pieces, if asked (``overlap.py``).
+A product without another beside which its collective could run does it in pieces, if asked
+(``overlap.py``).
 
-Shapes: b samples, s tokens, i input features, o output features; ... stands for any leading dimensions.
-"""
+Shapes: b samples, s tokens, i input features, o output features; ... stands for any leading
+dimensions."""
 
 from __future__ import annotations
 
@@ -26,9 +30,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.forward.deferred_weight_gradients import Operand, Products, WeightGradients, multiply
+from lightning_ptdp.forward.deferred_weight_gradients import (
+    Operand,
+    Products,
+    WeightGradients,
+    multiply,
+)
 from lightning_ptdp.forward.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
-from lightning_ptdp.tensor_parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_ptdp.tensor_parallel.collectives import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from lightning_ptdp.tensor_parallel.overlap import Pieces, add_bias, multiply_gathered, sum_product
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.world.mesh import Group
@@ -39,7 +53,8 @@ _SEQUENCE = 1
 
 
 class ParallelLayer(nn.Module):
-    """A layer that has a share of its weights, and its products; who splits the backward or the random numbers finds it by its attributes.
+    """A layer that has a share of its weights, and its products; who splits the backward or the
+    random numbers finds it by its attributes.
 
     Args:
         transposed: Weights are stored as (i, o), as in Hugging Face's ``Conv1D``.
@@ -49,7 +64,9 @@ class ParallelLayer(nn.Module):
 
     shown: ClassVar[tuple[str, ...]] = ("in_features", "out_features", "has_bias")
 
-    def __init__(self, *, transposed: bool = False, group: Group, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, *, transposed: bool = False, group: Group, sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
         self.transposed, self.group, self.sequence_parallel = transposed, group, sequence_parallel
         self.weight_gradients: WeightGradients | None = None
@@ -57,8 +74,11 @@ class ParallelLayer(nn.Module):
         self.pieces: Pieces = 1
         self.randomness: Randomness | None = None
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True) -> Tensor:
-        """x W^T + bias for this member's output features of an x that all members have, or slices of; under autocast in its dtype.
+    def column(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True
+    ) -> Tensor:
+        """x W^T + bias for this member's output features of an x that all members have, or slices
+        of; under autocast in its dtype.
 
         Args:
             x: (..., i), or (b, s/t, i) under sequence parallelism.
@@ -69,30 +89,50 @@ class ParallelLayer(nn.Module):
         return self._multiply(_ColumnLinear, x, weight, bias, defers)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum over the group of x_r W_r^T, + bias once: (..., i/t) -> (..., o), or (b, s, i/t) -> (b, s/t, o)."""
+        """The sum over the group of x_r W_r^T, + bias once: (..., i/t) -> (..., o), or (b, s, i/t)
+        -> (b, s/t, o)."""
         return self._multiply(_RowLinear, x, weight, bias, True)
 
     def _multiply(
-        self, function: type[torch.autograd.Function], x: Tensor, weight: Tensor, bias: Tensor | None, defers: bool
+        self,
+        function: type[torch.autograd.Function],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        defers: bool,
     ) -> Tensor:
         if self.group.size == 1:
             return self._multiply_alone(x, weight, bias)
         if self.sequence_parallel and x.dim() < 3:
             raise ValueError(
-                f"sequence_parallel=True splits dimension 1 of (batch, sequence, features), but the input has shape {tuple(x.shape)}; "
+                "sequence_parallel=True splits dimension 1 of (batch, sequence, features), but "
+                f"the input has shape {tuple(x.shape)}; "
                 "give the layer three dimensions, or use sequence_parallel=False"
             )
         dtype = autocast_dtype(x)
         x = x if dtype is None else x.to(dtype)
         store = self.weight_gradients if defers else None
         pieces: Pieces = self.pieces if self.sequence_parallel and x.dim() == 3 else 1
-        product = _Product(self.products(weight, dtype, self.transposed), self.group, self.sequence_parallel, store, pieces)
+        product = _Product(
+            self.products(weight, dtype, self.transposed),
+            self.group,
+            self.sequence_parallel,
+            store,
+            pieces,
+        )
         return function.apply(x, weight, bias, product)
 
     def _multiply_alone(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.products is MatrixProduct:
             return F.linear(x, weight.t() if self.transposed else weight, bias)
-        return multiply(x, weight, bias, products=self.products, transposed=self.transposed, store=self.weight_gradients)
+        return multiply(
+            x,
+            weight,
+            bias,
+            products=self.products,
+            transposed=self.transposed,
+            store=self.weight_gradients,
+        )
 
     def extra_repr(self) -> str:
         """Full sizes and the split."""
@@ -111,10 +151,12 @@ class ColumnParallelLinear(ParallelLayer):
     Args:
         weight: Local weight (o/t, i); more rows than o/t if some heads are on several members.
         bias: Local bias (o/t), or None.
-        parts: Output sizes of the parts of a fused layer, each split on its own: the local output is [q_r | k_r | v_r].
-        enters: Whether the input enters the tensor-parallel region here; a region around the layer does it for several at once.
-        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s/t, i) -> (b, s, o/t) if the sequence is split, otherwise
-            (..., i) -> (..., o/t).
+        parts: Output sizes of the parts of a fused layer, each split on its own: the local output
+            is [q_r | k_r | v_r].
+        enters: Whether the input enters the tensor-parallel region here; a region around the layer
+            does it for several at once.
+        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s/t, i) -> (b, s, o/t) if
+            the sequence is split, otherwise (..., i) -> (..., o/t).
     """
 
     shown = (*ParallelLayer.shown, "parts")
@@ -148,13 +190,14 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """y = sum over the group of x_r W_r^T, + bias once; W is split along its input features, as the input is.
+    """y = sum over the group of x_r W_r^T, + bias once; W is split along its input features, as the
+    input is.
 
     Args:
         weight: Local weight (o, i/t).
         bias: The whole bias (o), or None.
-        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s, i/t) -> (b, s/t, o) if the sequence is split, otherwise
-            (..., i/t) -> (..., o).
+        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s, i/t) -> (b, s/t, o) if
+            the sequence is split, otherwise (..., i/t) -> (..., o).
     """
 
     bias: nn.Parameter | None
@@ -178,13 +221,17 @@ class RowParallelLinear(ParallelLayer):
         """The complete output, or under sequence parallelism this member's slice of it.
 
         Raises:
-            ValueError: The input does not have this member's i/t features, or the sequence does not divide by t.
+            ValueError: The input does not have this member's i/t features, or the sequence does not
+                divide by t.
         """
         if x.size(-1) * self.group.size != self.in_features:
             raise ValueError(
-                f"a row-parallel layer with {self.in_features} input features over {self.group.size} ranks takes "
-                f"{self.in_features // self.group.size} features a rank, not {x.size(-1)}: its input must come from column-parallel "
-                "layers, and what lies between must read the number of heads and the sequence length from those layers' output"
+                f"a row-parallel layer with {self.in_features} input features over "
+                f"{self.group.size} ranks takes "
+                f"{self.in_features // self.group.size} features a rank, not {x.size(-1)}: its "
+                "input must come from column-parallel "
+                "layers, and what lies between must read the number of heads and the sequence "
+                "length from those layers' output"
             )
         if self.randomness is not None:
             self.randomness.leave()
@@ -227,9 +274,13 @@ class _Product:
     def output_of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias of all members' x."""
         if self.pieces == 1:
-            return self.local.output(self.start_gather(x).wait() if self.sequence_parallel else x, bias)
+            return self.local.output(
+                self.start_gather(x).wait() if self.sequence_parallel else x, bias
+            )
         bias = None if bias is None else bias.to(x.dtype)
-        return multiply_gathered(x, self.local.matrix.t(), bias, group=self.group, pieces=self.pieces)[0]
+        return multiply_gathered(
+            x, self.local.matrix.t(), bias, group=self.group, pieces=self.pieces
+        )[0]
 
     def summed_output(self, x: Tensor) -> Tensor:
         """The sum of every member's x W^T, or this member's slice of it."""
@@ -238,23 +289,24 @@ class _Product:
         return sum_product(x, self.local.matrix.t(), group=self.group, pieces=self.pieces)
 
     def input_gradient_of_all(self, grad: Tensor, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the input from all members' gradients of the output, computed in pieces, and the gathered latter; the
-        local one unless it is kept.
-        """
-        found, whole = multiply_gathered(grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps)
+        """Return the gradient of the input from all members' gradients of the output, computed in
+        pieces, and the gathered latter; the local one unless it is kept."""
+        found, whole = multiply_gathered(
+            grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps
+        )
         return found, grad if whole is None else whole
 
     def start_summed_gradient(self, grad: Tensor, *, alone: bool) -> Callable[[], Tensor]:
-        """Start the sum of the input's gradient, computed from the output's; ``alone`` if no other product comes between this and its
-        end.
-        """
+        """Start the sum of the input's gradient, computed from the output's; ``alone`` if no other
+        product comes between this and its end."""
         if not alone or self.pieces == 1:
             return self.start_sum(self.local.input_gradient(grad)).wait
         total = sum_product(grad, self.local.matrix, group=self.group, pieces=self.pieces)
         return lambda: total
 
     def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
-        """The weight's gradient, None if it comes later or has been added; only if it comes later ``x`` may be what fetches it."""
+        """The weight's gradient, None if it comes later or has been added; only if it comes later
+        ``x`` may be what fetches it."""
         if self.store is not None and self.store.waits:
             self.store.defer_product(self.local, grad, x)
             return None
@@ -263,10 +315,13 @@ class _Product:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Only the local input is saved: under sequence parallelism the gathered one is t times larger."""
+    """Only the local input is saved: under sequence parallelism the gathered one is t times
+    larger."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
         return product.output_of_all(x, bias)
@@ -279,7 +334,9 @@ class _ColumnLinear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             # The gather hides behind the first matrix product, the reduction behind the second.
             gathers = product.sequence_parallel and wants_weight
-            gathering = product.start_gather(x, after=grad) if gathers and not product.waits else None
+            gathering = (
+                product.start_gather(x, after=grad) if gathers and not product.waits else None
+            )
             alone = product.waits or not wants_weight
             reducing = product.start_summed_gradient(grad, alone=alone) if wants_x else None
             if gathering is not None:
@@ -295,7 +352,9 @@ class _RowLinear(torch.autograd.Function):
     """The bias comes after the sum: added on every member before it, it would count t times."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: _Product
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
         y = product.summed_output(x)
@@ -310,7 +369,8 @@ class _RowLinear(torch.autograd.Function):
             in_pieces = wants_x and product.pieces != 1
             gathers = product.sequence_parallel and (wants_x or wants_weight) and not in_pieces
             gathering = product.start_gather(grad) if gathers else None
-            # Under sequence parallelism this is the slice's share of the bias' gradient: Sharding.partial says so.
+            # Under sequence parallelism this is the slice's share of the bias' gradient:
+            # Sharding.partial says so.
             grad_bias = bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()

@@ -1,8 +1,10 @@
-"""Output head and cross entropy in one, a part of the vocabulary at a time: the logits never exist as a whole.
+"""Output head and cross entropy in one, a part of the vocabulary at a time: the logits never exist
+as a whole.
 
-The forward keeps log Z of every token; the backward computes each part's logits once more (a third more products of the head), makes
-their gradient of them and multiplies on. Parts are of the vocabulary and not of the tokens, since a row's weight gradient then is
-one product of all tokens, added once a microbatch to what is there.
+The forward keeps log Z of every token; the backward computes each part's logits once more (a third
+more products of the head), makes their gradient of them and multiplies on. Parts are of the
+vocabulary and not of the tokens, since a row's weight gradient then is one product of all tokens,
+added once a microbatch to what is there.
 
 Shapes: n tokens, h hidden channels, w local rows of the vocabulary, k rows of a part.
 """
@@ -50,21 +52,26 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk_mb: float = DEFAULT_CHUNK_MB,
 ) -> Tensor:
-    """``F.cross_entropy`` of ``head(hidden)`` in float32, in value and gradient, without the memory of the logits.
+    """``F.cross_entropy`` of ``head(hidden)`` in float32, in value and gradient, without the memory
+    of the logits.
 
     Args:
-        hidden: What the head is called with (..., h); its share of the sequence where the plan gives the head one.
-        head: The ``nn.Linear`` (h -> V) of the model, or what the strategy has put in its place: its weight may be split over ranks, its
-            embedding's, frozen. A head that does more than an ``nn.Linear`` or has hooks is called as a whole.
+        hidden: What the head is called with (..., h); its share of the sequence where the plan
+            gives the head one.
+        head: The ``nn.Linear`` (h -> V) of the model, or what the strategy has put in its place:
+            its weight may be split over ranks, its embedding's, frozen. A head that does more than
+            an ``nn.Linear`` or has hooks is called as a whole.
         target: Token ids (...) int64.
         ignore_index, label_smoothing, z_loss, reduction: Of ``vocabulary_parallel_cross_entropy``.
-        chunk_mb: Size in float32 of the logits that may exist at a time; smaller ones exist as a whole and are not computed twice.
+        chunk_mb: Size in float32 of the logits that may exist at a time; smaller ones exist as a
+            whole and are not computed twice.
 
     Returns:
         float32 (float64 for float64 logits); (...) for ``reduction="none"``, else ().
 
     Raises:
-        IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side assertion).
+        IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side
+            assertion).
         ValueError: ``chunk_mb`` is not positive.
     """
     check_chunk(chunk_mb=chunk_mb)
@@ -88,7 +95,9 @@ def linear_cross_entropy(
     counted_n = target_n != ignore_index
     check_targets(target_n, counted_n, parts.words)
     formula = TokenLoss(parts.words, label_smoothing, z_loss)
-    loss_n = _LinearCrossEntropy.apply(x_nh, parts.weight, parts.bias, target_n, counted_n, parts, formula)
+    loss_n = _LinearCrossEntropy.apply(
+        x_nh, parts.weight, parts.bias, target_n, counted_n, parts, formula
+    )
     return reduced(loss_n.view(target.shape), counted_n, reduction)
 
 
@@ -100,7 +109,10 @@ def check_chunk(**sizes: float) -> None:
     """
     for name, size in sizes.items():
         if not size > 0:
-            raise ValueError(f"{name}={size} must be greater than 0; use infinity for logits that exist as a whole")
+            raise ValueError(
+                f"{name}={size} must be greater than 0; use infinity for logits that exist as a "
+                "whole"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,12 +143,18 @@ class _Parts:
 
     def logits(self, part: slice, x: Tensor) -> Tensor:
         """(n, k) in float32 or float64."""
-        logits = self.product(part, x).output(x, None if self.bias is None else self.bias.detach()[part])
+        logits = self.product(part, x).output(
+            x, None if self.bias is None else self.bias.detach()[part]
+        )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def place(self, formula: TokenLoss, part: slice, target_n: Tensor, counted_n: Tensor) -> tuple[Tensor, Tensor]:
+    def place(
+        self, formula: TokenLoss, part: slice, target_n: Tensor, counted_n: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """``TokenLoss.place``."""
-        return formula.place(target_n, counted_n, self.words.start + part.start, self.words.start + part.stop)
+        return formula.place(
+            target_n, counted_n, self.words.start + part.start, self.words.start + part.stop
+        )
 
 
 def _parts_of(head: nn.Module, rows: int) -> _Parts | None:
@@ -173,12 +191,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits_nk = parts.logits(part, x_nh)
             here_n, column_n = parts.place(formula, part, target_n, counted_n)
             log_sum_n = log_sum_n.logaddexp(logits_nk.logsumexp(-1))
-            picked_n += logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~here_n, 0.0)
+            picked_n += (
+                logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~here_n, 0.0)
+            )
             if formula.smoothing:
                 total_n += logits_nk.sum(-1)
         if parts.group.size > 1:
             largest_n = sum_over(log_sum_n.clone(), parts.group, op="max")
-            picked_n, total_n, z_n = sum_over(torch.stack((picked_n, total_n, (log_sum_n - largest_n).exp_())), parts.group)
+            picked_n, total_n, z_n = sum_over(
+                torch.stack((picked_n, total_n, (log_sum_n - largest_n).exp_())), parts.group
+            )
             log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(x_nh, target_n, counted_n, log_sum_n)
         ctx.parts, ctx.formula = parts, formula
@@ -188,18 +210,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         x_nh, target_n, counted_n, log_sum_n = ctx.saved_tensors
-        parts, formula, (wants_x, wants_weight, wants_bias, *_) = ctx.parts, ctx.formula, ctx.needs_input_grad
+        parts, formula, (wants_x, wants_weight, wants_bias, *_) = (
+            ctx.parts,
+            ctx.formula,
+            ctx.needs_input_grad,
+        )
         # Not a product with 0: the mean of no targets at all has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         grad_x = torch.zeros_like(x_nh, dtype=log_sum_n.dtype) if wants_x else None
         # A graph has no effects beside what it returns.
         adds = wants_weight and not torch.compiler.is_compiling() and _adds(parts.weight)
-        grad_weight = parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
+        grad_weight = (
+            parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
+        )
         grad_bias = torch.zeros_like(parts.bias) if wants_bias else None
         with torch.autocast(x_nh.device.type, enabled=False):
             for part in parts:
                 shifted_nk = parts.logits(part, x_nh).sub_(log_sum_n.unsqueeze(-1))
-                formula.into_gradient(shifted_nk, grad_n, log_sum_n, *parts.place(formula, part, target_n, counted_n))
+                formula.into_gradient(
+                    shifted_nk, grad_n, log_sum_n, *parts.place(formula, part, target_n, counted_n)
+                )
                 grad_nk = shifted_nk.to(x_nh.dtype)
                 if grad_bias is not None:
                     grad_bias[part] = bias_gradient(shifted_nk)
@@ -208,7 +238,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     add_product(grad_x, grad_nk, parts.product(part, x_nh).matrix)
                 if grad_weight is not None:
                     add_product(grad_weight[part], grad_nk.t(), x_nh)
-        return None if grad_x is None else grad_x.to(x_nh.dtype), None if adds else grad_weight, grad_bias, None, None, None, None
+        return (
+            None if grad_x is None else grad_x.to(x_nh.dtype),
+            None if adds else grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _adds(weight: Tensor) -> bool:

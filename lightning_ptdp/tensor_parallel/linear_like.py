@@ -1,4 +1,5 @@
-"""Modules that multiply by a weight: ``nn.Linear``, which stores it as (out, in), and the ``Conv1D`` of Hugging Face's GPT-2, (in, out)."""
+"""Modules that multiply by a weight: ``nn.Linear``, which stores it as (out, in), and the
+``Conv1D`` of Hugging Face's GPT-2, (in, out)."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ _AS_LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLi
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return True for ``transformers.pytorch_utils.Conv1D``, recognized by name so that transformers need not be imported."""
-    return any(base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__)
+    """Return True for ``transformers.pytorch_utils.Conv1D``, recognized by name so that
+    transformers need not be imported."""
+    return any(
+        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils"
+        for base in type(module).__mro__
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -21,7 +26,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def stores_outputs_last(module: nn.Module) -> bool:
-    """Return True if the output features are the last dimension of the weight, as in a ``Conv1D`` and an ``nn.Embedding``."""
+    """Return True if the output features are the last dimension of the weight, as in a ``Conv1D``
+    and an ``nn.Embedding``."""
     return is_conv1d(module) or isinstance(module, nn.Embedding)
 
 
@@ -32,6 +38,11 @@ def output_input_sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Return True if a subclass of ``base`` computes something else, such as an embedding that scales its output."""
+    """Return True if a subclass of ``base`` computes something else, such as an embedding that
+    scales its output."""
     kind = type(module)
-    return isinstance(module, base) and kind.forward is not base.forward and (kind.__module__, kind.__name__) not in _AS_LINEAR
+    return (
+        isinstance(module, base)
+        and kind.forward is not base.forward
+        and (kind.__module__, kind.__name__) not in _AS_LINEAR
+    )

@@ -1,8 +1,8 @@
 """Plain numbers in modules that count what is split: heads, or features.
 
-Most forwards read sizes from their tensors and need nothing. Some remember them: GPT-2's attention in Hugging Face cuts its fused
-projection by ``self.split_size``. A plan names such attributes, and they are set to what is true on a rank.
-"""
+Most forwards read sizes from their tensors and need nothing. Some remember them: GPT-2's attention
+in Hugging Face cuts its fused projection by ``self.split_size``. A plan names such attributes, and
+they are set to what is true on a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class PerRank:
     """A number that is divided by t: heads, or features of heads.
 
     Attributes:
-        heads: Of which there may be fewer than ranks, each rank then holding one (``Column(copy_heads=True)``).
+        heads: Of which there may be fewer than ranks, each rank then holding one
+            (``Column(copy_heads=True)``).
     """
 
     heads: int | None = None
@@ -34,7 +35,8 @@ class PerRank:
 
 @dataclass(frozen=True, kw_only=True)
 class PerCopy:
-    """A number of queries to a head of keys and values: fewer where the same head is on several ranks.
+    """A number of queries to a head of keys and values: fewer where the same head is on several
+    ranks.
 
     Attributes:
         heads: Number of heads of keys and values.
@@ -53,7 +55,9 @@ Number: TypeAlias = PerRank | PerCopy
 Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
 
 
-def local_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int) -> Iterator[tuple[nn.Module, str, Any]]:
+def local_numbers(
+    model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int
+) -> Iterator[tuple[nn.Module, str, Any]]:
     """(module, attribute, value on a rank).
 
     Raises:
@@ -64,12 +68,16 @@ def local_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: i
             for key, number in wanted.items() if matches(name, pattern) else ():
                 if key not in vars(module):
                     raise ValueError(
-                        f"the plan's numbers[{pattern!r}] names '{key}', which is no plain attribute of '{name}' "
+                        f"the plan's numbers[{pattern!r}] names '{key}', which is no plain "
+                        f"attribute of '{name}' "
                         f"({type(module).__name__}); it has: {', '.join(_plain(module)) or 'none'}"
                     )
                 value, parts = vars(module)[key], number.parts(tensor_parallel_size)
                 if value % parts:
-                    raise ValueError(f"'{name}': {key}={value} is not divisible by tensor_parallel_size={tensor_parallel_size}")
+                    raise ValueError(
+                        f"'{name}': {key}={value} is not divisible by "
+                        f"tensor_parallel_size={tensor_parallel_size}"
+                    )
                 yield module, key, value // parts
 
 
@@ -79,9 +87,15 @@ def set_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int
     Raises:
         ValueError: Of ``local_numbers``; nothing is set then.
     """
-    for module, key, value in list(local_numbers(model, numbers, tensor_parallel_size=tensor_parallel_size)):
+    for module, key, value in list(
+        local_numbers(model, numbers, tensor_parallel_size=tensor_parallel_size)
+    ):
         setattr(module, key, value)
 
 
 def _plain(module: nn.Module) -> list[str]:
-    return sorted(key for key, value in vars(module).items() if isinstance(value, int) and not key.startswith("_"))
+    return sorted(
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, int) and not key.startswith("_")
+    )

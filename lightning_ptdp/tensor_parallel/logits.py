@@ -1,11 +1,13 @@
-"""Logits that are split along the vocabulary and look whole, so that an unmodified ``training_step`` stays right and cheap.
+"""Logits that are split along the vocabulary and look whole, so that an unmodified
+``training_step`` stays right and cheap.
 
-The tensor holds the local columns and reports the shape of the whole. What losses usually do to logits works on the local part:
-reshaping, casting and indexing that leave the last dimension alone, arithmetic with Python numbers and among themselves,
-``F.cross_entropy`` of class indices, ``argmax(-1)``, ``logsumexp(-1)``. Every other function gathers the vocabulary first (autograd
-follows) and goes on with a plain tensor. Gathering is collective over the tensor group: all its members must call it, which they do
-where they run the same code. Operations in place would change a copy and are refused.
-"""
+The tensor holds the local columns and reports the shape of the whole. What losses usually do to
+logits works on the local part: reshaping, casting and indexing that leave the last dimension alone,
+arithmetic with Python numbers and among themselves, ``F.cross_entropy`` of class indices,
+``argmax(-1)``, ``logsumexp(-1)``. Every other function gathers the vocabulary first (autograd
+follows) and goes on with a plain tensor. Gathering is collective over the tensor group: all its
+members must call it, which they do where they run the same code. Operations in place would change a
+copy and are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class VocabularyParallelLogits(torch.Tensor):
     group: Group
 
     @staticmethod
-    def wrap(local: Tensor, *, vocabulary: VocabularyRange, group: Group) -> VocabularyParallelLogits:
+    def wrap(
+        local: Tensor, *, vocabulary: VocabularyRange, group: Group
+    ) -> VocabularyParallelLogits:
         """Local logits (..., ceil(V/t)) as logits (..., V)."""
         assert local.size(-1) == vocabulary.rows, (tuple(local.shape), vocabulary)
         logits = local.as_subclass(VocabularyParallelLogits)
@@ -51,7 +55,9 @@ class VocabularyParallelLogits(torch.Tensor):
         return logits
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None) -> object:
+    def __torch_function__(
+        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None
+    ) -> object:
         name, kwargs = _name_of(func), dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
@@ -66,15 +72,17 @@ class VocabularyParallelLogits(torch.Tensor):
 
 
 def gather_full(outputs: object) -> Any:
-    """``outputs`` with plain full logits (..., V) in the place of split ones, at any depth of tuples, lists, mappings, dataclasses.
+    """``outputs`` with plain full logits (..., V) in the place of split ones, at any depth of
+    tuples, lists, mappings, dataclasses.
 
-    Collective over the tensor group if there are any; differentiable, where every member goes on alike.
-    """
+    Collective over the tensor group if there are any; differentiable, where every member goes on
+    alike."""
     return apply_to_collection(outputs, VocabularyParallelLogits, _gather)
 
 
 def local_logits(logits: Tensor) -> tuple[Tensor, VocabularyRange, Group]:
-    """The columns that are here, which they are, and the ranks that have the others; of logits that are not split all."""
+    """The columns that are here, which they are, and the ranks that have the others; of logits that
+    are not split all."""
     if isinstance(logits, VocabularyParallelLogits):
         return _local(logits), logits.vocabulary, logits.group
     return logits, VocabularyRange(size=logits.size(-1)), Group()
@@ -108,18 +116,28 @@ def _like(logits: VocabularyParallelLogits, local: Tensor) -> VocabularyParallel
 def _name_of(func: Callable) -> str:
     """``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
     name = getattr(func, "__name__", "")
-    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name == "__get__" else name
+    return (
+        str(getattr(getattr(func, "__self__", None), "__name__", name))
+        if name == "__get__"
+        else name
+    )
 
 
 def _bind(args: tuple, kwargs: Mapping, **defaults: object) -> tuple:
     """Values of the parameters ``defaults``, in their order."""
-    return (*args, *(kwargs.get(name, default) for name, default in list(defaults.items())[len(args) :]))
+    return (
+        *args,
+        *(kwargs.get(name, default) for name, default in list(defaults.items())[len(args) :]),
+    )
 
 
-# Handlers: (logits, function, other positional arguments, keyword arguments) -> result, or NotImplemented to gather.
+# Handlers: (logits, function, other positional arguments, keyword arguments) -> result, or
+# NotImplemented to gather.
 
 
-def _on_local(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _on_local(
+    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
+) -> object:
     """Same for the local part as for the whole."""
     return func(_local(logits), *args, **kwargs)
 
@@ -128,17 +146,28 @@ def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwar
     return _like(logits, func(_local(logits), *args, **kwargs))
 
 
-def _arithmetic(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _arithmetic(
+    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
+) -> object:
     """With numbers, or with logits of the same columns (of an adapter beside the head)."""
-    if kwargs or not all(isinstance(arg, int | float) or _has_columns_of(logits, arg) for arg in args):
+    if kwargs or not all(
+        isinstance(arg, int | float) or _has_columns_of(logits, arg) for arg in args
+    ):
         return NotImplemented
     return _wrapped(
-        logits, func, tuple(_local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in args), kwargs
+        logits,
+        func,
+        tuple(_local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in args),
+        kwargs,
     )
 
 
 def _has_columns_of(logits: VocabularyParallelLogits, other: object) -> bool:
-    return isinstance(other, VocabularyParallelLogits) and other.vocabulary == logits.vocabulary and other.shape == logits.shape
+    return (
+        isinstance(other, VocabularyParallelLogits)
+        and other.vocabulary == logits.vocabulary
+        and other.shape == logits.shape
+    )
 
 
 def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
@@ -152,10 +181,14 @@ def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: d
 def _whole(logits: VocabularyParallelLogits) -> Tensor:
     """Return a tensor of the shape that the logits report, without memory."""
     local = _local(logits)
-    return torch.empty((*local.shape[:-1], logits.vocabulary.size), dtype=local.dtype, device="meta")
+    return torch.empty(
+        (*local.shape[:-1], logits.vocabulary.size), dtype=local.dtype, device="meta"
+    )
 
 
-def _as_whole(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _as_whole(
+    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
+) -> object:
     """Call a function that uses the shape alone."""
     return func(_whole(logits), *args, **kwargs)
 
@@ -163,7 +196,11 @@ def _as_whole(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwa
 def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     """A view that has the vocabulary as its last dimension, whatever it makes of the others."""
     whole = func(_whole(logits), *args, **kwargs)
-    if whole.dtype is not logits.dtype or not whole.dim() or whole.size(-1) != logits.vocabulary.size:
+    if (
+        whole.dtype is not logits.dtype
+        or not whole.dim()
+        or whole.size(-1) != logits.vocabulary.size
+    ):
         return NotImplemented
     local = _local(logits)
     sizes = (*whole.shape[:-1], local.size(-1))
@@ -172,7 +209,11 @@ def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs:
 
 def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    return _wrapped(logits, func, args, kwargs) if keeps_vocabulary(index, logits.dim()) else NotImplemented
+    return (
+        _wrapped(logits, func, args, kwargs)
+        if keeps_vocabulary(index, logits.dim())
+        else NotImplemented
+    )
 
 
 def keeps_vocabulary(index: tuple, dims: int) -> bool:
@@ -186,20 +227,26 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
             if item.dim() == 0:
                 return False
             consumed += item.dim()
-        elif isinstance(item, Tensor | slice) or (isinstance(item, int) and not isinstance(item, bool)):
+        elif isinstance(item, Tensor | slice) or (
+            isinstance(item, int) and not isinstance(item, bool)
+        ):
             consumed += 1
         elif item is Ellipsis:
             ellipses += 1
         elif item is not None:
-            return False  # lists, arrays, Python booleans: seldom on logits, and not worth telling apart
+            # lists, arrays, Python booleans: seldom on logits, and not worth telling apart
+            return False
     if consumed < dims and (not ellipses or index[-1] is Ellipsis):
         return ellipses <= 1
     last = index[-1] if index[-1] is not Ellipsis else index[-2]
     return ellipses <= 1 and isinstance(last, slice) and last == slice(None)
 
 
-def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    """Compute the loss from split logits; cases that are not covered (class weights, class probabilities, (N, C, d)) gather them."""
+def _cross_entropy(
+    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
+) -> object:
+    """Compute the loss from split logits; cases that are not covered (class weights, class
+    probabilities, (N, C, d)) gather them."""
     call = _LOSS.bind(logits, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -208,7 +255,13 @@ def _cross_entropy(logits: VocabularyParallelLogits, func: Callable, args: tuple
     known = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
     # In torch's layout the classes are dimension 1: the last one only up to two dimensions.
-    if not (plain and known and indices and logits.dim() <= 2 and target.shape == _local(logits).shape[:-1]):
+    if not (
+        plain
+        and known
+        and indices
+        and logits.dim() <= 2
+        and target.shape == _local(logits).shape[:-1]
+    ):
         return NotImplemented
     return vocabulary_parallel_cross_entropy(
         _local(logits),
@@ -232,47 +285,62 @@ def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwarg
         value, column = own.max(-1)
         column = column + words.start
     else:
-        value, column = own.new_full(own.shape[:-1], -torch.inf), own.new_zeros(own.shape[:-1], dtype=torch.int64)
+        value, column = (
+            own.new_full(own.shape[:-1], -torch.inf),
+            own.new_zeros(own.shape[:-1], dtype=torch.int64),
+        )
     values = start_all_gather(value.unsqueeze(0), dim=0, group=logits.group)
     columns = start_all_gather(column.unsqueeze(0), dim=0, group=logits.group)
     best = columns.wait().gather(0, values.wait().argmax(0, keepdim=True)).squeeze(0)
     return best.unsqueeze(-1) if keepdim else best
 
 
-def _logsumexp(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _logsumexp(
+    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
+) -> object:
     dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
     if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
-    result = vocabulary_parallel_logsumexp(_local(logits), vocabulary=logits.vocabulary, group=logits.group)
+    result = vocabulary_parallel_logsumexp(
+        _local(logits), vocabulary=logits.vocabulary, group=logits.group
+    )
     return result.unsqueeze(-1) if keepdim else result
 
 
 def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> str:
     """No values: printing on one rank must not wait for the others."""
     return (
-        f"VocabularyParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, device='{logits.device}', "
+        f"VocabularyParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, "
+        f"device='{logits.device}', "
         f"tensor_parallel_rank={logits.group.rank} of {logits.group.size})"
     )
 
 
-def _refuse_hook(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _refuse_hook(
+    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
+) -> object:
     raise ValueError(
-        f"{func.__name__} on logits that are split along the vocabulary would see this rank's part only; take the whole first: "
+        f"{func.__name__} on logits that are split along the vocabulary would see this rank's "
+        "part only; take the whole first: "
         "logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
     )
 
 
 def _refuse_in_place(name: str, first: object, kwargs: Mapping) -> None:
     changes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
-    if (changes and isinstance(first, VocabularyParallelLogits)) or isinstance(kwargs.get("out"), VocabularyParallelLogits):
+    if (changes and isinstance(first, VocabularyParallelLogits)) or isinstance(
+        kwargs.get("out"), VocabularyParallelLogits
+    ):
         raise ValueError(
-            f"{name} changes logits that are split along the vocabulary in place; use the form that returns a new tensor, "
+            f"{name} changes logits that are split along the vocabulary in place; use the form "
+            "that returns a new tensor, "
             "or take the whole first: logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
         )
 
 
 _LOCAL = (
-    "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point is_inference is_leaf is_meta layout "
+    "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point "
+    "is_inference is_leaf is_meta layout "
     "dim ndim requires_grad __hash__"
 )
 _LOSS = inspect.signature(F.cross_entropy)
@@ -280,19 +348,23 @@ _SHAPE = "shape size numel nelement __len__"
 _KEEP = "bfloat16 clone contiguous detach double float half neg tanh"
 _NUMBER = "__radd__ __rmul__ __rsub__ __truediv__ add div mul multiply sub subtract true_divide"
 
-_HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dict], object]] = MappingProxyType(
-    {
-        **dict.fromkeys(_LOCAL.split(), _on_local),
-        **dict.fromkeys(_KEEP.split(), _wrapped),
-        **dict.fromkeys(_NUMBER.split(), _arithmetic),
-        **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
-        **dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook),
-        **dict.fromkeys(_SHAPE.split(), _as_whole),
-        **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
-        "to": _to,
-        "__getitem__": _getitem,
-        "cross_entropy": _cross_entropy,
-        "argmax": _argmax,
-        "logsumexp": _logsumexp,
-    }
+_HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dict], object]] = (
+    MappingProxyType(
+        {
+            **dict.fromkeys(_LOCAL.split(), _on_local),
+            **dict.fromkeys(_KEEP.split(), _wrapped),
+            **dict.fromkeys(_NUMBER.split(), _arithmetic),
+            **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
+            **dict.fromkeys(
+                ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook
+            ),
+            **dict.fromkeys(_SHAPE.split(), _as_whole),
+            **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
+            "to": _to,
+            "__getitem__": _getitem,
+            "cross_entropy": _cross_entropy,
+            "argmax": _argmax,
+            "logsumexp": _logsumexp,
+        }
+    )
 )

@@ -1,11 +1,14 @@
 """Products beside the collectives of sequence parallelism, in pieces of the sequence.
 
-All pieces of an input are on their way at once, and each is multiplied when it is there; each piece of an output is summed while the
-next is multiplied. A piece is the same tokens of every member's slice, so that what it becomes has its place in the whole:
+All pieces of an input are on their way at once, and each is multiplied when it is there; each piece
+of an output is summed while the next is multiplied. A piece is the same tokens of every member's
+slice, so that what it becomes has its place in the whole:
 
-    the whole sequence    member 0: a a b b c c | member 1: a a b b c c        (t = 2, pieces a, b and c)
+    the whole sequence    member 0: a a b b c c | member 1: a a b b c c        (t = 2, pieces a, b
+    and c)
 
-Where GPUs reach each other's memory torch does so without NCCL, with a member's slice as a piece ("symmetric").
+Where GPUs reach each other's memory torch does so without NCCL, with a member's slice as a piece
+("symmetric").
 
 Shapes: b samples, s tokens, t members, i input and o output features.
 """
@@ -19,7 +22,11 @@ from torch import Tensor
 
 from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.shims.torch import all_gather_product, reduce_scatter_product
-from lightning_ptdp.tensor_parallel.collectives import check_divisible, start_all_gather, start_reduce_scatter
+from lightning_ptdp.tensor_parallel.collectives import (
+    check_divisible,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Pieces", "add_bias", "multiply_gathered", "sum_product"]
@@ -29,7 +36,13 @@ _SEQUENCE = 1
 
 
 def multiply_gathered(
-    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, group: Group, pieces: Pieces, keeps: bool = False
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: Group,
+    pieces: Pieces,
+    keeps: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The whole sequence from every member's slice, times a matrix.
 
@@ -49,7 +62,10 @@ def multiply_gathered(
         y = y.contiguous()  # the sequence came first
         return y if bias is None else add_bias(y, bias), whole
     count = min(pieces, x.size(_SEQUENCE))
-    gathering = [start_all_gather(piece, dim=_SEQUENCE, group=group) for piece in x.tensor_split(count, dim=_SEQUENCE)]
+    gathering = [
+        start_all_gather(piece, dim=_SEQUENCE, group=group)
+        for piece in x.tensor_split(count, dim=_SEQUENCE)
+    ]
     if torch.compiler.is_compiling():  # which takes no strided outputs
         gathered = [_by_member(pending.wait(), group) for pending in gathering]
         y = torch.cat([_multiply(piece, matrix, bias) for piece in gathered], dim=_SEQUENCE)
@@ -63,7 +79,8 @@ def multiply_gathered(
 
 
 def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: Pieces) -> Tensor:
-    """This member's slice of the sum over the group of x times the matrix; (b, s, i), (i, o) -> (b, s/t, o).
+    """This member's slice of the sum over the group of x times the matrix; (b, s, i), (i, o) -> (b,
+    s/t, o).
 
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
@@ -81,16 +98,24 @@ def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: Pieces) -> T
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     """Return y + bias, computed in place except in a compiled graph."""
-    # Needed until torch 2.12, whose compiler keeps the gradients of a result that is changed in place.
+    # Needed until torch 2.12, whose compiler keeps the gradients of a result that is changed in
+    # place.
     if torch.compiler.is_compiling():
         return y + bias.to(y.dtype)
     return y.add_(bias.to(y.dtype))
 
 
-def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """A product for each member, since what comes of it may lie apart: (b t, l, i) -> (b t, l, o)."""
+def _multiply(
+    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """A product for each member, since what comes of it may lie apart: (b t, l, i) -> (b t, l,
+    o)."""
     matrices = matrix.expand(x.size(0), -1, -1)
-    return torch.bmm(x, matrices, out=out) if bias is None else torch.baddbmm(bias, x, matrices, out=out)
+    return (
+        torch.bmm(x, matrices, out=out)
+        if bias is None
+        else torch.baddbmm(bias, x, matrices, out=out)
+    )
 
 
 def _by_member(x: Tensor, group: Group) -> Tensor:

@@ -24,24 +24,32 @@ class ParallelPlan:
     """Plan by which a model may be cut; holds for every degree of parallelism.
 
     Args:
-        blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into stages; of several in the order of
-            their calls (``("encoder.block", "decoder.block")``), whose layers are cut as one sequence.
-        tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one component or a part of it) and what
-            becomes of these modules: ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``,
-            ``"alias"``, ``"region"``, ``"whole"``, ``"experts"``, ``"mean"`` or a ``Kind``.
+        blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into
+            stages; of several in the order of their calls (``("encoder.block", "decoder.block")``),
+            whose layers are cut as one sequence.
+        tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one
+            component or a part of it) and what becomes of these modules: ``"column"``, ``"row"``,
+            ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``, ``"alias"``,
+            ``"region"``, ``"whole"``, ``"experts"``, ``"mean"`` or a ``Kind``.
         before: Modules that run before the blocks.
-        between: Modules that run before the blocks of a further container, or whose results these blocks are given.
+        between: Modules that run before the blocks of a further container, or whose results these
+            blocks are given.
         after: Modules that run after the blocks.
-        everywhere: Modules that every pipeline stage keeps, since their parameters are used without calling them
-            (``F.linear(x, self.table.weight)``). What the forward of an example shows to be used so is found without it.
-        selective: Glob patterns of the modules inside the blocks that ``recompute="selective"`` recomputes: those that keep much for
-            the backward and cost little, as the core of the attention (arXiv 2205.05198, section 5).
-        numbers: Glob patterns of module names and, of these modules, the plain attributes that count what is split, which must be
-            true on a rank: ``{"h.*.attn": {"split_size": PerRank()}}``.
-        sequence: Where sequence parallelism splits the sequence: from the vocabulary embedding to the head ("ends"), or within the
-            blocks only ("blocks"), for models that read its length in between; None: it is not possible.
-        collects: Whether the forward uses what blocks return for more than the next block (all hidden states, losses of routers):
-            then everything that blocks return crosses to all later pipeline stages. What Hugging Face models are asked for
+        everywhere: Modules that every pipeline stage keeps, since their parameters are used without
+            calling them (``F.linear(x, self.table.weight)``). What the forward of an example shows
+            to be used so is found without it.
+        selective: Glob patterns of the modules inside the blocks that ``recompute="selective"``
+            recomputes: those that keep much for the backward and cost little, as the core of the
+            attention (arXiv 2205.05198, section 5).
+        numbers: Glob patterns of module names and, of these modules, the plain attributes that
+            count what is split, which must be true on a rank: ``{"h.*.attn": {"split_size":
+            PerRank()}}``.
+        sequence: Where sequence parallelism splits the sequence: from the vocabulary embedding to
+            the head ("ends"), or within the blocks only ("blocks"), for models that read its length
+            in between; None: it is not possible.
+        collects: Whether the forward uses what blocks return for more than the next block (all
+            hidden states, losses of routers): then everything that blocks return crosses to all
+            later pipeline stages. What Hugging Face models are asked for
             (``output_hidden_states=True``) and what forward hooks on blocks see crosses without it.
         why_not: Why something is not possible, for the message: of "sequence", or of "pipeline".
 
@@ -68,7 +76,9 @@ class ParallelPlan:
     @property
     def kinds(self) -> dict[str, Kind]:
         """Return the kind for each pattern of module names."""
-        return {pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()}
+        return {
+            pattern: kind_from(value, pattern=pattern) for pattern, value in self.tensor.items()
+        }
 
     @property
     def split_blocks(self) -> str:
@@ -81,22 +91,30 @@ class ParallelPlan:
         """Return True if the module or parameter ``name`` sees a slice of the sequence."""
         if not sequence_parallel or self.sequence is None or self._is_in_whole(name):
             return False
-        inside = isinstance(self.blocks, str) and name.startswith(f"{self.blocks}." if self.blocks else "")
+        inside = isinstance(self.blocks, str) and name.startswith(
+            f"{self.blocks}." if self.blocks else ""
+        )
         return inside or self.sequence == "ends"
 
     def partial(self, name: str, sequence_parallel: bool) -> tuple[str, ...]:
-        """The axes over which the gradient of the parameter ``name``, which each rank has whole, is a sum."""
+        """The axes over which the gradient of the parameter ``name``, which each rank has whole, is
+        a sum."""
         return ("tensor",) if self.splits_sequence(name, sequence_parallel) else ()
 
     def _is_in_whole(self, name: str) -> bool:
         whole = [pattern for pattern, kind in self.kinds.items() if kind.keeps_sequence]
-        return any(matches(".".join(name.split(".")[: pattern.count(".") + 1]), pattern) for pattern in whole)
+        return any(
+            matches(".".join(name.split(".")[: pattern.count(".") + 1]), pattern)
+            for pattern in whole
+        )
 
     def resolve(self, model: nn.Module) -> dict[str, Kind]:
-        """Kind of every module that the plan names, in the model's order; a module found under two names is there twice.
+        """Kind of every module that the plan names, in the model's order; a module found under two
+        names is there twice.
 
         Raises:
-            ValueError: A pattern matches nothing, two disagree, or a module's type cannot be sharded in the way that is asked for.
+            ValueError: A pattern matches nothing, two disagree, or a module's type cannot be
+                sharded in the way that is asked for.
         """
         kinds = self._matched(model)
         for name, kind in kinds.items():
@@ -111,18 +129,26 @@ class ParallelPlan:
             names = [name for name, known in plain.items() if matches(known, pattern)]
             if not names:
                 near = nearest_names(pattern, dict.fromkeys(plain.values()))
-                raise ValueError(f"the plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}; {near}")
+                raise ValueError(
+                    f"the plan's tensor pattern {pattern!r} matches no module of "
+                    f"{type(model).__name__}; {near}"
+                )
             for name in names:
                 if found.setdefault(name, kind) != kind:
                     raise ValueError(
-                        f"the plan asks for {found[name]} and {kind} of module '{name}' (patterns {origin[name]!r} and "
+                        f"the plan asks for {found[name]} and {kind} of module '{name}' (patterns "
+                        f"{origin[name]!r} and "
                         f"{pattern!r}); keep one of them"
                     )
                 origin.setdefault(name, pattern)
         for name, module in model.named_modules(remove_duplicate=False):
             if f"{name}.{replaced_by(module)}" in found:
                 found |= adapter_kinds(name, module, found[f"{name}.{replaced_by(module)}"])
-        return {name: found[name] for name, _ in model.named_modules(remove_duplicate=False) if name in found}
+        return {
+            name: found[name]
+            for name, _ in model.named_modules(remove_duplicate=False)
+            if name in found
+        }
 
     def divided(self, model: nn.Module, **degrees: int) -> dict[str, Kind]:
         """``resolve``, of the kinds that do something where ``SPLIT_AXES`` have these degrees.
@@ -145,17 +171,23 @@ class ParallelPlan:
     ) -> None:
         """Check everything that can be known without running the model.
 
-        Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only features are visible here. A precision
-        plugin may have ``converted`` modules to types that cannot be sharded, which matters to tensor parallelism alone. Other degrees of
+        Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only
+        features are visible here. A precision plugin may have ``converted`` modules to types that
+        cannot be sharded, which matters to tensor parallelism alone. Other degrees of
         ``SPLIT_AXES`` are ``further``.
 
         Raises:
-            ValueError: Of ``resolve``; ``blocks``, ``before``, ``between``, ``after`` or ``selective`` name no module; a size does
-                not divide; a weight is shared by modules that would be sharded differently; sequence parallelism without a
+            ValueError: Of ``resolve``; ``blocks``, ``before``, ``between``, ``after`` or
+                ``selective`` name no module; a size does not divide; a weight is shared by modules
+                that would be sharded differently; sequence parallelism without a
                 vocabulary-parallel embedding and head, or of several containers.
         """
         degrees = dict.fromkeys(SPLIT_AXES, 1) | {"tensor": tensor_parallel_size} | further
-        found = self._matched(model) if converted and max(degrees.values()) == 1 else self.resolve(model)
+        found = (
+            self._matched(model)
+            if converted and max(degrees.values()) == 1
+            else self.resolve(model)
+        )
         kinds = _at(found, degrees)
         self._check_paths(model)
         if max(degrees.values()) == 1:
@@ -179,7 +211,8 @@ class ParallelPlan:
         """
         if "pipeline" in self.why_not:
             raise ValueError(
-                f"this model cannot be cut into pipeline stages: {self.why_not['pipeline']}; use pipeline_parallel_size=1"
+                f"this model cannot be cut into pipeline stages: {self.why_not['pipeline']}; use "
+                "pipeline_parallel_size=1"
             )
 
     def explain(self, model: nn.Module) -> str:
@@ -188,20 +221,26 @@ class ParallelPlan:
         Raises:
             ValueError: Of ``resolve``.
         """
-        return explain(model, self.resolve(model), splits=lambda name: self.splits_sequence(name, True))
+        return explain(
+            model, self.resolve(model), splits=lambda name: self.splits_sequence(name, True)
+        )
 
     def _check_sequence(self, model: nn.Module, kinds: Mapping[str, Kind]) -> None:
         if self.sequence == "ends":
             _check_ends(model, kinds)
         if self.blocks is not None and not isinstance(self.blocks, str):
             raise ValueError(
-                f"sequence_parallel=True cannot split the sequences of {' and '.join(self.blocks)}, which are not one; use "
+                "sequence_parallel=True cannot split the sequences of "
+                f"{' and '.join(self.blocks)}, which are not one; use "
                 "sequence_parallel=False"
             )
         if self.sequence is None or (self.sequence == "blocks" and self.blocks is None):
-            otherwise = "its plan names no blocks" if self.sequence else "its plan says sequence=None"
+            otherwise = (
+                "its plan names no blocks" if self.sequence else "its plan says sequence=None"
+            )
             raise ValueError(
-                f"sequence_parallel=True cannot split the sequence of this model: {self.why_not.get('sequence', otherwise)}; use "
+                "sequence_parallel=True cannot split the sequence of this model: "
+                f"{self.why_not.get('sequence', otherwise)}; use "
                 "sequence_parallel=False"
             )
         for name, kind in kinds.items():
@@ -209,17 +248,27 @@ class ParallelPlan:
 
     def _check_paths(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        blocks = () if self.blocks is None else (self.blocks,) if isinstance(self.blocks, str) else self.blocks
-        named = {"blocks": blocks} | {key: getattr(self, key) for key in ("before", "between", "after", "everywhere")}
+        blocks = (
+            ()
+            if self.blocks is None
+            else (self.blocks,)
+            if isinstance(self.blocks, str)
+            else self.blocks
+        )
+        named = {"blocks": blocks} | {
+            key: getattr(self, key) for key in ("before", "between", "after", "everywhere")
+        }
         for label, path in ((label, path) for label, paths in named.items() for path in paths):
             if path not in modules:
                 raise ValueError(
-                    f"the plan's {label}={path!r} is no module of {type(model).__name__}; {nearest_names(path, modules)}"
+                    f"the plan's {label}={path!r} is no module of {type(model).__name__}; "
+                    f"{nearest_names(path, modules)}"
                 )
         for pattern in self.selective:
             if not any(matches(name, pattern) for name in modules):
                 raise ValueError(
-                    f"the plan's selective pattern {pattern!r} matches no module of {type(model).__name__}; "
+                    f"the plan's selective pattern {pattern!r} matches no module of "
+                    f"{type(model).__name__}; "
                     f"{nearest_names(pattern, modules)}"
                 )
 
@@ -231,12 +280,16 @@ def _at(kinds: Mapping[str, Kind], degrees: Mapping[str, int]) -> dict[str, Kind
 def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
     reason = kind.misfit(module)
     if reason is not None:
-        raise ValueError(f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}; {reason}")
+        raise ValueError(
+            f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}; "
+            f"{reason}"
+        )
     own = {key.partition(".")[0] for key, _ in module.named_parameters()}
     extra = sorted(own - kind.parameters) if kind.parameters is not None else []
     if extra:
         raise ValueError(
-            f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and bias, which cannot be sharded as "
+            f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and "
+            "bias, which cannot be sharded as "
             f"{kind}; leave it out of the plan"
         )
 
@@ -253,7 +306,8 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             if before != spread:
                 raise ValueError(
                     f"'{other}' and '{name}' share a weight, but the plan shards them differently "
-                    f"({before or 'not at all'} and {spread or 'not at all'}); give both the same kind, or leave both out"
+                    f"({before or 'not at all'} and {spread or 'not at all'}); give both the same "
+                    "kind, or leave both out"
                 )
 
 
@@ -261,17 +315,23 @@ def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, _ in model.named_modules():
         if name.endswith(".lora_embedding_A"):
             raise ValueError(
-                f"'{name.rpartition('.')[0]}' adapts an embedding behind which sequence_parallel=True splits the sequence: leave it out "
+                f"'{name.rpartition('.')[0]}' adapts an embedding behind which "
+                "sequence_parallel=True splits the sequence: leave it out "
                 "of target_modules, or use sequence_parallel=False"
             )
     words = [model.get_submodule(name) for name, kind in kinds.items() if kind.pads]
     missing: Sequence[str] = [
         label
-        for label, kind in (("embedding (nn.Embedding)", nn.Embedding), ("head (nn.Linear)", nn.Linear))
+        for label, kind in (
+            ("embedding (nn.Embedding)", nn.Embedding),
+            ("head (nn.Linear)", nn.Linear),
+        )
         if not any(isinstance(module, kind) for module in words)
     ]
     if missing:
         raise ValueError(
-            "sequence_parallel=True splits the sequence behind the embedding and joins it in the head, but the plan has no "
-            f"'vocabulary' {' and no '.join(missing)}; add it to tensor, or use sequence_parallel=False"
+            "sequence_parallel=True splits the sequence behind the embedding and joins it in the "
+            "head, but the plan has no "
+            f"'vocabulary' {' and no '.join(missing)}; add it to tensor, or use "
+            "sequence_parallel=False"
         )

@@ -12,7 +12,9 @@ __all__ = ["matches", "nearest_names"]
 def matches(name: str, pattern: str) -> bool:
     """Return True if the glob ``pattern`` names the module ``name``, component by component."""
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True))
+    return len(parts) == len(wanted) and all(
+        fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True)
+    )
 
 
 def nearest_names(wanted: str, modules: Iterable[str]) -> str:
@@ -22,5 +24,7 @@ def nearest_names(wanted: str, modules: Iterable[str]) -> str:
         return "it has no submodules"
     close = get_close_matches(wanted, names, n=3, cutoff=0.4)
     return (
-        f"nearest names: {', '.join(close)}" if close else f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")
+        f"nearest names: {', '.join(close)}"
+        if close
+        else f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")
     )

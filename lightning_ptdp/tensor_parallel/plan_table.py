@@ -17,12 +17,14 @@ __all__ = ["explain"]
 
 
 def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[str], bool]) -> str:
-    """One line a parameter, with equal ones of repeated layers together: name, shape, shape on one of t ranks, what happens.
+    """One line a parameter, with equal ones of repeated layers together: name, shape, shape on one
+    of t ranks, what happens.
 
     Args:
         model: The whole module.
         kinds: What becomes of its modules.
-        splits: Whether a parameter of this name sees a slice of the sequence under sequence parallelism.
+        splits: Whether a parameter of this name sees a slice of the sequence under sequence
+            parallelism.
     """
     counts: Counter[tuple[str, str, str, str]] = Counter()
     seen: dict[int, str] = {}
@@ -40,7 +42,9 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
                 fate = f"the same parameter as {first}"
             counts[_general(name), shape_text(shape), local, fate] += 1
     rows = [("parameter", "shape", "on a rank", "what becomes of it")]
-    rows += [(f"{row[0]}  x{count}" if count > 1 else row[0], *row[1:]) for row, count in counts.items()]
+    rows += [
+        (f"{row[0]}  x{count}" if count > 1 else row[0], *row[1:]) for row, count in counts.items()
+    ]
     return columns(rows, words=range(len(rows[0])))
 
 

@@ -1,15 +1,16 @@
 """Random numbers inside tensor-parallel regions.
 
-Where all members hold the same activation they must drop the same of it, and where each holds a part (heads, features, a slice of the
-sequence) they must not. So a step draws from one stream on all members, and from a stream of each member's own inside of a region::
+Where all members hold the same activation they must drop the same of it, and where each holds a
+part (heads, features, a slice of the sequence) they must not. So a step draws from one stream on
+all members, and from a stream of each member's own inside of a region::
 
     no sequence parallelism     behind a column layer, up to the row layer
     sequence parallelism        in the blocks except in what is whole there, if the sequence is split there only; else everywhere, and
                                 no stream is shared
 
-A member's own stream begins with a number drawn from the shared one, so it is replayed with it when activations are recomputed; a block
-that is recomputed inside of a region needs the shared one too, where a part of it is whole.
-"""
+A member's own stream begins with a number drawn from the shared one, so it is replayed with it when
+activations are recomputed; a block that is recomputed inside of a region needs the shared one too,
+where a part of it is whole."""
 
 from __future__ import annotations
 
@@ -49,11 +50,14 @@ class SplitRandomness(Surrounding):
     Args:
         rank: Place in the tensor group.
         device: Whose generator is switched besides the CPU's.
-        blocks: Name of the container of blocks in which, and only there, the sequence is split; None: no sequence parallelism.
+        blocks: Name of the container of blocks in which, and only there, the sequence is split;
+            None: no sequence parallelism.
         returns: Whether parts of the blocks are whole.
     """
 
-    def __init__(self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False) -> None:
+    def __init__(
+        self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False
+    ) -> None:
         self._rank, self._device, self._blocks, self._returns = rank, device, blocks, returns
         self._shared: States | None = None
         self._drops = True
@@ -61,7 +65,11 @@ class SplitRandomness(Surrounding):
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Follow where the module enters and leaves what is split."""
         self._drops = any(map(_drops, module.modules()))
-        return give_randomness(module, self, blocks=None if self._blocks is None else module.get_submodule(self._blocks))
+        return give_randomness(
+            module,
+            self,
+            blocks=None if self._blocks is None else module.get_submodule(self._blocks),
+        )
 
     def around(self, forward: Forward) -> Context:
         """A step begins on the shared stream."""
@@ -120,7 +128,8 @@ class SplitRandomness(Surrounding):
 
 
 class PlacedDropout(nn.Dropout):
-    """Dropout that knows whether its input is split over the tensor group, whatever the layer that ran before it left behind."""
+    """Dropout that knows whether its input is split over the tensor group, whatever the layer that
+    ran before it left behind."""
 
     def __init__(self, p: float, *, split: bool) -> None:
         super().__init__(p)
@@ -136,20 +145,26 @@ class PlacedDropout(nn.Dropout):
 
 
 def _drops(module: nn.Module) -> bool:
-    """Return True if an attribute says that the module drops something: ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``."""
+    """Return True if an attribute says that the module drops something: ``dropout=0.1``, or the
+    ``p`` of an ``nn.Dropout``."""
     told = [
-        value for name, value in vars(module).items() if "drop" in f"{type(module).__name__ if name == 'p' else name}".lower()
+        value
+        for name, value in vars(module).items()
+        if "drop" in f"{type(module).__name__ if name == 'p' else name}".lower()
     ]
     return any(isinstance(value, float) and value > 0 for value in told)
 
 
-def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Module | None = None) -> Callable[[], None]:
+def give_randomness(
+    module: nn.Module, randomness: Randomness, *, blocks: nn.Module | None = None
+) -> Callable[[], None]:
     """Let a module draw from the member's own stream where it is split, in training.
 
     Args:
         module: Holds parallel layers.
         randomness: Switches the streams.
-        blocks: The container of blocks in which, and only there, the sequence is split; None: no sequence parallelism.
+        blocks: The container of blocks in which, and only there, the sequence is split; None: no
+            sequence parallelism.
 
     Returns:
         A function that undoes it.
@@ -168,7 +183,12 @@ def give_randomness(module: nn.Module, randomness: Randomness, *, blocks: nn.Mod
     return undo.close
 
 
-def _around(module: nn.Module, before: Callable[..., None], behind: Callable[..., None], undo: contextlib.ExitStack) -> None:
+def _around(
+    module: nn.Module,
+    before: Callable[..., None],
+    behind: Callable[..., None],
+    undo: contextlib.ExitStack,
+) -> None:
     undo.enter_context(module.register_forward_pre_hook(before))
     undo.enter_context(module.register_forward_hook(behind, always_call=True))
 

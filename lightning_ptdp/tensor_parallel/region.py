@@ -1,13 +1,15 @@
 """Borders of sharded regions, for activations whose border no single column layer marks.
 
-Three projections of the same input, each a column layer of its own, would sum the input's gradient three times. A region around them
-does it once; under sequence parallelism it also shows the whole sequence to code that reads its length (``hidden_states.shape``)::
+Three projections of the same input, each a column layer of its own, would sum the input's gradient
+three times. A region around them does it once; under sequence parallelism it also shows the whole
+sequence to code that reads its length (``hidden_states.shape``)::
 
     plan.sequence     embedding   split here   block   region: gather ... scatter   block   joined here   head
     "ends"            splits      -            1/t     s                            1/t     -             gathers
     "blocks"          whole       1/t          1/t     s                            1/t     s             whole
 
-With "blocks" whatever a model computes before and behind its blocks (positions, masks, a pooler) sees the whole sequence. So does, inside
+With "blocks" whatever a model computes before and behind its blocks (positions, masks, a pooler)
+sees the whole sequence. So does, inside
 of them, what is ``Whole``: joined in front of it, split behind it.
 """
 
@@ -22,7 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.forward.matrix_product import autocast_dtype
-from lightning_ptdp.tensor_parallel.collectives import copy, gather_sequence, join_sequence, split_sequence
+from lightning_ptdp.tensor_parallel.collectives import (
+    copy,
+    gather_sequence,
+    join_sequence,
+    split_sequence,
+)
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["enter", "enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
@@ -34,21 +41,36 @@ Keywords: TypeAlias = dict[str, object]
 
 
 def enter_region(
-    module: nn.Module, *, heads: int | None, arguments: tuple[str, ...], group: Group, sequence_parallel: bool
+    module: nn.Module,
+    *,
+    heads: int | None,
+    arguments: tuple[str, ...],
+    group: Group,
+    sequence_parallel: bool,
 ) -> None:
-    """Let the first argument of ``module`` enter once: its gradient is summed over the group, its sequence gathered.
+    """Let the first argument of ``module`` enter once: its gradient is summed over the group, its
+    sequence gathered.
 
-    Of ``arguments`` with something for each of ``heads`` the module gets what belongs to this rank's.
-    """
-    module.register_forward_pre_hook(partial(_change_input, partial(enter, group, sequence_parallel)), with_kwargs=True)
+    Of ``arguments`` with something for each of ``heads`` the module gets what belongs to this
+    rank's."""
+    module.register_forward_pre_hook(
+        partial(_change_input, partial(enter, group, sequence_parallel)), with_kwargs=True
+    )
     if heads is not None and arguments:
-        module.register_forward_pre_hook(partial(_own_heads, heads, arguments, group), with_kwargs=True)
+        module.register_forward_pre_hook(
+            partial(_own_heads, heads, arguments, group), with_kwargs=True
+        )
 
 
-def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *, group: Group) -> None:
-    """Split the sequence in front of the block ``first`` and join it behind the block ``last``, where they are here."""
+def split_sequence_in_blocks(
+    first: nn.Module | None, last: nn.Module | None, *, group: Group
+) -> None:
+    """Split the sequence in front of the block ``first`` and join it behind the block ``last``,
+    where they are here."""
     if first is not None:
-        first.register_forward_pre_hook(partial(_change_input, partial(split_sequence, group=group)), with_kwargs=True)
+        first.register_forward_pre_hook(
+            partial(_change_input, partial(split_sequence, group=group)), with_kwargs=True
+        )
     if last is not None:
         last.register_forward_hook(partial(_change_output, partial(join_sequence, group=group)))
 
@@ -56,7 +78,9 @@ def split_sequence_in_blocks(first: nn.Module | None, last: nn.Module | None, *,
 def join_around(module: nn.Module, *, group: Group) -> None:
     """Let ``module`` see the whole sequence, of which it is given a slice, and return its slice."""
     module.__dict__[_WHOLE] = True
-    module.register_forward_pre_hook(partial(_change_input, partial(join_sequence, group=group)), with_kwargs=True)
+    module.register_forward_pre_hook(
+        partial(_change_input, partial(join_sequence, group=group)), with_kwargs=True
+    )
     module.register_forward_hook(partial(_change_output, partial(split_sequence, group=group)))
 
 
@@ -77,29 +101,48 @@ def _change_input(
     return args, {**kwargs, first: change(kwargs[first])}
 
 
-def _change_output(change: Callable[[Tensor], Tensor], _module: nn.Module, _args: object, output: Any) -> object:
-    return change(output) if isinstance(output, Tensor) else type(output)((change(output[0]), *output[1:]))
+def _change_output(
+    change: Callable[[Tensor], Tensor], _module: nn.Module, _args: object, output: Any
+) -> object:
+    return (
+        change(output)
+        if isinstance(output, Tensor)
+        else type(output)((change(output[0]), *output[1:]))
+    )
 
 
 def enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
-    """The whole of a local (slice of an) activation, its gradient summed over the group; under autocast in its dtype."""
+    """The whole of a local (slice of an) activation, its gradient summed over the group; under
+    autocast in its dtype."""
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     return gather_sequence(x, group) if sequence_parallel else copy(x, group)
 
 
 def _own_heads(
-    heads: int, arguments: tuple[str, ...], group: Group, module: nn.Module, args: Positional, kwargs: Keywords
+    heads: int,
+    arguments: tuple[str, ...],
+    group: Group,
+    module: nn.Module,
+    args: Positional,
+    kwargs: Keywords,
 ) -> tuple[Positional, Keywords]:
-    places = {name: i for i, name in enumerate(inspect.signature(type(module).forward).parameters, start=-1)}
+    places = {
+        name: i
+        for i, name in enumerate(inspect.signature(type(module).forward).parameters, start=-1)
+    }
     given = {places[name] for name in arguments if name in places}
-    return tuple(_heads_of_rank(heads, group, x) if i in given else x for i, x in enumerate(args)), {
-        name: _heads_of_rank(heads, group, x) if name in arguments else x for name, x in kwargs.items()
+    return tuple(
+        _heads_of_rank(heads, group, x) if i in given else x for i, x in enumerate(args)
+    ), {
+        name: _heads_of_rank(heads, group, x) if name in arguments else x
+        for name, x in kwargs.items()
     }
 
 
 def _heads_of_rank(heads: int, group: Group, x: object) -> object:
-    """(b, n, ...) -> (b, n/t, ...); (b n, ...) of three dimensions -> (b n/t, ...). What is the same for all heads stays."""
+    """(b, n, ...) -> (b, n/t, ...); (b n, ...) of three dimensions -> (b n/t, ...). What is the
+    same for all heads stays."""
     if not isinstance(x, Tensor) or (x.dim() == 4 and x.size(1) != heads):
         return x
     if x.dim() == 4:

@@ -1,6 +1,8 @@
-"""Adapters of peft (LoRA, arXiv 2106.09685) beside layers that are split: y = W x + s B A D(x), D being dropout.
+"""Adapters of peft (LoRA, arXiv 2106.09685) beside layers that are split: y = W x + s B A D(x), D
+being dropout.
 
-What is beside a split matrix is split as it is, so that nothing but r features ever travels for an adapter::
+What is beside a split matrix is split as it is, so that nothing but r features ever travels for an
+adapter::
 
     beside                A (r, i)                                   B (o, r)                     D sees
     column                whole; in a region its gradient is partial split by output, as W is     what all members have
@@ -30,7 +32,8 @@ class Beside(Kind):
     """A matrix of an adapter that every rank has whole.
 
     Attributes:
-        before: Whether its output goes into a column layer: inside of a region every rank's gradient of it is a part of the sum.
+        before: Whether its output goes into a column layer: inside of a region every rank's
+            gradient of it is a part of the sum.
     """
 
     before: bool
@@ -39,12 +42,16 @@ class Beside(Kind):
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         partial = ("tensor",) if self.before and not place.enters else place.partial
-        return {name: Sharding.replicated(p.shape, partial=partial) for name, p in module.named_parameters()}
+        return {
+            name: Sharding.replicated(p.shape, partial=partial)
+            for name, p in module.named_parameters()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped(Kind):
-    """The dropout in front of an adapter: behind a column layer all members draw the same, in front of a row layer each its own.
+    """The dropout in front of an adapter: behind a column layer all members draw the same, in front
+    of a row layer each its own.
 
     Attributes:
         split: Whether its input is split by features.
@@ -54,14 +61,19 @@ class Dropped(Kind):
 
     parameters = None
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         if not isinstance(module, nn.Dropout):
             return module
-        return PlacedDropout(module.p, split=self.split or (place.sequence_parallel and place.enters))
+        return PlacedDropout(
+            module.p, split=self.split or (place.sequence_parallel and place.enters)
+        )
 
 
 def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[str, Kind]]:
-    """Yield the kinds for the parts of the adapters in peft's layer ``name`` around a module of this kind."""
+    """Yield the kinds for the parts of the adapters in peft's layer ``name`` around a module of
+    this kind."""
     parts = {
         Column: (Beside(before=True), kind), Row: (kind, Beside(before=False)), Vocabulary: (Beside(before=False), kind),
     }.get(type(kind))  # fmt: skip
@@ -91,16 +103,22 @@ def check_adapters(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             _refuse(f"'{name}' is a {type(module).__name__} of peft")
         for key, variant in vars(module)["lora_variant"].items():
             _refuse(
-                f"the adapter '{key}' of '{name}' is {type(variant).__name__.removesuffix('Variant')} of peft (use_dora=True, or the like)"
+                f"the adapter '{key}' of '{name}' is "
+                f"{type(variant).__name__.removesuffix('Variant')} of peft (use_dora=True, or the "
+                "like)"
             )
         base = module.get_submodule("base_layer")
         if not isinstance(kind, Column | Row | Vocabulary | Position) or (
             isinstance(kind, Column) and isinstance(base, nn.Embedding)
         ):
-            _refuse(f"'{name}' has an adapter on a {type(base).__name__} that is sharded as {kind}", axis=kind.axis)
+            _refuse(
+                f"'{name}' has an adapter on a {type(base).__name__} that is sharded as {kind}",
+                axis=kind.axis,
+            )
 
 
 def _refuse(what: str, *, axis: str = "tensor") -> None:
     raise ValueError(
-        f"{what}, which {axis}_parallel_size > 1 cannot split; use plain LoRA on linear layers, or {axis}_parallel_size=1"
+        f"{what}, which {axis}_parallel_size > 1 cannot split; use plain LoRA on linear layers, "
+        f"or {axis}_parallel_size=1"
     )

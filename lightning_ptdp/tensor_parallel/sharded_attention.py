@@ -1,7 +1,8 @@
-"""``nn.MultiheadAttention`` with its heads sharded over the tensor group (arXiv 1909.08053, section 3).
+"""``nn.MultiheadAttention`` with its heads sharded over the tensor group (arXiv 1909.08053, section
+3).
 
-Its two projections are a column and a row layer. Shapes: b samples, s tokens, e embedding features, n heads, d = e / n.
-"""
+Its two projections are a column and a row layer. Shapes: b samples, s tokens, e embedding features,
+n heads, d = e / n."""
 
 from __future__ import annotations
 
@@ -41,9 +42,14 @@ class ParallelMultiheadAttention(ParallelLayer):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(group=group, sequence_parallel=sequence_parallel)
-        self.embed_dim, self.num_heads, self.head_dim = whole.embed_dim, whole.num_heads, whole.head_dim
+        self.embed_dim, self.num_heads, self.head_dim = (
+            whole.embed_dim,
+            whole.num_heads,
+            whole.head_dim,
+        )
         self.dropout, self.batch_first = whole.dropout, whole.batch_first
-        # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel, which would not know of the group.
+        # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel,
+        # which would not know of the group.
         self._qkv_same_embed_dim = False
         self.in_proj_weight = in_proj_weight
         self.register_parameter("in_proj_bias", in_proj_bias)
@@ -60,29 +66,44 @@ class ParallelMultiheadAttention(ParallelLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """As in ``nn.MultiheadAttention``; the output is whole (under sequence parallelism this member's slice of it).
+        """As in ``nn.MultiheadAttention``; the output is whole (under sequence parallelism this
+        member's slice of it).
 
         Raises:
             ValueError: Attention weights are asked for, or an input has no batch dimension.
         """
         if need_weights:
             raise ValueError(
-                "attention weights are not computed where heads are split over tensor-parallel ranks; call the layer with "
+                "attention weights are not computed where heads are split over tensor-parallel "
+                "ranks; call the layer with "
                 "need_weights=False"
             )
         if query.dim() != 3:
-            raise ValueError(f"the input has shape {tuple(query.shape)}; give it a batch, a sequence and a feature dimension")
+            raise ValueError(
+                f"the input has shape {tuple(query.shape)}; give it a batch, a sequence and a "
+                "feature dimension"
+            )
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
-        mask = None if is_causal and key_padding_mask is None else self._mask(attn_mask, key_padding_mask, q)
+        mask = (
+            None
+            if is_causal and key_padding_mask is None
+            else self._mask(attn_mask, key_padding_mask, q)
+        )
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=is_causal and mask is None)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=p, is_causal=is_causal and mask is None
+        )
         y = y.transpose(1, 2).flatten(2)
         return self.out_proj(y if self.batch_first else y.transpose(0, 1)), None
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if self.randomness is not None and self.training:
             self.randomness.enter()  # the output projection leaves
-        weight, bias, width = self.in_proj_weight, self.in_proj_bias, self.in_proj_weight.size(0) // 3
+        weight, bias, width = (
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.in_proj_weight.size(0) // 3,
+        )
         if query is key and key is value:
             return list(self.column(query, weight, bias).split(width, dim=-1))
         biases = bias.split(width) if bias is not None else (None, None, None)
@@ -95,14 +116,15 @@ class ParallelMultiheadAttention(ParallelLayer):
         return torch.unflatten(x, -1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return the mask that is added to the scores, of a shape that broadcasts to (b, n/t, s, s); in torch's masks True means: not
-        seen.
-        """
+        """Return the mask that is added to the scores, of a shape that broadcasts to (b, n/t, s,
+        s); in torch's masks True means: not seen."""
         masks = []
         if attn_mask is not None:
             whole = attn_mask
             if whole.dim() == 3:  # (b n, s, s): of all heads
-                whole = torch.unflatten(whole, 0, (-1, self.num_heads)).chunk(self.group.size, dim=1)[self.group.rank]
+                whole = torch.unflatten(whole, 0, (-1, self.num_heads)).chunk(
+                    self.group.size, dim=1
+                )[self.group.rank]
             masks.append(_additive(whole, q.dtype))
         if padding is not None:
             masks.append(_additive(padding, q.dtype)[:, None, None, :])
@@ -119,4 +141,8 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf) if mask.dtype is torch.bool else mask.to(dtype)
+    return (
+        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+        if mask.dtype is torch.bool
+        else mask.to(dtype)
+    )

@@ -1,4 +1,5 @@
-"""A module of experts that has a part of them, and gets the tokens of all ranks that are for these."""
+"""A module of experts that has a part of them, and gets the tokens of all ranks that are for
+these."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ class ExpertError(PTDPError, ValueError):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertsForward(OwnForward):
-    """In place of ``forward(x_nh, index_nk, weights_nk)`` of a module of experts; the module's own forward gets the rows that came here,
-    one expert and the weight 1 for each. The weights are applied where the tokens are.
+    """In place of ``forward(x_nh, index_nk, weights_nk)`` of a module of experts; the module's own
+    forward gets the rows that came here, one expert and the weight 1 for each. The weights are
+    applied where the tokens are.
 
-    Ranks of a tensor group hold the same tokens: each sends a part of them; or all, where it has a part of each expert, and what these
-    parts make is summed.
+    Ranks of a tensor group hold the same tokens: each sends a part of them; or all, where it has a
+    part of each expert, and what these parts make is summed.
 
     Attributes:
         name: Of the module.
@@ -48,7 +50,9 @@ class ExpertsForward(OwnForward):
     tensor: Group = field(default_factory=Group)
     splits_experts: bool = False
 
-    def __call__(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(
+        self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         shape = x_nh.shape
         x_nh = x_nh.reshape(-1, shape[-1])
         index_nk, weights_nk = (each.reshape(x_nh.size(0), -1) for each in (index_nk, weights_nk))
@@ -59,21 +63,31 @@ class ExpertsForward(OwnForward):
         found = dispatch(*own, num_experts=self.num_experts, group=self.group)
         self._check(found)
         y_nh = found.combine(self._experts(found), own[2])
-        y_nh = reduce(y_nh, self.tensor) if self.splits_experts else join_sequence(y_nh, self.tensor, 0)[: x_nh.size(0)]
+        y_nh = (
+            reduce(y_nh, self.tensor)
+            if self.splits_experts
+            else join_sequence(y_nh, self.tensor, 0)[: x_nh.size(0)]
+        )
         return y_nh.view(shape)
 
     def _experts(self, found: Dispatched) -> Tensor:
         rows = found.rows_rh
         way = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
         if self.splits_experts or (way in (None, _GROUPED) and stores_as_usual(self.module)):
-            # transformers' grouped products are computed in the weights' dtype, whatever autocast says.
+            # transformers' grouped products are computed in the weights' dtype, whatever autocast
+            # says.
             dtype = autocast_dtype(rows) if way is None else None
             ends = found.counts.cumsum(0, dtype=torch.int32)
             adds_bias = not self.splits_experts or self.tensor.rank == 0
-            return usual_output(self.module, rows, sizes=found.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype)
+            return usual_output(
+                self.module, rows, sizes=found.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype
+            )
         if not rows.size(0):
-            # Nothing came. The backward has to come here all the same, where it would meet the other ranks.
-            return rows + sum(parameter[:0].sum() for _, parameter in nn.Module.named_parameters(self.module))
+            # Nothing came. The backward has to come here all the same, where it would meet the
+            # other ranks.
+            return rows + sum(
+                parameter[:0].sum() for _, parameter in nn.Module.named_parameters(self.module)
+            )
         ones = rows.new_ones(rows.size(0), 1)
         result: Tensor = self.original(rows, found.experts_r[:, None], ones)
         return result
@@ -89,5 +103,11 @@ class ExpertsForward(OwnForward):
         faults = found.faults
         if faults.nowhere or faults.not_finite:
             nowhere = f"chose experts that do not exist, {faults.nowhere} times (0 to {self.num_experts - 1} do)"
-            what = nowhere if faults.nowhere else f"gave {faults.not_finite} weights that are not finite"
-            raise ExpertError(f"'{self.name}': its router {what}, on rank {self.group.ranks[self.group.rank]}")
+            what = (
+                nowhere
+                if faults.nowhere
+                else f"gave {faults.not_finite} weights that are not finite"
+            )
+            raise ExpertError(
+                f"'{self.name}': its router {what}, on rank {self.group.ranks[self.group.rank]}"
+            )

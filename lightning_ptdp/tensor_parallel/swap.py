@@ -32,18 +32,20 @@ def shard_module(
 ) -> tuple[nn.Module, dict[str, Sharding]]:
     """The parallel version of one module and the shardings of its parameters, by their names in it.
 
-    Dtype, device (meta included), ``requires_grad``, training mode and the parameters' own Python attributes are kept; forward
-    hooks are not. A ``Position`` module without sequence parallelism, a ``Partial`` or ``Alias`` one, and every module in a group
-    of one come back as they are, a ``Region`` with hooks of its own; aliases are mended by ``replace_aliases``, and a ``Whole`` module
-    by ``split_sequence``, once all modules have been sharded.
+    Dtype, device (meta included), ``requires_grad``, training mode and the parameters' own Python
+    attributes are kept; forward hooks are not. A ``Position`` module without sequence parallelism,
+    a ``Partial`` or ``Alias`` one, and every module in a group of one come back as they are, a
+    ``Region`` with hooks of its own; aliases are mended by ``replace_aliases``, and a ``Whole``
+    module by ``split_sequence``, once all modules have been sharded.
 
     Args:
         module: A module that ``plan.check`` has passed.
         kind: How to shard it.
         group: That of the kind's axis.
         sequence_parallel: Whether activations around it are split along the sequence.
-        shared: ``id`` of an original parameter -> its new one, read and extended here: tied weights stay one parameter. The caller
-            keeps the originals alive as long as it, since Python reuses ids.
+        shared: ``id`` of an original parameter -> its new one, read and extended here: tied weights
+            stay one parameter. The caller keeps the originals alive as long as it, since Python
+            reuses ids.
         enters: Whether no region is around it that sums its input's gradient.
         tensor: The tensor group.
         name: Of the module, for messages.
@@ -52,8 +54,18 @@ def shard_module(
         The module to put in its place, and a sharding for each parameter.
     """
     if group.size == tensor.size == 1:
-        return module, {name: Sharding.replicated(parameter.shape) for name, parameter in module.named_parameters()}
-    place = Place(group=group, sequence_parallel=sequence_parallel, shared=shared, enters=enters, tensor=tensor, name=name)
+        return module, {
+            name: Sharding.replicated(parameter.shape)
+            for name, parameter in module.named_parameters()
+        }
+    place = Place(
+        group=group,
+        sequence_parallel=sequence_parallel,
+        shared=shared,
+        enters=enters,
+        tensor=tensor,
+        name=name,
+    )
     return kind.shard(module, place)
 
 
@@ -67,14 +79,17 @@ def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:
-    """Put in place what splits and joins the sequence under sequence parallelism, beside the sharded modules themselves."""
+    """Put in place what splits and joins the sequence under sequence parallelism, beside the
+    sharded modules themselves."""
     for name, module in model.named_modules():
         for kind in {kind for pattern, kind in plan.kinds.items() if matches(name, pattern)}:
             kind.complete(module, group=group)
     if plan.sequence == "blocks":
         blocks = list(model.get_submodule(plan.split_blocks).children())
         # A block that lives on another pipeline stage has no parts, and nothing is split there.
-        first, last = (block if list(block.children()) else None for block in (blocks[0], blocks[-1]))
+        first, last = (
+            block if list(block.children()) else None for block in (blocks[0], blocks[-1])
+        )
         split_sequence_in_blocks(first, last, group=group)
 
 

@@ -1,4 +1,5 @@
-"""Parts of a full tensor on the members of the tensor group: some of its features, or of its tokens."""
+"""Parts of a full tensor on the members of the tensor group: some of its features, or of its
+tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["VocabularyRange", "shard_columns", "shard_twice", "shard_vocabulary"
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyRange:
-    """The token ids of one member of the tensor group: [start, stop), followed by padding up to ``rows``.
+    """The token ids of one member of the tensor group: [start, stop), followed by padding up to
+    ``rows``.
 
     Attributes:
         size: V, number of tokens of the whole vocabulary.
@@ -61,21 +63,25 @@ def shard_columns(
     axis: str = "tensor",
     partial: tuple[str, ...] = (),
 ) -> Sharding:
-    """Split the output features, made of ``parts`` that are each split on their own, over ``size`` members; this is ``index``.
+    """Split the output features, made of ``parts`` that are each split on their own, over ``size``
+    members; this is ``index``.
 
     Args:
         shape: Of the full weight or bias.
         parts: Output features of each part.
         size: Members of the group.
         index: This member.
-        copies: How many neighbouring members hold the same slice of each part: with c copies it is cut into size / c slices.
+        copies: How many neighbouring members hold the same slice of each part: with c copies it is
+            cut into size / c slices.
         dim: Where the output features are.
         axis: Whose group it is.
         partial: Axes over which its gradient is a sum.
     """
     copies = copies if copies is not None else (1,) * len(parts)
     assert sum(parts) == shape[dim], (tuple(parts), tuple(shape))
-    assert all(size % c == 0 and part % (size // c) == 0 for part, c in zip(parts, copies, strict=True)), (parts, copies, size)
+    assert all(
+        size % c == 0 and part % (size // c) == 0 for part, c in zip(parts, copies, strict=True)
+    ), (parts, copies, size)
     pieces, local, full = [], 0, 0
     for part, c in zip(parts, copies, strict=True):
         extent = part // (size // c)
@@ -90,12 +96,17 @@ def shard_columns(
         )
         local, full = local + extent, full + part
     return Sharding(
-        full_shape=tuple(shape), local_shape=_at(dim, local, shape), pieces=tuple(pieces), sharded=(axis,), partial=partial
+        full_shape=tuple(shape),
+        local_shape=_at(dim, local, shape),
+        pieces=tuple(pieces),
+        sharded=(axis,),
+        partial=partial,
     )
 
 
 def shard_twice(one: Sharding, other: Sharding) -> Sharding:
-    """Split along two dimensions: what both of two shardings of a tensor along one each leave here."""
+    """Split along two dimensions: what both of two shardings of a tensor along one each leave
+    here."""
     assert one.full_shape == other.full_shape and not one.copies and not other.copies
     pieces = [
         Piece(
@@ -120,7 +131,9 @@ def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Shard
     assert shape[0] == vocabulary.size, (tuple(shape), vocabulary)
     rest = tuple(shape[1:])
     origin = (0,) * len(rest)
-    piece = Piece(local=(0, *origin), full=(vocabulary.start, *origin), size=(vocabulary.count, *rest))
+    piece = Piece(
+        local=(0, *origin), full=(vocabulary.start, *origin), size=(vocabulary.count, *rest)
+    )
     return Sharding(
         full_shape=tuple(shape),
         local_shape=(vocabulary.rows, *rest),

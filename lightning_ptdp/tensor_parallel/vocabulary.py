@@ -1,8 +1,9 @@
-"""Embeddings and output head: split along the vocabulary (arXiv 1909.08053, section 3), or looked up for a slice of the sequence.
+"""Embeddings and output head: split along the vocabulary (arXiv 1909.08053, section 3), or looked
+up for a slice of the sequence.
 
-Of a vocabulary every member holds ceil(V / t) rows. If V does not divide, the last members' last rows are padding: zero, outside of every
-piece of the sharding, never looked up, and never part of a loss.
-"""
+Of a vocabulary every member holds ceil(V / t) rows. If V does not divide, the last members' last
+rows are padding: zero, outside of every piece of the sharding, never looked up, and never part of a
+loss."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ class VocabularyParallelEmbedding(ParallelLayer):
     """
 
     shown = ("num_embeddings", "embedding_dim", "padded_vocabulary")
-    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False  # as adapters ask an nn.Embedding
+    max_norm, norm_type, scale_grad_by_freq, sparse = (
+        None,
+        2.0,
+        False,
+        False,
+    )  # as adapters ask an nn.Embedding
 
     def __init__(
         self,
@@ -53,21 +59,28 @@ class VocabularyParallelEmbedding(ParallelLayer):
         """Look up; every member contributes its own rows and zeros elsewhere.
 
         Raises:
-            IndexError: An id is not in [0, V) (on CUDA a device-side assertion, as in ``nn.Embedding``).
+            IndexError: An id is not in [0, V) (on CUDA a device-side assertion, as in
+                ``nn.Embedding``).
             ValueError: (sequence parallelism) s is not a multiple of t.
         """
         words, padding = self.vocabulary, self.padding_idx
         valid = (ids >= 0) & (ids < words.size)
         here = (ids >= words.start) & (ids < words.stop)
-        # An id outside of the vocabulary becomes -1 on every member, so that the look-up itself complains.
+        # An id outside of the vocabulary becomes -1 on every member, so that the look-up itself
+        # complains.
         rows = torch.where(here, ids - words.start, torch.where(valid, 0, -1))
-        padding_row = padding - words.start if padding is not None and words.start <= padding < words.stop else None
+        padding_row = (
+            padding - words.start
+            if padding is not None and words.start <= padding < words.stop
+            else None
+        )
         x = F.embedding(rows, self.weight, padding_row).masked_fill(~here.unsqueeze(-1), 0.0)
         return scatter_sequence(x, self.group) if self.sequence_parallel else reduce(x, self.group)
 
 
 class VocabularyParallelHead(ColumnParallelLinear):
-    """(..., h) -> logits (..., V), of which every member holds a slice: see ``VocabularyParallelLogits``.
+    """(..., h) -> logits (..., V), of which every member holds a slice: see
+    ``VocabularyParallelLogits``.
 
     Args:
         weight: This member's rows (ceil(V/t), h); may be the embedding's.
@@ -90,21 +103,28 @@ class VocabularyParallelHead(ColumnParallelLinear):
     ) -> None:
         super().__init__(weight, bias, group=group, sequence_parallel=sequence_parallel)
         assert weight.size(0) == vocabulary.rows, (tuple(weight.shape), vocabulary)
-        self.vocabulary, self.padded_vocabulary, self.out_features = vocabulary, vocabulary.padded, vocabulary.size
+        self.vocabulary, self.padded_vocabulary, self.out_features = (
+            vocabulary,
+            vocabulary.padded,
+            vocabulary.size,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits that report the whole vocabulary."""
         local = self.column(x, self.weight, self.bias)
         return (
-            local if self.group.size == 1 else VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
+            local
+            if self.group.size == 1
+            else VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
         )
 
 
 class SequenceShardedEmbedding(ParallelLayer):
-    """An embedding of positions that all members hold whole and look up for their own slice of the sequence only.
+    """An embedding of positions that all members hold whole and look up for their own slice of the
+    sequence only.
 
-    Its output is added to the word embeddings, which are split along the sequence. The weight's gradient covers the slice:
-    it is partial over the group.
+    Its output is added to the word embeddings, which are split along the sequence. The weight's
+    gradient covers the slice: it is partial over the group.
 
     Args:
         weight: The whole table (positions, h).
@@ -114,7 +134,9 @@ class SequenceShardedEmbedding(ParallelLayer):
 
     shown = ("num_embeddings", "embedding_dim")
 
-    def __init__(self, weight: nn.Parameter, *, padding_idx: int | None = None, group: Group) -> None:
+    def __init__(
+        self, weight: nn.Parameter, *, padding_idx: int | None = None, group: Group
+    ) -> None:
         super().__init__(group=group, sequence_parallel=True)
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx = padding_idx
@@ -126,4 +148,6 @@ class SequenceShardedEmbedding(ParallelLayer):
         Raises:
             ValueError: s is not a multiple of t.
         """
-        return F.embedding(split_sequence(positions, self.group, dim=-1), self.weight, self.padding_idx)
+        return F.embedding(
+            split_sequence(positions, self.group, dim=-1), self.weight, self.padding_idx
+        )

@@ -1,4 +1,5 @@
-"""``verify``: train a module in a layout and in one process, compare, and find out why they differ."""
+"""``verify``: train a module in a layout and in one process, compare, and find out why they
+differ."""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ def verify(
 ) -> Report:
     """Train a module for some steps in a layout and in one process, and compare everything.
 
-    Both begin with the same values and read the same samples: one process reads the batches of all replicas at once. The trainings run in
-    forked processes; the module, the strategy and the data here stay as they are, and nothing is written to the Trainer's folders.
+    Both begin with the same values and read the same samples: one process reads the batches of all
+    replicas at once. The trainings run in forked processes; the module, the strategy and the data
+    here stay as they are, and nothing is written to the Trainer's folders.
 
     Args:
         module: A LightningModule.
@@ -52,10 +54,11 @@ def verify(
         datamodule: All data.
         strategy: A ``PTDPStrategy`` with the layout.
         steps: Optimizer steps.
-        blocks: Verify with so many blocks of each repeated container; default: all, or as many as one process can hold.
+        blocks: Verify with so many blocks of each repeated container; default: all, or as many as
+            one process can hold.
         limit_s: Limit of each training in seconds.
-        trainer: Arguments of Lightning's Trainer, such as devices, precision, callbacks and gradient_clip_val. devices defaults to the
-            fewest that the layout needs.
+        trainer: Arguments of Lightning's Trainer, such as devices, precision, callbacks and
+            gradient_clip_val. devices defaults to the fewest that the layout needs.
 
     Raises:
         ValueError: The degrees do not fit, or cannot be verified here.
@@ -68,9 +71,15 @@ def verify(
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     if trainer.get("num_nodes", 1) != 1:
-        raise ValueError(f"num_nodes={trainer['num_nodes']}: verify starts processes on this machine only; use num_nodes=1")
+        raise ValueError(
+            f"num_nodes={trainer['num_nodes']}: verify starts processes on this machine only; use "
+            "num_nodes=1"
+        )
     if torch.cuda.is_initialized():
-        raise ValueError("verify forks processes, which cannot use CUDA once this one has: call it before anything uses the GPU")
+        raise ValueError(
+            "verify forks processes, which cannot use CUDA once this one has: call it before "
+            "anything uses the GPU"
+        )
     if not isinstance(devices, int):
         raise ValueError(f"devices={devices!r} must be a number of processes")
     if trainer.get("max_steps", -1) > 0:
@@ -117,7 +126,10 @@ class _Verification:
         ranks = self._train_from_loaders()
         places = sorted({place for rank in ranks for place in rank.random})
         if places:
-            self.notes.append(f"dropout is off, random numbers are constants, equal for all samples ({', '.join(places[:3])})")
+            self.notes.append(
+                "dropout is off, random numbers are constants, equal for all samples "
+                f"({', '.join(places[:3])})"
+            )
             self.case = replace(self.case, frozen=True)
             ranks = self.subject.train(self.case)
         trained = self._in_double(Comparison(ranks, self._one_process(self.case)))
@@ -125,10 +137,15 @@ class _Verification:
         if self.whole.parts > 1:  # what is logged of a step is that of its last batch
             logged = {one.name for one in compared if one.kind == "logged value"}
             compared = [one for one in compared if one.name not in logged]
-        report = Report(layout=self.case.layout.describe(), steps=trained.expected.steps, compared=compared, notes=self.notes)
+        report = Report(
+            layout=self.case.layout.describe(),
+            steps=trained.expected.steps,
+            compared=compared,
+            notes=self.notes,
+        )
         return report if report.equal else self._explained(report, trained)
 
-    # ---- trainings ----------------------------------------------------------------------------------------------------
+    # ---- trainings -------------------------------------------------------------------------------
 
     def _fit_into_memory(self) -> None:
         blocks, config = self.case.blocks, self.case.config
@@ -144,8 +161,13 @@ class _Verification:
         except VerificationError as error:
             if "KeyedDropoutError" not in str(error):
                 raise
-            self.notes.append("dropout is off: keyed_dropout, which drops the same in every layout, cannot be used")
-            self.case = replace(self.case, config=replace(self.case.config, keyed_dropout=False), frozen=True)
+            self.notes.append(
+                "dropout is off: keyed_dropout, which drops the same in every layout, cannot be "
+                "used"
+            )
+            self.case = replace(
+                self.case, config=replace(self.case.config, keyed_dropout=False), frozen=True
+            )
             ranks = self.subject.train(self.case)
         if not ranks[0].steps:
             raise VerificationError("the layout has made no step: are there training batches?")
@@ -155,7 +177,10 @@ class _Verification:
             self.whole = combine(batches, joined=True)
         except (ValueError, RuntimeError) as error:
             self.whole = combine(batches, joined=False)
-            self.notes.append(f"one process accumulates over the replicas' batches, without what a step logs: {error}")
+            self.notes.append(
+                "one process accumulates over the replicas' batches, without what a step logs: "
+                f"{error}"
+            )
         self.case = replace(self.case, batches=batches)
         return ranks
 
@@ -174,7 +199,9 @@ class _Verification:
         try:
             double = Comparison(self.subject.train(case), self._one_process(case))
         except VerificationError as error:
-            self.notes.append(f"float64 was not possible ({error}): errors up to the tolerances may be hidden")
+            self.notes.append(
+                f"float64 was not possible ({error}): errors up to the tolerances may be hidden"
+            )
             return trained
         if double.differences:
             self.case = case
@@ -182,14 +209,18 @@ class _Verification:
         if double.differences:
             self.notes.append("compared in float64")
             return double
-        self.notes.append("equal in float64; in the precision that was asked for, the rounding of one process is allowed")
+        self.notes.append(
+            "equal in float64; in the precision that was asked for, the rounding of one process "
+            "is allowed"
+        )
         return trained.allowing(double.expected)
 
     def _beyond_noise(self, double: Comparison) -> Comparison:
-        """Allow what float32's rounding may change: modules in float64 often compute parts in float32."""
+        """Allow what float32's rounding may change: modules in float64 often compute parts in
+        float32."""
         return double.allowing(self._one_process(replace(self.case, disturbed=True)))
 
-    # ---- reasons ------------------------------------------------------------------------------------------------------
+    # ---- reasons ---------------------------------------------------------------------------------
 
     def _explained(self, report: Report, trained: Comparison) -> Report:
         """Return the report with reasons, without values that one process does not give twice."""
@@ -198,15 +229,21 @@ class _Verification:
         repeats = {one.kind for one in unsteady} <= {"logged value", "metric"}
         if unsteady and repeats:
             names = {one.name for one in unsteady}
-            self.notes.append(f"not the same twice in one process, and left out: {', '.join(sorted(names))}")
-            report = replace(report, compared=[one for one in report.compared if one.name not in names])
+            self.notes.append(
+                f"not the same twice in one process, and left out: {', '.join(sorted(names))}"
+            )
+            report = replace(
+                report, compared=[one for one in report.compared if one.name not in names]
+            )
             if report.equal:
                 return report
         count = max(len(rank.losses) for rank in trained.found)
         axes: list[tuple[str, str]] = []
         first_of: dict[str, Difference] = {}
         losses: list[float] = []
-        for letters, case in smaller_layouts(self.case, self.whole, microbatches=count) if repeats else ():
+        for letters, case in (
+            smaller_layouts(self.case, self.whole, microbatches=count) if repeats else ()
+        ):
             try:
                 ranks = self.subject.train(case)
             except VerificationError as error:
@@ -222,8 +259,12 @@ class _Verification:
         if first.kind == "loss" and first.step == 0 and "m" not in first_of:
             self._name_microbatch(trained.found, losses, count)
         each = len(alone.numbers["loss", 0, ""][""])
-        batch = self.whole.lists["train", 0][: each * first.step + each or 1][-1]  # a step of -1 is before the first
-        evidence = Evidence(first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats)
+        batch = self.whole.lists["train", 0][: each * first.step + each or 1][
+            -1
+        ]  # a step of -1 is before the first
+        evidence = Evidence(
+            first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats
+        )
         return replace(report, axes=axes, causes=list(find_causes(evidence)))
 
     def _name_microbatch(self, ranks: Sequence[Record], losses: list[float], count: int) -> None:
@@ -231,5 +272,8 @@ class _Verification:
             pairs = zip(rank.losses, losses[rank.replica * count :], strict=False)
             for index, (loss, other) in enumerate(pairs):
                 if not math.isclose(loss, other, rel_tol=1e-4):
-                    self.notes.append(f"microbatch {index} on {rank.place} differs first: {loss:.6g} instead of {other:.6g}")
+                    self.notes.append(
+                        f"microbatch {index} on {rank.place} differs first: {loss:.6g} instead of "
+                        f"{other:.6g}"
+                    )
                     return

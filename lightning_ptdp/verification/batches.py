@@ -1,4 +1,5 @@
-"""Batches that the replicas of a layout read, joined to those of one process, and read again by other layouts."""
+"""Batches that the replicas of a layout read, joined to those of one process, and read again by
+other layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def combine(replicas: Sequence[Captured], *, joined: bool) -> Captured:
     lists: dict[tuple[str, int], list[Nested]] = {}
     for key in replicas[0].lists:
         together = zip(*(replica.lists.get(key, ()) for replica in replicas), strict=False)
-        lists[key] = [batch for parts in together for batch in ([_join(parts)] if joined else parts)]
+        lists[key] = [
+            batch for parts in together for batch in ([_join(parts)] if joined else parts)
+        ]
     count = 1 if joined else len(replicas)
     return Captured(lists=lists, length=replicas[0].length * count, parts=count)
 

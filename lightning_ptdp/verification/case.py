@@ -59,10 +59,18 @@ class Case:
             if axis not in axes:
                 options = {name: getattr(PTDPConfig, name) for name in names.split()} | options
         name = f"{axes} alone" if axes else "one process"
-        return replace(self, name=name, config=replace(self.config, **options), devices=devices, batches=batches)
+        return replace(
+            self,
+            name=name,
+            config=replace(self.config, **options),
+            devices=devices,
+            batches=batches,
+        )
 
 
-def smaller_layouts(case: Case, whole: Captured, *, microbatches: int) -> Iterator[tuple[str, Case]]:
+def smaller_layouts(
+    case: Case, whole: Captured, *, microbatches: int
+) -> Iterator[tuple[str, Case]]:
     """Yield (axes, training) with one axis of the layout at a time.
 
     Args:

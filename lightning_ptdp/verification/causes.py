@@ -1,4 +1,5 @@
-"""Reasons for a difference, from where it is, which axes alone have it, and what the step was seen to do."""
+"""Reasons for a difference, from where it is, which axes alone have it, and what the step was seen
+to do."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Evidence:
         first: The first difference.
         first_of: Axes that differ alone -> their first difference.
         alone: Record of one process.
-        losses: Of the microbatches of the first step, in one process with as many as the layout has in all.
+        losses: Of the microbatches of the first step, in one process with as many as the layout has
+            in all.
         batch: The last batch of one process's first step that differs.
         repeats: Whether one process gives the same twice.
     """
@@ -87,7 +89,9 @@ def find_causes(evidence: Evidence) -> Iterator[Cause]:
 
 def _cause(name: str, names: Collection[str] = ()) -> Cause:
     shown = [*sorted(names)[:3], "..."][: len(names)]
-    return Cause(name=name, text=_TEXTS[name].format(seen=f" ({', '.join(shown)})" if shown else ""))
+    return Cause(
+        name=name, text=_TEXTS[name].format(seen=f" ({', '.join(shown)})" if shown else "")
+    )
 
 
 def _of_batches(evidence: Evidence, first: Difference) -> Cause:

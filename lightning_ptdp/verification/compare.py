@@ -29,7 +29,8 @@ KINDS = (
 _NOISE = 8
 """A value may be so many times further from one process than float64 is."""
 _FLOOR = 1e-3
-"""A tensor is compared with its own size, but at least with this part of the model's; a number with at least this."""
+"""A tensor is compared with its own size, but at least with this part of the model's; a number with
+at least this."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class Difference:
         """Return the error as a multiple of the tolerance."""
         if self.error == 0:
             return 0.0
-        return self.error / self.tolerance if self.tolerance and self.error == self.error else math.inf
+        return (
+            self.error / self.tolerance if self.tolerance and self.error == self.error else math.inf
+        )
 
     @property
     def differs(self) -> bool:
@@ -79,29 +82,44 @@ class Difference:
 class Comparison:
     """Comparison of the ranks of a layout with one process.
 
-    Tolerances, all relative, are those that another order of sums explains. Values are losses and logged values; gradients and buffers
-    are compared by norm; so is the way that a weight went, but optimizers such as Adam divide a gradient by itself, and so its rounding.
+    Tolerances, all relative, are those that another order of sums explains. Values are losses and
+    logged values; gradients and buffers are compared by norm; so is the way that a weight went, but
+    optimizers such as Adam divide a gradient by itself, and so its rounding.
 
     Args:
         found: Of the layout's ranks.
         expected: Of one process.
-        noise: The same comparison of one process with itself, in another precision or from disturbed weights; enlarges the tolerances.
+        noise: The same comparison of one process with itself, in another precision or from
+            disturbed weights; enlarges the tolerances.
 
     Attributes:
-        compared: Everything that is compared, in the order of the training, the largest difference of equal ones first.
+        compared: Everything that is compared, in the order of the training, the largest difference
+            of equal ones first.
     """
 
-    def __init__(self, found: Sequence[Record], expected: Record, noise: Sequence[Difference] = ()) -> None:
+    def __init__(
+        self, found: Sequence[Record], expected: Record, noise: Sequence[Difference] = ()
+    ) -> None:
         self.found, self.expected = found, expected
         eps = max(expected.eps, 1e-8)  # modules in float64 often compute parts in float32
         value, tensor = min(128 * eps, 0.05), min(1024 * eps, 0.5)
         self._tolerances = dict.fromkeys(("loss", "logged value", "metric"), value)
-        self._tolerances |= {"gradient": tensor, "buffer": tensor, "weight": min(3 * math.sqrt(eps), 0.5)}
+        self._tolerances |= {
+            "gradient": tensor,
+            "buffer": tensor,
+            "weight": min(3 * math.sqrt(eps), 0.5),
+        }
         self._insignificant = min(10 * tensor, 0.01)
         rounded = sorted((one for one in noise if one.tolerance), key=lambda one: one.error)
-        self._noise = {(one.kind, one.name): _NOISE * one.error for one in rounded}  # that of a single step is chance
+        self._noise = {
+            (one.kind, one.name): _NOISE * one.error for one in rounded
+        }  # that of a single step is chance
         self._significant: dict[str, Tensor] = {}
-        parts = [self._exact(), *map(self._tensors, expected.tensors), *map(self._numbers, expected.numbers)]
+        parts = [
+            self._exact(),
+            *map(self._tensors, expected.tensors),
+            *map(self._numbers, expected.numbers),
+        ]
         compared = [one for part in parts for one in sorted(part, key=lambda one: -one.excess)]
         self.compared = sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind)))
 
@@ -111,16 +129,20 @@ class Comparison:
         return [one for one in self.compared if one.differs]
 
     def allowing(self, other: Record) -> Comparison:
-        """Return the comparison with tolerances that cover what one process gives under a change that is none."""
+        """Return the comparison with tolerances that cover what one process gives under a change
+        that is none."""
         return Comparison(self.found, self.expected, Comparison([other], self.expected).compared)
 
-    def _difference(self, key: Key, name: str, error: float, *, text: str = "", place: str = "") -> Difference:
+    def _difference(
+        self, key: Key, name: str, error: float, *, text: str = "", place: str = ""
+    ) -> Difference:
         kind, step, point = key
         tolerance = max(self._tolerances.get(kind, 0.0), self._noise.get((kind, name), 0.0))
         return Difference(kind, step, name, point, error, tolerance, place, text)
 
     def _exact(self) -> Iterator[Difference]:
-        """Options are those of one process. Ranks that read the same samples read the same batches, and draw the same numbers."""
+        """Options are those of one process. Ranks that read the same samples read the same batches,
+        and draw the same numbers."""
         first: dict[tuple[object, ...], str] = {}
         for rank in self.found:
             for (kind, name), value in rank.exact.items():
@@ -134,7 +156,9 @@ class Comparison:
         trained = {key for rank in self.found for key in rank.exact}
         for kind, name in sorted(self.expected.exact.keys() - trained):
             if kind == "optimizer option":
-                yield self._difference((kind, -1, ""), name, math.inf, text="is in no rank's optimizer")
+                yield self._difference(
+                    (kind, -1, ""), name, math.inf, text="is in no rank's optimizer"
+                )
 
     def _tensors(self, key: Key) -> Iterator[Difference]:
         expected = self.expected.tensors[key]
@@ -148,13 +172,16 @@ class Comparison:
             floor = _FLOOR * _rms(expected)
         for rank, tensors in zip(self.found, ranks, strict=True):
             for name, held in tensors.items():
-                yield self._difference(key, name, _error(held, expected.get(name, []), floor), place=rank.place)
+                yield self._difference(
+                    key, name, _error(held, expected.get(name, []), floor), place=rank.place
+                )
         for name in sorted(expected.keys() - set().union(*ranks)):
             if expected[name][0][1].any():
                 yield self._difference(key, name, math.inf, text="is on no rank")
 
     def _mark(self, gradients: Mapping[str, Held]) -> None:
-        """An element whose gradient is rounding is divided by itself by some optimizers: it is not compared from here on."""
+        """An element whose gradient is rounding is divided by itself by some optimizers: it is not
+        compared from here on."""
         floor = _FLOOR * _rms(gradients)
         for name, held in gradients.items():
             counts = held[0][1].abs() >= self._insignificant * max(_rms({name: held}), floor)
@@ -165,7 +192,11 @@ class Comparison:
         start = self.expected.tensors["initial value", -1, ""]
         return {
             name: [
-                (offset, (value.double() - _cut(start[name][0][1], offset, value)) * _cut(self._significant[name], offset, value))
+                (
+                    offset,
+                    (value.double() - _cut(start[name][0][1], offset, value))
+                    * _cut(self._significant[name], offset, value),
+                )
                 for offset, value in held
             ]
             for name, held in weights.items()
@@ -173,14 +204,20 @@ class Comparison:
         }
 
     def _numbers(self, key: Key) -> Iterator[Difference]:
-        """Compare the mean over the replicas: a value that is logged without sync_dist=True is each replica's own."""
+        """Compare the mean over the replicas: a value that is logged without sync_dist=True is each
+        replica's own."""
         expected = self.expected.numbers[key]
         found: dict[str, Pairs] = {}
         for rank in self.found:
             for name, pairs in rank.numbers.get(key, {}).items():
                 found.setdefault(name, []).extend(pairs)
         for name in sorted(expected.keys() ^ found.keys()):
-            yield self._difference(key, name, math.inf, text="is missing in one process" if name in found else "is missing")
+            yield self._difference(
+                key,
+                name,
+                math.inf,
+                text="is missing in one process" if name in found else "is missing",
+            )
         for name in sorted(expected.keys() & found.keys()):
             values, weights = (set(each) for each in zip(*found[name], strict=True))
             if key[0] != "loss" and self.expected.counted and len(values) > len(weights) == 1:
@@ -201,11 +238,16 @@ def _scalar(value: float) -> Held:
 
 def _rms(tensors: Mapping[str, Held]) -> float:
     parts = [value.double() for held in tensors.values() for _, value in held]
-    return math.sqrt(sum(float(part.square().sum()) for part in parts) / max(sum(part.numel() for part in parts), 1))
+    return math.sqrt(
+        sum(float(part.square().sum()) for part in parts)
+        / max(sum(part.numel() for part in parts), 1)
+    )
 
 
 def _cut(whole: Tensor, offset: Sequence[int], like: Tensor) -> Tensor:
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, like.shape, strict=True))]
+    return whole[
+        tuple(slice(start, start + size) for start, size in zip(offset, like.shape, strict=True))
+    ]
 
 
 def _error(held: Held, expected: Held, floor: float) -> float:
@@ -213,7 +255,9 @@ def _error(held: Held, expected: Held, floor: float) -> float:
     off = size = 0.0
     for offset, value in held:
         value = value.double()
-        other = _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value)
+        other = (
+            _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value)
+        )
         same = value.isclose(other, rtol=0.0, atol=0.0, equal_nan=True)
         off += float((value - other)[~same].square().sum())
         size += float(other[other.isfinite()].square().clamp(min=floor**2).sum())

@@ -19,7 +19,8 @@ __all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
 Key = tuple[str, int, str]
-"""(kind, step, hook of the step behind which a gradient is kept); the step before the first is -1."""
+"""(kind, step, hook of the step behind which a gradient is kept); the step before the first is
+-1."""
 Pairs = list[tuple[float, float]]
 """(value, tokens or 1) of each batch of a step."""
 _ROUNDING = torch.finfo(torch.float32).eps
@@ -37,8 +38,8 @@ class Record:
         tensors: Parameters or buffers by name.
         numbers: Losses, logged values and metrics by name.
         losses: Of the microbatches of the first step's last batch, where this rank has them.
-        exact: ("batch" or "random numbers", which) -> checksum, equal on ranks that read the same samples; ("optimizer option", parameter)
-            -> options of its group.
+        exact: ("batch" or "random numbers", which) -> checksum, equal on ranks that read the same
+            samples; ("optimizer option", parameter) -> options of its group.
         random: Lines that draw random numbers with torch, or other generators that were used.
         parameters: Lines of the step that read parameters of modules that are not being called.
         written: Attributes and buffers that a step changed.
@@ -86,11 +87,15 @@ class Recorder:
         replace_once(self._strategy, "batch_to_device", self._capture)
         replace_once(module, "configure_gradient_clipping", self._clip)
 
-    def _capture(self, move: Callable[..., Nested], batch: Nested, *args: Any, **options: Any) -> Nested:
+    def _capture(
+        self, move: Callable[..., Nested], batch: Nested, *args: Any, **options: Any
+    ) -> Nested:
         key = ("validation", options.get("dataloader_idx", 0))
         if self._trainer.training:
             key = ("train", self._trainer.current_epoch)
-            self.record.exact["batch", str(self._trainer.fit_loop.total_batch_idx + 1)] = digest(batch)
+            self.record.exact["batch", str(self._trainer.fit_loop.total_batch_idx + 1)] = digest(
+                batch
+            )
         if not self.case.batches:
             copy = map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
             self.record.batches.lists.setdefault(key, []).append(copy)
@@ -101,12 +106,18 @@ class Recorder:
             for parameter in module.parameters():
                 parameter.data *= 1 + _ROUNDING * torch.rand_like(parameter)
         self._keep_model()
-        dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        dtypes = {
+            parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
+        }
         if "16" in str(trainer.precision) or self._strategy.config.fp8 is not None:
             dtypes.add(torch.bfloat16)
         self.record.eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         for group, name, *_ in self._optimized():
-            options = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, (int, float, str, tuple))]
+            options = [
+                f"{key}={value!r}"
+                for key, value in group.items()
+                if isinstance(value, (int, float, str, tuple))
+            ]
             self.record.exact["optimizer option", name] = ", ".join(options)
 
     def on_after_backward(self, *_: object) -> None:
@@ -126,7 +137,9 @@ class Recorder:
             record.counted |= "num_tokens" in outputs
             self._tokens = float(outputs.get("num_tokens", 1.0))
             losses = record.numbers.setdefault(("loss", record.steps, ""), {"": []})
-            losses[""].append((float(outputs["loss"]) * trainer.accumulate_grad_batches, self._tokens))
+            losses[""].append(
+                (float(outputs["loss"]) * trainer.accumulate_grad_batches, self._tokens)
+            )
         if record.steps == 0:
             record.losses = [float(loss) for loss in self._strategy.engine.optimization.losses]
         if trainer.global_step == record.steps:
@@ -142,7 +155,10 @@ class Recorder:
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Keep values for the logger, which gets those of a step behind it."""
-        self._keep_numbers("metric" if self._trainer.validating or not self.record.steps else "logged value", metrics)
+        self._keep_numbers(
+            "metric" if self._trainer.validating or not self.record.steps else "logged value",
+            metrics,
+        )
 
     def _keep_numbers(self, kind: str, values: Mapping[str, float]) -> None:
         weight = self._tokens if kind == "logged value" else 1.0
@@ -168,7 +184,8 @@ class Recorder:
             self.record.tensors.setdefault(key, {})[name] = _held(tensor, sharding)
 
     def _optimized(self) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
-        """Yield (group, name, tensor, its position in the full parameter) of everything that the optimizer steps on."""
+        """Yield (group, name, tensor, its position in the full parameter) of everything that the
+        optimizer steps on."""
         names, placed = self._strategy._optimizer_records()
         for group in self._strategy.optimizers[0].param_groups:
             for tensor in group["params"]:

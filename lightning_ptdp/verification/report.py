@@ -20,8 +20,9 @@ class Cause:
     """A reason for a difference.
 
     Attributes:
-        name: "random numbers", "parameters in the step", "gradients changed by hand", "optimizer groups", "optimizer", "buffers",
-            "label shift", "uneven labels", "sum over samples", "coupled samples", "logged values" or "hidden state".
+        name: "random numbers", "parameters in the step", "gradients changed by hand", "optimizer
+            groups", "optimizer", "buffers", "label shift", "uneven labels", "sum over samples",
+            "coupled samples", "logged values" or "hidden state".
         text: What was seen, and what helps.
     """
 
@@ -62,7 +63,10 @@ class Report:
     def __str__(self) -> str:
         found = self.differences
         sections = [
-            [f"{self.layout} is {'DIFFERENT from' if found else 'equal to'} one process in {self.steps} steps"],
+            [
+                f"{self.layout} is {'DIFFERENT from' if found else 'equal to'} one process in "
+                f"{self.steps} steps"
+            ],
             [self._table()],
             [f"difference {number}: {one}" for number, one in enumerate(found[:_SHOWN], 1)],
             [f"{axes} alone: {result}" for axes, result in self.axes],
@@ -87,7 +91,8 @@ class Report:
         return columns(rows, words=(0, 4))
 
     def draw(self, path: str | Path) -> None:
-        """Write a picture (PNG): the largest error of each kind in each step, as a multiple of its tolerance.
+        """Write a picture (PNG): the largest error of each kind in each step, as a multiple of its
+        tolerance.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -95,10 +100,18 @@ class Report:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 3.5), layout="constrained")
-        axes = figure.add_subplot(ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0])
+        axes = figure.add_subplot(
+            ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0]
+        )
         for kind in KINDS:
             shown = [one for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
-            axes.plot([one.step for one in shown], [one.excess for one in shown], "o", markersize=3, label=kind)
+            axes.plot(
+                [one.step for one in shown],
+                [one.excess for one in shown],
+                "o",
+                markersize=3,
+                label=kind,
+            )
         axes.axhline(1.0, color="0.4", linestyle="--")
         figure.legend(loc="outside right upper")
         figure.savefig(path)

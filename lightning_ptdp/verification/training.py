@@ -28,12 +28,11 @@ from lightning_ptdp.verification.watch import StepWatch
 
 __all__ = ["Subject", "VerificationError"]
 
-_LEFT_OUT = (
-    "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches reload_dataloaders_every_n_epochs barebones"
-)
+_LEFT_OUT = "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches reload_dataloaders_every_n_epochs barebones"
 """The Trainer's options that do not change a step, besides those that are ours."""
 _WRITERS = (
-    "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport SaveOnSignal SaveResolvedConfig StepProgress "
+    "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport "
+    "SaveOnSignal SaveResolvedConfig StepProgress "
     "Throughput ValidateAtEnd WriteSamples"
 )
 _NEVER = 10**9
@@ -76,14 +75,20 @@ class Subject:
             VerificationError: The training failed, was refused or was late.
         """
         self._run(self._train_rank, case.devices, case, name=f"training {case.name}")
-        return [torch.load(self.folder / f"{rank}.pt", weights_only=False) for rank in range(case.devices)]
+        return [
+            torch.load(self.folder / f"{rank}.pt", weights_only=False)
+            for rank in range(case.devices)
+        ]
 
     def fits_one_process(self) -> bool:
         """Return True if one process can hold the whole model."""
         return bool(self._run(self._measure, 1, name="measuring the model")[0])
 
-    def _run(self, function: Callable[..., object], count: int, *args: object, name: str) -> dict[int, Any]:
-        """Return the results of ``function(rank, *args)`` in forked processes, which are Lightning's ranks."""
+    def _run(
+        self, function: Callable[..., object], count: int, *args: object, name: str
+    ) -> dict[int, Any]:
+        """Return the results of ``function(rank, *args)`` in forked processes, which are
+        Lightning's ranks."""
         port = str(find_free_network_port())
 
         def call(rank: int, tell: Tell) -> object:
@@ -93,7 +98,9 @@ class Subject:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             if count > 1:
-                os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                os.environ.update(
+                    LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+                )
             torch.set_num_threads(1)  # OpenMP's threads of the parent do not exist here
             try:
                 return function(rank, *args)
@@ -112,7 +119,10 @@ class Subject:
         return outcome.results
 
     def _measure(self, rank: int) -> bool:
-        with torch.device("meta"), suppress(Exception):  # a model that reads its weights is taken to fit
+        with (
+            torch.device("meta"),
+            suppress(Exception),
+        ):  # a model that reads its weights is taken to fit
             self.module.configure_model()
         needed = _BYTES * sum(parameter.numel() for parameter in self.module.parameters())
         available = psutil.virtual_memory().available
@@ -136,19 +146,32 @@ class Subject:
             captured = case.batches[case.layout.replica(rank)]
             lists = captured.lists
             train = Replay(lambda: lists.get(("train", trainer.current_epoch), ()), captured.length)
-            validation = [Replay(partial(lists.__getitem__, key), len(lists[key])) for key in lists if key[0] == "validation"]
+            validation = [
+                Replay(partial(lists.__getitem__, key), len(lists[key]))
+                for key in lists
+                if key[0] == "validation"
+            ]
             if datamodule is not None:
-                vars(datamodule).update(train_dataloader=lambda own=train: own, val_dataloader=lambda own=validation: own)
+                vars(datamodule).update(
+                    train_dataloader=lambda own=train: own,
+                    val_dataloader=lambda own=validation: own,
+                )
                 train = validation = None
         trainer.fit(module, train, validation, datamodule)
         torch.save(record, self.folder / f"{rank}.pt")
 
     def _options(self, case: Case, recorder: Any) -> dict[str, Any]:
         names = self.strategy._names
-        given = {name: value for name, value in self.trainer.items() if name not in _LEFT_OUT.split()}
+        given = {
+            name: value for name, value in self.trainer.items() if name not in _LEFT_OUT.split()
+        }
         callbacks = given.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        kept = [one for one in callbacks if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS.split()]
+        kept = [
+            one
+            for one in callbacks
+            if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS.split()
+        ]
         parts = case.batches[0].parts if case.batches else 1
         logger = names.DummyLogger()
         vars(logger)["log_metrics"] = recorder.log

@@ -1,4 +1,5 @@
-"""Observation of the user's step: random numbers, parameters that are read, and state that is written."""
+"""Observation of the user's step: random numbers, parameters that are read, and state that is
+written."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from lightning_ptdp.verification.record import Record, digest
 __all__ = ["StepWatch"]
 
 _RANDOM = (
-    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson uniform_ normal_ bernoulli_ "
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial "
+    "poisson uniform_ normal_ bernoulli_ "
     "random_ exponential_ geometric_ cauchy_ log_normal_"
 )
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -37,7 +39,8 @@ class StepWatch(TorchFunctionMode):
     Args:
         module: The LightningModule, whose step is replaced.
         record: Takes the observations.
-        frozen: Whether random numbers are replaced by constants, equal for all samples, and modules' dropout is switched off.
+        frozen: Whether random numbers are replaced by constants, equal for all samples, and
+            modules' dropout is switched off.
     """
 
     def __init__(self, module: Any, record: Record, *, frozen: bool) -> None:
@@ -59,7 +62,11 @@ class StepWatch(TorchFunctionMode):
             random.seed(0)
             np.random.seed(0)
             _switch_dropout_off(self._module)
-        inside = [name for name, child in self._module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout]
+        inside = [
+            name
+            for name, child in self._module.named_modules()
+            if isinstance(child, nn.RNNBase) and child.dropout
+        ]
         self._record.random |= {f"dropout inside of {name}" for name in inside}
         before = _generators()
         try:
@@ -67,11 +74,19 @@ class StepWatch(TorchFunctionMode):
                 return step(*args, **kwargs)
         finally:
             after = _generators()
-            self._record.random |= {f"the generator of {name}" for name in ("random", "numpy") if after[name] != before[name]}
+            self._record.random |= {
+                f"the generator of {name}"
+                for name in ("random", "numpy")
+                if after[name] != before[name]
+            }
             self._record.written |= {change.name for change in state.changes()}
 
     def __torch_function__(
-        self, function: Callable, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        function: Callable,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
         draws = name in _RANDOM.split()
@@ -81,7 +96,11 @@ class StepWatch(TorchFunctionMode):
                 self._record.random.add(place)
             elif not inside:
                 self._record.parameters.add(place)
-        return _constant(function, name, args, kwargs) if draws and self._frozen else function(*args, **kwargs)
+        return (
+            _constant(function, name, args, kwargs)
+            if draws and self._frozen
+            else function(*args, **kwargs)
+        )
 
 
 def _switch_dropout_off(module: nn.Module) -> None:
@@ -105,7 +124,8 @@ def _caller(end: object) -> tuple[str, bool]:
 
 
 def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a random function; its result becomes one row, repeated for all samples, that depends on the row's size only."""
+    """Call a random function; its result becomes one row, repeated for all samples, that depends on
+    the row's size only."""
     kwargs.pop("generator", None)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
@@ -116,7 +136,9 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
     if "randn" in name or "normal" in name:  # torch draws other numbers with another size
         row = torch.linspace(-1, 1, row.numel()).view_as(row)
     with torch.no_grad():
-        return drawn.copy_(torch.arange(len(drawn)) if name == "randperm" else row.to(drawn).expand_as(drawn))
+        return drawn.copy_(
+            torch.arange(len(drawn)) if name == "randperm" else row.to(drawn).expand_as(drawn)
+        )
 
 
 def _generators() -> dict[str, int]:

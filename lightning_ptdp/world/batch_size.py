@@ -1,7 +1,7 @@
 """The arithmetic of batches, in one place: global batch = b * m * d, and its ramp-up over samples.
 
-b is the micro-batch size, m the number of microbatches of a replica's step, d the number of replicas (arXiv 2104.04473, section 2.2).
-"""
+b is the micro-batch size, m the number of microbatches of a replica's step, d the number of
+replicas (arXiv 2104.04473, section 2.2)."""
 
 from __future__ import annotations
 
@@ -54,34 +54,55 @@ class BatchPlan:
         """The plan from any two of the global batch, b and m; all three must agree.
 
         Raises:
-            ValueError: Fewer than two are given, one is not positive, or they do not divide; names what would work.
+            ValueError: Fewer than two are given, one is not positive, or they do not divide; names
+                what would work.
         """
         check_arguments(BatchPlan.derive, locals())
-        if sum(value is not None for value in (global_batch_size, micro_batch_size, num_microbatches)) < 2:
+        if (
+            sum(
+                value is not None
+                for value in (global_batch_size, micro_batch_size, num_microbatches)
+            )
+            < 2
+        ):
             raise ValueError(
-                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and num_microbatches={num_microbatches}: "
-                "give two of them, the third follows from global_batch_size = micro_batch_size * num_microbatches * data_parallel_size"
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and "
+                f"num_microbatches={num_microbatches}: "
+                "give two of them, the third follows from global_batch_size = micro_batch_size * "
+                "num_microbatches * data_parallel_size"
             )
         if global_batch_size is None:
             assert micro_batch_size is not None and num_microbatches is not None
             global_batch_size = micro_batch_size * num_microbatches * data_parallel_size
             if global_batch_size > _MOST_SAMPLES:
                 raise ValueError(
-                    f"micro_batch_size={micro_batch_size} * num_microbatches={num_microbatches} * data_parallel_size={data_parallel_size} "
-                    f"is a global batch of {global_batch_size} samples; at most {_MOST_SAMPLES} can be counted"
+                    f"micro_batch_size={micro_batch_size} * num_microbatches={num_microbatches} * "
+                    f"data_parallel_size={data_parallel_size} "
+                    f"is a global batch of {global_batch_size} samples; at most {_MOST_SAMPLES} "
+                    "can be counted"
                 )
         if micro_batch_size is None:
             assert num_microbatches is not None
-            micro_batch_size = _quotient(global_batch_size, "num_microbatches", num_microbatches, data_parallel_size)
-        derived = _quotient(global_batch_size, "micro_batch_size", micro_batch_size, data_parallel_size)
+            micro_batch_size = _quotient(
+                global_batch_size, "num_microbatches", num_microbatches, data_parallel_size
+            )
+        derived = _quotient(
+            global_batch_size, "micro_batch_size", micro_batch_size, data_parallel_size
+        )
         if num_microbatches is not None and num_microbatches != derived:
             product = micro_batch_size * num_microbatches * data_parallel_size
             raise ValueError(
-                f"global_batch_size={global_batch_size} is not micro_batch_size * num_microbatches * data_parallel_size = "
-                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; leave one out, or use "
+                f"global_batch_size={global_batch_size} is not micro_batch_size * "
+                "num_microbatches * data_parallel_size = "
+                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; "
+                "leave one out, or use "
                 f"num_microbatches={derived}"
             )
-        return cls(micro_batch_size=micro_batch_size, num_microbatches=derived, data_parallel_size=data_parallel_size)
+        return cls(
+            micro_batch_size=micro_batch_size,
+            num_microbatches=derived,
+            data_parallel_size=data_parallel_size,
+        )
 
 
 def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> int:
@@ -94,17 +115,20 @@ def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> 
     if global_batch_size % replicas == 0:
         mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
     raise ValueError(
-        f"global_batch_size={global_batch_size} is not divisible by {field} * data_parallel_size = {value} * {replicas}; {mend}"
+        f"global_batch_size={global_batch_size} is not divisible by {field} * data_parallel_size "
+        f"= {value} * {replicas}; {mend}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RampUp:
-    """A global batch that grows from ``start`` to ``stop`` in equal steps over the first ``samples`` samples.
+    """A global batch that grows from ``start`` to ``stop`` in equal steps over the first
+    ``samples`` samples.
 
-    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165, section 2.3). The size of a step depends on
-    nothing but the samples consumed before it, so that the position in the data is one number in every layout. With ``start`` equal to
-    ``stop`` the size is constant.
+    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165,
+    section 2.3). The size of a step depends on nothing but the samples consumed before it, so that
+    the position in the data is one number in every layout. With ``start`` equal to ``stop`` the
+    size is constant.
 
     Attributes:
         start: Global batch of the first step.
@@ -113,7 +137,8 @@ class RampUp:
         samples: Over how many samples.
 
     Raises:
-        ValueError: A field is not positive, ``stop`` is smaller than ``start``, or the increment does not fit between them.
+        ValueError: A field is not positive, ``stop`` is smaller than ``start``, or the increment
+            does not fit between them.
     """
 
     start: Size
@@ -124,17 +149,23 @@ class RampUp:
     def __post_init__(self) -> None:
         check_types(self)
         if self.stop < self.start:
-            raise ValueError(f"stop={self.stop} is smaller than start={self.start}; the global batch can only grow")
+            raise ValueError(
+                f"stop={self.stop} is smaller than start={self.start}; the global batch can only "
+                "grow"
+            )
         if (self.stop - self.start) % self.increment:
             near = nearest_divisors(self.stop - self.start, self.increment)
             raise ValueError(
-                f"increment={self.increment} does not divide stop - start = {self.stop} - {self.start}; use increment="
+                f"increment={self.increment} does not divide stop - start = {self.stop} - "
+                f"{self.start}; use increment="
                 f"{' or '.join(map(str, near))}"
             )
         if self._growths > _MOST_GROWTHS:
             raise ValueError(
-                f"increment={self.increment} makes {self._growths} steps from start={self.start} to stop={self.stop}: use at most "
-                f"{_MOST_GROWTHS}, so an increment of {-(-(self.stop - self.start) // _MOST_GROWTHS)} or more"
+                f"increment={self.increment} makes {self._growths} steps from start={self.start} "
+                f"to stop={self.stop}: use at most "
+                f"{_MOST_GROWTHS}, so an increment of "
+                f"{-(-(self.stop - self.start) // _MOST_GROWTHS)} or more"
             )
 
     @property
@@ -149,16 +180,23 @@ class RampUp:
             ValueError: A size is not divisible by ``micro_batch_size * data_parallel_size``.
         """
         return tuple(
-            BatchPlan.derive(data_parallel_size=data_parallel_size, global_batch_size=size, micro_batch_size=micro_batch_size)
+            BatchPlan.derive(
+                data_parallel_size=data_parallel_size,
+                global_batch_size=size,
+                micro_batch_size=micro_batch_size,
+            )
             for size in self.sizes
         )
 
     def global_batch(self, consumed: int) -> int:
         """The size of the step that begins after ``consumed`` samples."""
-        return self.start + self.increment * min(self._growths, consumed * self._growths // self.samples)
+        return self.start + self.increment * min(
+            self._growths, consumed * self._growths // self.samples
+        )
 
     def stretch(self, consumed: int) -> tuple[int, int | None]:
-        """The size of the step that begins after ``consumed`` samples, and how many steps from there on have it (None: all)."""
+        """The size of the step that begins after ``consumed`` samples, and how many steps from
+        there on have it (None: all)."""
         size = self.global_batch(consumed)
         if size == self.stop:
             return size, None
@@ -175,7 +213,8 @@ class RampUp:
         return end - start
 
     def steps(self, samples: int, *, start: int = 0) -> int:
-        """Whole steps that ``samples`` samples are enough for, the first of which begins after ``start`` samples."""
+        """Whole steps that ``samples`` samples are enough for, the first of which begins after
+        ``start`` samples."""
         steps = 0
         while True:
             size, alike = self.stretch(start)
@@ -187,10 +226,13 @@ class RampUp:
     def epoch_steps(self, consumed: int, *, samples: int) -> int:
         """Steps of the epoch in which the step after ``consumed`` samples is.
 
-        An epoch has as many whole steps as ``samples`` samples, the size of the data, are enough for; the next one begins where it ends.
-        """
+        An epoch has as many whole steps as ``samples`` samples, the size of the data, are enough
+        for; the next one begins where it ends."""
         for first, steps in self._epochs(samples):
-            if consumed < first + self.consumed(steps, start=first) or self.global_batch(first) == self.stop:
+            if (
+                consumed < first + self.consumed(steps, start=first)
+                or self.global_batch(first) == self.stop
+            ):
                 return steps
         raise AssertionError  # there is no end of epochs
 

@@ -1,8 +1,9 @@
-"""Which rank does what: the table of axes, the degrees of parallelism, the coordinates of every rank, and the process groups.
+"""Which rank does what: the table of axes, the degrees of parallelism, the coordinates of every
+rank, and the process groups.
 
-Ranks are laid out as an array ``(pipeline, data, context, tensor)`` in row-major order: tensor parallelism is innermost,
-so that it stays inside a node, and pipeline parallelism outermost, so that its small messages cross nodes
-(arXiv 2104.04473, section 3.2)::
+Ranks are laid out as an array ``(pipeline, data, context, tensor)`` in row-major order: tensor
+parallelism is innermost, so that it stays inside a node, and pipeline parallelism outermost, so
+that its small messages cross nodes (arXiv 2104.04473, section 3.2)::
 
     p=2 d=2 t=2          data 0        data 1
     pipeline 0           0   1         2   3
@@ -34,10 +35,12 @@ class Axis:
         name: What it divides.
         letter: Of its degree in short forms.
         place: In the order of the ranks: those of the axis with the greatest one are neighbours.
-        reads: What its ranks read of a batch: the same, other tokens of the same samples, or other samples.
+        reads: What its ranks read of a batch: the same, other tokens of the same samples, or other
+            samples.
         always_told: Also where its degree is 1.
-        within: A set of axes (``SETS``) whose ranks it takes in blocks, instead of multiplying the ranks: what is split over a block is
-            held once by each. The ranks with one's place in the other blocks are ``<name>_replicas``.
+        within: A set of axes (``SETS``) whose ranks it takes in blocks, instead of multiplying the
+            ranks: what is split over a block is held once by each. The ranks with one's place in
+            the other blocks are ``<name>_replicas``.
     """
 
     name: str
@@ -66,20 +69,22 @@ SETS: Mapping[str, tuple[Reads, ...]] = {
     "model": ("same", "tokens"),
     "shards": ("same",),
 }
-"""Sets of axes, by what their ranks read: the replicas, those over which every gradient is summed, one replica's, and those that hold
-the parameters once."""
+"""Sets of axes, by what their ranks read: the replicas, those over which every gradient is summed,
+one replica's, and those that hold the parameters once."""
 
 _TRIED = 100_000
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of ``number``, in ascending order; of one above 10^10 those that are at most 100,000, and what they leave."""
+    """The divisors of ``number``, in ascending order; of one above 10^10 those that are at most
+    100,000, and what they leave."""
     small = [k for k in range(1, min(math.isqrt(number), _TRIED) + 1) if number % k == 0]
     return sorted({*small, *(number // k for k in small)})
 
 
 def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
-    """The divisors of ``number`` closest to ``wanted``, in ascending order: what an error message proposes."""
+    """The divisors of ``number`` closest to ``wanted``, in ascending order: what an error message
+    proposes."""
     return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
 
 
@@ -93,7 +98,8 @@ class ParallelLayout(Stages):
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks that a pipeline rank holds (interleaving).
         context_parallel_size: c, ranks that share one sequence along time.
-        expert_parallel_size: e, ranks, of those of data and context parallelism, that share the experts of a mixture.
+        expert_parallel_size: e, ranks, of those of data and context parallelism, that share the
+            experts of a mixture.
         expert_tensor_parallel_size: Tensor-parallel ranks over which each expert is split: 1 or t.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
@@ -105,8 +111,9 @@ class ParallelLayout(Stages):
         axes: The table of axes, in the order in which they are told.
 
     Raises:
-        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, e does not divide d*c, experts
-            are split over a part of t, v > 1 without a pipeline, sequence parallelism without tensor parallelism, or an unknown placement.
+        ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, e
+            does not divide d*c, experts are split over a part of t, v > 1 without a pipeline,
+            sequence parallelism without tensor parallelism, or an unknown placement.
     """
 
     axes: ClassVar[tuple[Axis, ...]] = AXES
@@ -131,15 +138,19 @@ class ParallelLayout(Stages):
             lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
             works = " or ".join(str(n) for n in (lower, upper) if n)
             raise ValueError(
-                f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = {' * '.join(map(str, sizes))} = {model}; use "
-                f"{works} processes, or degrees whose product is one of {nearest_divisors(self.world_size, model)}"
+                f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = "
+                f"{' * '.join(map(str, sizes))} = {model}; use "
+                f"{works} processes, or degrees whose product is one of "
+                f"{nearest_divisors(self.world_size, model)}"
             )
         for axis in self.blocked:
             self._check_blocks(axis)
         if self.expert_tensor_parallel_size not in (1, self.tensor_parallel_size):
             raise ValueError(
-                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each expert over some of the ranks of "
-                f"tensor_parallel_size={self.tensor_parallel_size}: use {self.tensor_parallel_size} (all of them) or 1 (whole experts)"
+                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each "
+                "expert over some of the ranks of "
+                f"tensor_parallel_size={self.tensor_parallel_size}: use "
+                f"{self.tensor_parallel_size} (all of them) or 1 (whole experts)"
                 if self.tensor_parallel_size > 1
                 else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each expert over the tensor-parallel ranks, "
                 "but tensor_parallel_size=1: set that, too, or use 1"
@@ -147,28 +158,40 @@ class ParallelLayout(Stages):
         check_interleaving(self.pipeline_parallel_size, self.virtual_pipeline_size)
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
-                "sequence_parallel=True splits activations over the tensor-parallel ranks, but tensor_parallel_size=1: "
+                "sequence_parallel=True splits activations over the tensor-parallel ranks, but "
+                "tensor_parallel_size=1: "
                 "set tensor_parallel_size to 2 or more, or sequence_parallel=False"
             )
 
     @classmethod
     def options(cls) -> dict[str, int | bool]:
-        """Return the options of a layout with their defaults: the degrees, and ``sequence_parallel``."""
-        return {field.name: getattr(cls, field.name) for field in fields(cls) if field.name not in ("world_size", "placement")}
+        """Return the options of a layout with their defaults: the degrees, and
+        ``sequence_parallel``."""
+        return {
+            field.name: getattr(cls, field.name)
+            for field in fields(cls)
+            if field.name not in ("world_size", "placement")
+        }
 
     @classmethod
     def chosen(cls, options: Mapping[str, Any], *, world_size: int) -> ParallelLayout:
-        """The layout on ``world_size`` processes of a strategy that has these options, among others.
+        """The layout on ``world_size`` processes of a strategy that has these options, among
+        others.
 
         Raises:
             ValueError: As of the constructor.
         """
-        return cls(world_size=world_size, **{name: options.get(name, default) for name, default in cls.options().items()})
+        return cls(
+            world_size=world_size,
+            **{name: options.get(name, default) for name, default in cls.options().items()},
+        )
 
     @property
     def data_parallel_size(self) -> int:
         """d, what the other axes leave of the world."""
-        return self.world_size // math.prod(self.size(axis.name) for axis in self._dimensions if axis.name != "data")
+        return self.world_size // math.prod(
+            self.size(axis.name) for axis in self._dimensions if axis.name != "data"
+        )
 
     @property
     def model_parallel_size(self) -> int:
@@ -183,13 +206,19 @@ class ParallelLayout(Stages):
     @property
     def blocked(self) -> tuple[Axis, ...]:
         """The axes, of more than one rank, that take the ranks of others in blocks."""
-        return tuple(axis for axis in self.axes if axis.within is not None and self.size(axis.name) > 1)
+        return tuple(
+            axis for axis in self.axes if axis.within is not None and self.size(axis.name) > 1
+        )
 
     def summed(self, sharded: Sequence[str]) -> tuple[str, ...]:
-        """The axes, and ranks of other blocks, over which the gradient of what is split over the axes ``sharded`` is a sum: those whose
-        ranks read something else."""
+        """The axes, and ranks of other blocks, over which the gradient of what is split over the
+        axes ``sharded`` is a sum: those whose ranks read something else."""
         others = tuple(axis.others for axis in self.blocked if axis.name in sharded)
-        return others or tuple(axis.name for axis in self._dimensions if axis.reads != "same" and axis.name not in sharded)
+        return others or tuple(
+            axis.name
+            for axis in self._dimensions
+            if axis.reads != "same" and axis.name not in sharded
+        )
 
     @property
     def num_replicas(self) -> int:
@@ -203,7 +232,9 @@ class ParallelLayout(Stages):
     def size(self, axis: str) -> int:
         """Ranks on an axis, or a set of axes (``SETS``)."""
         if axis in SETS:
-            blocks = math.prod(self.size(each.name) for each in self.blocked) if axis == "shards" else 1
+            blocks = (
+                math.prod(self.size(each.name) for each in self.blocked) if axis == "shards" else 1
+            )
             return blocks * math.prod(map(self.size, self._moving(axis)))
         blocked = self._blocked(axis)
         if blocked is not None and axis == blocked.others:
@@ -237,27 +268,37 @@ class ParallelLayout(Stages):
         return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis; every rank is in exactly one."""
+        """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis;
+        every rank is in exactly one."""
         return tuple(dict.fromkeys(self.group_of(axis, rank) for rank in range(self.world_size)))
 
     def group_of(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """The group of an axis, a set, or several axes that contains ``rank``, computed without listing the others."""
+        """The group of an axis, a set, or several axes that contains ``rank``, computed without
+        listing the others."""
         if (blocked := self._blocked(axis)) is not None:
             whole, size = self.group_of(blocked.within or (), rank), self.size(blocked.name)
             first, place = divmod(whole.index(rank), size)
             return whole[first * size :][:size] if axis == blocked.name else whole[place::size]
         if axis == "shards" and self.blocked:
             (block,) = self.blocked
-            members = (self.group_of(self._moving("shards"), each) for each in self.group_of(block.name, rank))
+            members = (
+                self.group_of(self._moving("shards"), each)
+                for each in self.group_of(block.name, rank)
+            )
             return tuple(sorted(itertools.chain(*members)))
         here, moving = self.coordinates(rank), self._moving(axis)
         places = itertools.product(*(range(self.size(name)) for name in moving))
-        return tuple(self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places)
+        return tuple(
+            self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places
+        )
 
     def stride(self, axis: str) -> int:
-        """Return the distance between the ranks of neighbours on an axis, or on the innermost of a set."""
+        """Return the distance between the ranks of neighbours on an axis, or on the innermost of a
+        set."""
         if (blocked := self._blocked(axis)) is not None:
-            return self.stride(blocked.within or "") * (1 if axis == blocked.name else self.size(blocked.name))
+            return self.stride(blocked.within or "") * (
+                1 if axis == blocked.name else self.size(blocked.name)
+            )
         order, moving = self._order, self._moving(axis)
         return math.prod(map(self.size, order[order.index(moving[-1]) + 1 :]))
 
@@ -267,9 +308,18 @@ class ParallelLayout(Stages):
 
     def describe(self) -> str:
         """Short form for logs: ``t2 p2 v2 d1``."""
-        chunks = {"pipeline": f" v{self.virtual_pipeline_size}"} if self.virtual_pipeline_size > 1 else {}
-        text = " ".join(f"{axis.letter}{self.size(axis.name)}{chunks.get(axis.name, '')}" for axis in self.told())
-        split = f" et{self.expert_tensor_parallel_size}" if self.expert_tensor_parallel_size > 1 else ""
+        chunks = (
+            {"pipeline": f" v{self.virtual_pipeline_size}"}
+            if self.virtual_pipeline_size > 1
+            else {}
+        )
+        text = " ".join(
+            f"{axis.letter}{self.size(axis.name)}{chunks.get(axis.name, '')}"
+            for axis in self.told()
+        )
+        split = (
+            f" et{self.expert_tensor_parallel_size}" if self.expert_tensor_parallel_size > 1 else ""
+        )
         return text + split + (" sp" if self.sequence_parallel else "")
 
     @property
@@ -283,13 +333,21 @@ class ParallelLayout(Stages):
 
     def _moving(self, axis: str | Sequence[str]) -> list[str]:
         if isinstance(axis, str):
-            axis = tuple(row.name for row in self._dimensions if row.reads in SETS[axis]) if axis in SETS else (axis,)
+            axis = (
+                tuple(row.name for row in self._dimensions if row.reads in SETS[axis])
+                if axis in SETS
+                else (axis,)
+            )
         return [name for name in self._order if name in axis]
 
     def _blocked(self, axis: str | Sequence[str]) -> Axis | None:
-        """The axis that takes ranks in blocks, if ``axis`` is that one or the ranks of its other blocks."""
+        """The axis that takes ranks in blocks, if ``axis`` is that one or the ranks of its other
+        blocks."""
         name = axis if isinstance(axis, str) else axis[0] if len(axis) == 1 else ""
-        return next((row for row in self.axes if row.within is not None and name in (row.name, row.others)), None)
+        return next(
+            (row for row in self.axes if row.within is not None and name in (row.name, row.others)),
+            None,
+        )
 
     def _check_blocks(self, axis: Axis) -> None:
         assert axis.within is not None
@@ -297,6 +355,7 @@ class ParallelLayout(Stages):
         if whole % size:
             of = [row.name for row in self._dimensions if row.reads in SETS[axis.within]]
             raise ValueError(
-                f"{axis.name}_parallel_size={size} takes its ranks from the {whole} of {' and '.join(of)} parallelism, which it does not "
+                f"{axis.name}_parallel_size={size} takes its ranks from the {whole} of "
+                f"{' and '.join(of)} parallelism, which it does not "
                 f"divide; use one of {nearest_divisors(whole, size)}, or other degrees"
             )

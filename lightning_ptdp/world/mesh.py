@@ -1,9 +1,9 @@
 """The process groups of one rank, made from a layout and connected at once.
 
-NCCL connects lazily: the first collective of a group, and the first message between two ranks, block the *host* until every peer comes
-to the same call. Inside a step no rank may wait like that: it would wait for a gradient whose activation it has not sent yet. So
-whatever is made here is used once before it is handed out.
-"""
+NCCL connects lazily: the first collective of a group, and the first message between two ranks,
+block the *host* until every peer comes
+to the same call. Inside a step no rank may wait like that: it would wait for a gradient whose
+activation it has not sent yet. So whatever is made here is used once before it is handed out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = ["Group", "ProcessMesh"]
 _CPU = torch.device("cpu")
 _CHANNEL = "channel"
 _URGENT = frozenset({"tensor", "context", "expert", _CHANNEL})
-"""Whose communication the next computation waits for: a GPU runs it before computation that is queued already. Reductions have time."""
+"""Whose communication the next computation waits for: a GPU runs it before computation that is
+queued already. Reductions have time."""
 _ALONE = frozenset({"context", "expert"})
 """The urgent ones among the ranks of reductions."""
 
@@ -34,7 +35,8 @@ class LostHandle:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            "this module was pickled, and its process groups with it; they exist only in the processes that made them. Make a new "
+            "this module was pickled, and its process groups with it; they exist only in the "
+            "processes that made them. Make a new "
             "module and load the checkpoint or state_dict"
         )
 
@@ -44,8 +46,8 @@ class Group:
     """A process group as its member sees it.
 
     Attributes:
-        handle: What ``torch.distributed`` calls take as ``group``; None where the group is one rank, which needs no
-            communication at all.
+        handle: What ``torch.distributed`` calls take as ``group``; None where the group is one
+            rank, which needs no communication at all.
         ranks: Global ranks of the members, in the order of the axis.
         rank: This process's place in ``ranks``.
     """
@@ -72,7 +74,8 @@ class Group:
         return cls(handle, tuple(dist.get_process_group_ranks(handle)), dist.get_rank(handle))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process group cannot be pickled; what is unpickled can be looked at, but not communicate."""
+        """A process group cannot be pickled; what is unpickled can be looked at, but not
+        communicate."""
         return Group, (self.handle if self.handle is None else LostHandle(), self.ranks, self.rank)
 
     def __deepcopy__(self, memo: Any) -> Group:
@@ -84,10 +87,10 @@ class Group:
 class ProcessMesh:
     """This rank's coordinates and its group on every axis and set of axes.
 
-    Every rank only takes part in making the groups that it belongs to, so the cost does not grow with the world. torch finds the
-    members of such a group by its ranks and by *how many groups each of them has made before*; so all ranks must make equally many,
-    in the same order. Where only some ranks need a group, the others make one among themselves.
-    """
+    Every rank only takes part in making the groups that it belongs to, so the cost does not grow
+    with the world. torch finds the members of such a group by its ranks and by *how many groups
+    each of them has made before*; so all ranks must make equally many, in the same order. Where
+    only some ranks need a group, the others make one among themselves."""
 
     layout: ParallelLayout
     rank: int = 0
@@ -106,43 +109,60 @@ class ProcessMesh:
         device: torch.device = _CPU,
         channel_ctas: int | None = None,
     ) -> ProcessMesh:
-        """Make and connect the groups; collective over the world. The default process group must exist if the world has two ranks.
+        """Make and connect the groups; collective over the world. The default process group must
+        exist if the world has two ranks.
 
         Args:
             layout: The degrees of parallelism.
             rank: This process.
             timeout: Limit of every wait for another rank.
             device: Whose tensors the groups exchange.
-            channel_ctas: Thread blocks of the GPU that NCCL may use for a message between stages at most; None: NCCL decides.
+            channel_ctas: Thread blocks of the GPU that NCCL may use for a message between stages at
+                most; None: NCCL decides.
         """
         groups: dict[str, Group] = {}
         if layout.world_size > 1:
             _connect(None, device)
         made: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for axis in (*(row.name for row in layout.axes), *SETS, *(row.others for row in layout.blocked)):
+        for axis in (
+            *(row.name for row in layout.axes),
+            *SETS,
+            *(row.others for row in layout.blocked),
+        ):
             ranks = layout.group_of(axis, rank)
-            # What the computation waits for shares a communicator with nobody whose large gradient buckets it would wait behind.
+            # What the computation waits for shares a communicator with nobody whose large gradient
+            # buckets it would wait behind.
             key = (axis if axis in _ALONE else "shared", ranks)
             if key not in made:
                 made[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
             groups[axis] = Group(made[key], ranks, ranks.index(rank))
         channels = _channels(layout, rank, timeout, device, channel_ctas)
-        return cls(layout=layout, rank=rank, timeout=timeout, device=device, groups=groups, channels=channels)
+        return cls(
+            layout=layout,
+            rank=rank,
+            timeout=timeout,
+            device=device,
+            groups=groups,
+            channels=channels,
+        )
 
     @property
     def where(self) -> str:
         """Return this rank's coordinates, for messages."""
-        return ", ".join(f"{axis} {place}" for axis, place in self.layout.coordinates(self.rank).items())
+        return ", ".join(
+            f"{axis} {place}" for axis, place in self.layout.coordinates(self.rank).items()
+        )
 
     def group(self, axis: str) -> Group:
         """This rank's group on an axis, or a set of axes (``layout.SETS``)."""
         return self.groups[axis]
 
     def subgroup(self, axis: str, places: tuple[int, ...]) -> Group:
-        """The group of the members of an axis at ``places`` (ascending, this rank's among them), made on first use.
+        """The group of the members of an axis at ``places`` (ascending, this rank's among them),
+        made on first use.
 
-        Collective over the axis: its ranks must divide it among groups, and do so equally often and in the same order.
-        """
+        Collective over the axis: its ranks must divide it among groups, and do so equally often and
+        in the same order."""
         whole = self.group(axis)
         if len(places) == whole.size:
             return whole
@@ -155,11 +175,11 @@ class ProcessMesh:
         return Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), self.rank)
 
     def levels(self, axes: tuple[str, ...], nodes: int) -> tuple[Group, Group]:
-        """The ranks of several axes together in two levels: this rank's group inside its node, and those with its place in the others.
+        """The ranks of several axes together in two levels: this rank's group inside its node, and
+        those with its place in the others.
 
-        Neighbours share a node. Collective over the world at the first call: every rank must ask for the same numbers in the same order.
-        With one node the first group is all of them.
-        """
+        Neighbours share a node. Collective over the world at the first call: every rank must ask
+        for the same numbers in the same order. With one node the first group is all of them."""
         ranks = self.layout.group_of(axes, self.rank)
         names = (*SETS, *axes)  # the sets first: context parallelism shares its group with nobody
         whole = next(group for group in map(self.group, names) if group.ranks == ranks)
@@ -175,23 +195,36 @@ class ProcessMesh:
     def _made(self, key: str, ranks: tuple[int, ...]) -> Group:
         """The group of ``ranks``, made on first use."""
         if key not in self.groups:
-            self.groups[key] = Group(_new_group(ranks, self.timeout, self.device, key), ranks, ranks.index(self.rank))
+            self.groups[key] = Group(
+                _new_group(ranks, self.timeout, self.device, key), ranks, ranks.index(self.rank)
+            )
         return self.groups[key]
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device, axis: str) -> Any:
-    """A connected group. Ranks that make one at the same time are in disjoint groups, so that none waits for another's."""
+def _new_group(
+    ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device, axis: str
+) -> Any:
+    """A connected group. Ranks that make one at the same time are in disjoint groups, so that none
+    waits for another's."""
     group = _unconnected_group(ranks, timeout, axis)
     if len(ranks) > 1:
         _connect(group, device)
     return group
 
 
-def _unconnected_group(ranks: tuple[int, ...], timeout: timedelta | None, axis: str, max_ctas: int | None = None) -> Any:
+def _unconnected_group(
+    ranks: tuple[int, ...], timeout: timedelta | None, axis: str, max_ctas: int | None = None
+) -> Any:
     options = None
     if dist.get_backend() == "nccl":
         options = nccl_options(timeout, high_priority=axis in _URGENT, max_ctas=max_ctas)
-    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=axis)
+    return dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=axis,
+    )
 
 
 def _connect(group: Any, device: torch.device) -> None:
@@ -199,7 +232,8 @@ def _connect(group: Any, device: torch.device) -> None:
 
 
 def _connect_channel(source: int, target: int, rank: int, group: Any, device: torch.device) -> None:
-    """One element along the channel: NCCL keeps a connection of its own for messages, which a collective does not make."""
+    """One element along the channel: NCCL keeps a connection of its own for messages, which a
+    collective does not make."""
     element = torch.zeros(1, device=device)
     if rank == source:
         dist.send(element, target, group=group)
@@ -208,15 +242,21 @@ def _connect_channel(source: int, target: int, rank: int, group: Any, device: to
 
 
 def _channels(
-    layout: ParallelLayout, rank: int, timeout: timedelta | None, device: torch.device, max_ctas: int | None
+    layout: ParallelLayout,
+    rank: int,
+    timeout: timedelta | None,
+    device: torch.device,
+    max_ctas: int | None,
 ) -> dict[tuple[int, int, str], Any]:
-    """A communicator for each (source, destination, direction) between the ranks of neighbouring stages.
+    """A communicator for each (source, destination, direction) between the ranks of neighbouring
+    stages.
 
-    Sends and receives on one NCCL communicator run in the order in which they were issued: with two directions of traffic on one,
-    ranks that each send before they receive wait for each other forever (p = 2 most easily: there the next rank and the previous
-    one are the same). So every channel has its own. They are made, and connected, in rounds of disjoint pairs, in which no rank
-    can wait for one of another pair; a rank that no pair of a round needs makes a group of itself, to have made equally many.
-    """
+    Sends and receives on one NCCL communicator run in the order in which they were issued: with two
+    directions of traffic on one, ranks that each send before they receive wait for each other
+    forever (p = 2 most easily: there the next rank and the previous one are the same). So every
+    channel has its own. They are made, and connected, in rounds of disjoint pairs, in which no rank
+    can wait for one of another pair; a rank that no pair of a round needs makes a group of itself,
+    to have made equally many."""
     ranks = layout.group_of("pipeline", rank)
     channels: dict[tuple[int, int, str], Any] = {}
     for turn in _rounds(layout):
@@ -231,13 +271,19 @@ def _channels(
 
 
 def _rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
-    """The channels between pipeline ranks (source, destination, direction), so that no rank is twice in a round."""
-    ends = [(layout.rank_of_stage(stage), layout.rank_of_stage(stage + 1)) for stage in range(layout.num_stages - 1)]
+    """The channels between pipeline ranks (source, destination, direction), so that no rank is
+    twice in a round."""
+    ends = [
+        (layout.rank_of_stage(stage), layout.rank_of_stage(stage + 1))
+        for stage in range(layout.num_stages - 1)
+    ]
     forward = [(source, target, "forward") for source, target in ends if source != target]
     backward = [(target, source, "backward") for source, target, _ in forward]
     rounds: list[list[tuple[int, int, str]]] = []
     for line in dict.fromkeys([*forward, *backward]):
-        free = next((turn for turn in rounds if all(not {*line[:2]} & {*other[:2]} for other in turn)), None)
+        free = next(
+            (turn for turn in rounds if all(not {*line[:2]} & {*other[:2]} for other in turn)), None
+        )
         if free is None:
             free = []
             rounds.append(free)

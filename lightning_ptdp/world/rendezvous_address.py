@@ -1,4 +1,5 @@
-"""Addresses at which ranks meet, and interfaces on which they listen: on one machine loopback alone, whatever its name resolves to."""
+"""Addresses at which ranks meet, and interfaces on which they listen: on one machine loopback
+alone, whatever its name resolves to."""
 
 from __future__ import annotations
 
@@ -8,13 +9,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["LOOPBACK", "listen_anywhere", "listen_on_loopback", "meeting_store", "torchrun_keeps_store"]
+__all__ = [
+    "LOOPBACK",
+    "listen_anywhere",
+    "listen_on_loopback",
+    "meeting_store",
+    "torchrun_keeps_store",
+]
 
 LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def meeting_store(address: str, port: int, *, keeps: bool, one_machine: bool, limit: timedelta) -> dist.Store:
+def meeting_store(
+    address: str, port: int, *, keeps: bool, one_machine: bool, limit: timedelta
+) -> dist.Store:
     """The store at ``address``; rank 0 ``keeps`` it, unless torchrun does.
 
     torch's own listens on all interfaces, even for an address of one of them.
@@ -27,7 +36,9 @@ def meeting_store(address: str, port: int, *, keeps: bool, one_machine: bool, li
     try:
         listening = socket.create_server((LOOPBACK, port), backlog=4096)
     except OSError as error:
-        raise dist.DistNetworkError(f"{LOOPBACK}:{port} cannot be listened at: {error.strerror}") from None
+        raise dist.DistNetworkError(
+            f"{LOOPBACK}:{port} cannot be listened at: {error.strerror}"
+        ) from None
     return dist.TCPStore(
         LOOPBACK,
         listening.getsockname()[1],
@@ -39,7 +50,8 @@ def meeting_store(address: str, port: int, *, keeps: bool, one_machine: bool, li
 
 
 def listen_on_loopback() -> list[str]:
-    """Have gloo and NCCL, which read it from the environment, listen on this machine's own interface, unless the user chose one.
+    """Have gloo and NCCL, which read it from the environment, listen on this machine's own
+    interface, unless the user chose one.
 
     Returns:
         The variables that were set, for ``listen_anywhere``.
@@ -57,5 +69,6 @@ def listen_anywhere(chosen: list[str]) -> None:
 
 
 def torchrun_keeps_store() -> bool:
-    """Return True if torchrun's agent keeps the store, which it tells its ranks by this variable."""
+    """Return True if torchrun's agent keeps the store, which it tells its ranks by this
+    variable."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -30,7 +30,12 @@ def result(**changes: Any) -> BenchResult:
 
 def test_what_follows_from_the_measured_steps() -> None:
     found = result(peak_flops=4e12)
-    assert (found.median_s, found.percentile_s(0), found.percentile_s(75), found.percentile_s(100)) == (2.0, 1.0, 3.0, 4.0)
+    assert (
+        found.median_s,
+        found.percentile_s(0),
+        found.percentile_s(75),
+        found.percentile_s(100),
+    ) == (2.0, 1.0, 3.0, 4.0)
     assert (found.tokens_per_s, found.flops_per_s, found.mfu) == (200.0, 2e12, 0.5)
     assert result().mfu is None
     assert result(seconds=(3.0,)).percentile_s(90) == 3.0
@@ -45,7 +50,15 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_layouts_are_ranked_and_stand_beside_what_the_planner_expected() -> None:
     second = result(predicted_s=0.5, layout="t2 p1 d1")
-    first = result(layout="p2 d1", samples=8, tokens=800, seconds=(3.0,), bubble=0.5, ideal_bubble=0.25, predicted_s=2.0)
+    first = result(
+        layout="p2 d1",
+        samples=8,
+        tokens=800,
+        seconds=(3.0,),
+        bubble=0.5,
+        ideal_bubble=0.25,
+        predicted_s=2.0,
+    )
     unknown = result(seconds=(9.0,), layout="d2")
     assert ranked([second, unknown, first]) == [first, second, unknown]
     _, _, head, *lines = table([first, second, unknown]).splitlines()
@@ -60,10 +73,18 @@ def test_layouts_are_ranked_and_stand_beside_what_the_planner_expected() -> None
 
 
 def test_batches_have_the_sizes_of_the_data_module_which_is_not_read(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"data_dir": str(tmp_path), "vocabulary_size": 320, "sequence_length": 32, "micro_batch_size": 2}
+    common: dict[str, Any] = {
+        "data_dir": str(tmp_path),
+        "vocabulary_size": 320,
+        "sequence_length": 32,
+        "micro_batch_size": 2,
+    }
     gpt = SyntheticData(TextDataModule(**common, num_microbatches=3))
     batch = next(iter(gpt.train_dataloader()))
-    assert {name: tuple(value.shape) for name, value in batch.items()} == {"input_ids": (6, 32), "labels": (6, 32)}
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (6, 32),
+        "labels": (6, 32),
+    }
     assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
     (plan,) = gpt.batch_plans(num_replicas=2)
     assert (plan.replica_batch, plan.global_batch) == (6, 12)

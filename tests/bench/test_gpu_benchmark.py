@@ -1,4 +1,5 @@
-"""The benchmark for GPUs runs, with toy sizes, where there is none; and what it says of what it measured."""
+"""The benchmark for GPUs runs, with toy sizes, where there is none; and what it says of what it
+measured."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def _run(*arguments: str) -> list[str]:
     code = ALONE.format(absent=ABSENT, arguments=list(arguments), folder=str(BENCHMARKS))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
 
@@ -42,9 +45,21 @@ def test_every_engine_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks() 
     measured = {line.partition("  ")[0] for line in table if "left out" not in line}
     assert not [line for line in table if "failed" in line or "not run" in line]
     left_out = {line.partition("  ")[0] for line in table if "left out" in line}
-    assert {"LoRA 8B s=2048, ptdp-hf", "LoRA 8B s=2048, hf", "GPT-2 124M s=1024, ptdp no_such_option=1"} <= left_out
+    assert {
+        "LoRA 8B s=2048, ptdp-hf",
+        "LoRA 8B s=2048, hf",
+        "GPT-2 124M s=1024, ptdp no_such_option=1",
+    } <= left_out
     assert all(job.startswith("LoRA") or "=" in job.rpartition(", ")[2] for job in left_out)
-    engines = ("ptdp", "ptdp compile=blocks", "ptdp bucket_mb=1", "hf", "hf-compiled", "lightning", "ptdp-hf")
+    engines = (
+        "ptdp",
+        "ptdp compile=blocks",
+        "ptdp bucket_mb=1",
+        "hf",
+        "hf-compiled",
+        "lightning",
+        "ptdp-hf",
+    )
     assert {f"GPT-2 124M s=1024, {engine}" for engine in engines} <= measured
     assert "175B, a rank of t8 p12, sp, slice" in measured
     rows = json.loads(lines[-1])
@@ -72,27 +87,40 @@ def test_operations_are_those_of_the_papers(module: object) -> None:
     b, s, h, layers = whole.microbatches * whole.samples, 2048, 12288, 8
     # arXiv 2104.04473, section 5.1, without the head; everything is recomputed.
     causal, full = cases.flops(whole)
-    assert full - causal == b * 4 * 2 * s**2 * h * layers / 8  # forward twice, backward for two: half of 4 s^2 h each
+    assert (
+        full - causal == b * 4 * 2 * s**2 * h * layers / 8
+    )  # forward twice, backward for two: half of 4 s^2 h each
     assert full == pytest.approx(96 * b * s * layers * h**2 * (1 + s / (6 * h)) / 8, rel=1e-12)
     causal, full = cases.flops(by_name["GPT-2 124M s=1024"])
-    assert full - causal == 16 * 6 * 1024**2 * 768 * 12  # half of forward and backward, 3 * 4 s^2 h a layer
+    assert (
+        full - causal == 16 * 6 * 1024**2 * 768 * 12
+    )  # half of forward and backward, 3 * 4 s^2 h a layer
     bert = cases.flops(by_name["BERT-large s=512"])
     assert bert[0] == bert[1]
     lora = by_name["LoRA 8B s=2048"]
     assert cases.flops(lora)[1] == pytest.approx(
-        lora.samples * (cases.flops_per_sample(lora.config) * 2 / 3 + 4 * 2048**2 * 4096 * 32), rel=1e-9
+        lora.samples * (cases.flops_per_sample(lora.config) * 2 / 3 + 4 * 2048**2 * 4096 * 32),
+        rel=1e-9,
     )
 
 
 def test_the_device_is_idle_where_no_kernel_runs(module: object) -> None:
     idle_share = module("gpu_measure").idle_share  # type: ignore[operator]
-    spans = [("kernel", 10, 20), ("gpu_memcpy", 15, 10), ("kernel", 50, 10), ("gpu_user_annotation", 0, 99), ("kernel", 52, 2)]
+    spans = [
+        ("kernel", 10, 20),
+        ("gpu_memcpy", 15, 10),
+        ("kernel", 50, 10),
+        ("gpu_user_annotation", 0, 99),
+        ("kernel", 52, 2),
+    ]
     events = [{"cat": kind, "ts": ts, "dur": dur} for kind, ts, dur in spans]
     assert idle_share([*events, {"ph": "M"}]) == pytest.approx(1 - 30 / 50)
     assert idle_share([{"cat": "cpu_op", "ts": 0, "dur": 1}]) is None
 
 
-def test_rows_compare_with_every_peer_that_was_measured_and_with_the_paper(module: ModuleType) -> None:
+def test_rows_compare_with_every_peer_that_was_measured_and_with_the_paper(
+    module: ModuleType,
+) -> None:
     gpu, cases, measure = (module(name) for name in ("gpu", "gpu_cases", "gpu_measure"))  # type: ignore[operator]
     slice_, small = cases.CASES[2], cases.CASES[0]
 
@@ -113,7 +141,7 @@ def test_rows_compare_with_every_peer_that_was_measured_and_with_the_paper(modul
     assert rows["GPT-2 124M s=1024, ptdp", "Hugging Face, plain loop"] == 0.5
     assert rows["GPT-2 124M s=1024, ptdp fp8=rowwise", "ours without the option"] == 0.5
     assert rows["GPT-2 124M s=1024, ptdp, memory", "Hugging Face, plain loop"] == 1.0
-    assert rows["175B, a rank of t8 p12, slice", "49% of the peak, as A100 in whole runs (arXiv 2104.04473)"] == pytest.approx(
-        0.5
-    )
+    assert rows[
+        "175B, a rank of t8 p12, slice", "49% of the peak, as A100 in whole runs (arXiv 2104.04473)"
+    ] == pytest.approx(0.5)
     assert "98.1%" in gpu.line(*found[3], machine)

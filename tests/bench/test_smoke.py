@@ -1,4 +1,5 @@
-"""Every benchmark runs and ends with rows of the form that docs/benchmarks.md describes; its figures mean nothing here."""
+"""Every benchmark runs and ends with rows of the form that docs/benchmarks.md describes; its
+figures mean nothing here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
 NAMES = sorted(
-    path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "gpu" and "__main__" in path.read_text(encoding="utf-8")
+    path.stem
+    for path in BENCHMARKS.glob("*.py")
+    if path.stem != "gpu" and "__main__" in path.read_text(encoding="utf-8")
 )  # gpu.py has toy sizes and a test of its own
 FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 

@@ -1,4 +1,5 @@
-"""The callbacks inside a real Trainer, on one device and with strategies that have nothing of ours."""
+"""The callbacks inside a real Trainer, on one device and with strategies that have nothing of
+ours."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ class Keep(Callback):
 
 def fit(tmp_path: Path, *callbacks: Callback, **options: Any) -> Keep:
     keep = Keep()
-    settings: dict[str, Any] = {"max_steps": 5, "limit_val_batches": 0, "logger": False, "enable_checkpointing": False}
+    settings: dict[str, Any] = {
+        "max_steps": 5,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -80,14 +86,18 @@ class Work(Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self.clock.now += 50.0 if trainer.global_step == 0 else 2.0
 
     def on_validation_batch_start(self, *_: Any) -> None:
         self.clock.now += 1000.0
 
 
-def test_throughput_counts_neither_the_first_step_nor_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_counts_neither_the_first_step_nor_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
     keep = fit(
         tmp_path,
@@ -110,9 +120,17 @@ def test_throughput_of_data_that_is_not_tokens(tmp_path: Path) -> None:
     throughput = Throughput()
     logged: dict[str, float] = {}
     throughput.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     for _ in range(2):
-        throughput.on_train_batch_end(trainer, Tokens(), None, [torch.zeros(3, 8), torch.zeros(3)], 0)
+        throughput.on_train_batch_end(
+            trainer, Tokens(), None, [torch.zeros(3, 8), torch.zeros(3)], 0
+        )
     assert set(logged) == {"samples_per_s"}
 
 
@@ -125,7 +143,9 @@ def test_gradient_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
     seen: list[float] = []
 
     class Expect(Callback):
-        def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        def on_before_optimizer_step(
+            self, trainer: Trainer, module: LightningModule, *_: Any
+        ) -> None:
             seen.append(float(torch.linalg.vector_norm(module.table.weight.grad)))
 
     keep = fit(tmp_path, Expect(), GradientNorm(), gradient_clip_val=1e-3, max_steps=3)
@@ -136,17 +156,28 @@ def test_gradient_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
 def test_train_perplexity(tmp_path: Path) -> None:
     keep = fit(tmp_path, TrainPerplexity())
     for step in keep.steps[1:]:
-        assert step["train_perplexity"] == pytest.approx(torch.tensor(step["train_loss"]).exp().item())
+        assert step["train_perplexity"] == pytest.approx(
+            torch.tensor(step["train_loss"]).exp().item()
+        )
 
 
 @pytest.mark.parametrize(
     ("limits", "expected"),
-    [({"max_steps": 5}, 2), ({"max_steps": 6}, 2), ({"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7}, 3)],
+    [
+        ({"max_steps": 5}, 2),
+        ({"max_steps": 6}, 2),
+        ({"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7}, 3),
+    ],
 )
 def test_the_last_validation_is_after_the_last_step_and_there_only_once(
     tmp_path: Path, limits: dict[str, int], expected: int
 ) -> None:
-    assert fit(tmp_path, ValidateAtEnd(), limit_val_batches=1, val_check_interval=3, **limits).validations == expected
+    assert (
+        fit(
+            tmp_path, ValidateAtEnd(), limit_val_batches=1, val_check_interval=3, **limits
+        ).validations
+        == expected
+    )
 
 
 def test_the_configuration_is_kept_and_never_overwritten(tmp_path: Path) -> None:
@@ -159,13 +190,20 @@ def test_the_configuration_is_kept_and_never_overwritten(tmp_path: Path) -> None
 
 
 def test_the_configuration_goes_beside_the_logs(tmp_path: Path) -> None:
-    fit(tmp_path, SaveResolvedConfig("a: 1\n"), max_steps=1, logger=CSVLogger(tmp_path, name="exp", version=7))
+    fit(
+        tmp_path,
+        SaveResolvedConfig("a: 1\n"),
+        max_steps=1,
+        logger=CSVLogger(tmp_path, name="exp", version=7),
+    )
     assert (tmp_path / "exp" / "version_7" / "config.yaml").read_text() == "a: 1\n"
 
 
 def test_report_says_where_things_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "record.json"
-    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", monitor="val_loss", save_last=True, filename="best")
+    checkpoints = ModelCheckpoint(
+        tmp_path / "checkpoints", monitor="val_loss", save_last=True, filename="best"
+    )
     fit(
         tmp_path,
         RunReport(str(file)),
@@ -231,13 +269,17 @@ class MLFlowLogger(CSVLogger):
     def save(self) -> None: ...
 
 
-def test_layout_summary_prints_once_and_keeps_it_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_summary_prints_once_and_keeps_it_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = MLFlowLogger(tmp_path)
 
     class Describe(Callback):
         def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
             layout = ParallelLayout(world_size=1)
-            trainer.strategy.summary = lambda: StrategySummary(layout=layout, schedule="none", num_microbatches=1)
+            trainer.strategy.summary = lambda: StrategySummary(
+                layout=layout, schedule="none", num_microbatches=1
+            )
 
     fit(tmp_path, Describe(), LayoutSummary(), logger=logger)
     assert capsys.readouterr().out.count("layout    1 process") == 1
@@ -245,6 +287,8 @@ def test_layout_summary_prints_once_and_keeps_it_with_the_run(tmp_path: Path, ca
     assert (logger.tags["layout"], logger.tags["tensor_parallel_size"]) == ("t1 p1 d1", 1)
 
 
-def test_layout_summary_leaves_other_strategies_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_summary_leaves_other_strategies_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path, LayoutSummary())
     assert "layout" not in capsys.readouterr().out

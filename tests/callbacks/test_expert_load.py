@@ -1,7 +1,7 @@
 """Tests of the expert load that the callback ``ExpertLoad`` logs.
 
-Every layout logs the same numbers. They reach the loggers of rank 0 even if other ranks hold the layers.
-"""
+Every layout logs the same numbers. They reach the loggers of rank 0 even if other ranks hold the
+layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,13 @@ from tests.letters import SP, C, E, M, P, R, S, T, V
 from tests.pool import Pool
 
 STEPS, EVERY = 4, 2
-NAMES = ("expert_load_max", "expert_load_min", "expert_load_entropy", "dead_experts", "router_entropy")
+NAMES = (
+    "expert_load_max",
+    "expert_load_min",
+    "expert_load_entropy",
+    "dead_experts",
+    "router_entropy",
+)
 
 
 class MLFlowLogger(DummyLogger):
@@ -53,7 +59,11 @@ class MLFlowLogger(DummyLogger):
         return self
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        found = {name: float(value) for name, value in metrics.items() if name.removeprefix("val_") in NAMES}
+        found = {
+            name: float(value)
+            for name, value in metrics.items()
+            if name.removeprefix("val_") in NAMES
+        }
         if found:
             self.metrics.setdefault(step or 0, {}).update(found)
 
@@ -94,7 +104,8 @@ class OwnGPT(LitGPT):
 
 
 class LitBatched(LitHuggingFace):
-    """Experts as batched products, which a compiler can look into with every release of torch and transformers."""
+    """Experts as batched products, which a compiler can look into with every release of torch and
+    transformers."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -111,9 +122,8 @@ class OwnRun(Run):
 def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     """Train with ``ExpertLoad`` and return the metrics and files that this rank recorded.
 
-    "logged" and "kept" come from the rank's logger, "known" from the Trainer's callback metrics. "counted" holds the loads that
-    the test counts itself, for a ``Run`` in one process.
-    """
+    "logged" and "kept" come from the rank's logger, "known" from the Trainer's callback metrics.
+    "counted" holds the loads that the test counts itself, for a ``Run`` in one process."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     L.seed_everything(3, verbose=False)
     toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout)
@@ -130,8 +140,18 @@ def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     else:
         module, data = LitHuggingFace(run), Samples(run.task, 32)
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    trainer.fit(module, *(DataLoader(data, batch_size=8 // sampler.num_replicas, sampler=sampler) for _ in range(2)))
-    known = {name: float(value) for name, value in trainer.callback_metrics.items() if name.removeprefix("val_") in NAMES}
+    trainer.fit(
+        module,
+        *(
+            DataLoader(data, batch_size=8 // sampler.num_replicas, sampler=sampler)
+            for _ in range(2)
+        ),
+    )
+    known = {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.removeprefix("val_") in NAMES
+    }
     counted = _counted(module, ids) if type(run) is Run and run.world_size == 1 else {}
     return {"logged": store.metrics, "kept": store.kept, "known": known, "counted": counted}
 
@@ -141,10 +161,14 @@ def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
     x, found = module.embedding(ids[:, :-1]), {}
     for number, layer in enumerate(module.layers):
         chosen = (
-            layer.router(x.flatten(0, 1)).topk(2).indices if layer.routing == "own" else torch.full((x[..., 0].numel(), 1), 3)
+            layer.router(x.flatten(0, 1)).topk(2).indices
+            if layer.routing == "own"
+            else torch.full((x[..., 0].numel(), 1), 3)
         )
         counts = Counter(chosen.flatten().tolist())
-        found[f"layers.{number}.experts"] = [EXPERTS * counts[i] / chosen.numel() for i in range(EXPERTS)]
+        found[f"layers.{number}.experts"] = [
+            EXPERTS * counts[i] / chosen.numel() for i in range(EXPERTS)
+        ]
         x = layer(x)
     return found
 
@@ -167,15 +191,26 @@ def _same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     ],
     ids=["e2 recompute", "p2 v2 e2", "p2 zb_h1"],
 )
-def test_same_as_one_process(world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+def test_same_as_one_process(
+    world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
     (expected,) = pool.run(fit, world_size=1, args=(Run(), str(tmp_path / "one")))
-    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout), str(tmp_path / "many")))
+    found = pool.run(
+        fit,
+        world_size=world_size,
+        args=(Run(world_size=world_size, layout=layout), str(tmp_path / "many")),
+    )
     _same(found, expected)
-    one, many = (json.loads((tmp_path / name / f"step-{STEPS:06d}.json").read_text()) for name in ("one", "many"))
+    one, many = (
+        json.loads((tmp_path / name / f"step-{STEPS:06d}.json").read_text())
+        for name in ("one", "many")
+    )
     assert one == many
     assert all(one[name] == pytest.approx(loads) for name, loads in expected["counted"].items())
     assert list(one) == [f"layers.{number}.experts" for number in range(4)]
-    assert found[0]["kept"] == [(f"step-{STEPS:06d}{suffix}", "experts") for suffix in (".png", ".json")]
+    assert found[0]["kept"] == [
+        (f"step-{STEPS:06d}{suffix}", "experts") for suffix in (".png", ".json")
+    ]
     assert [one["kept"] for one in found[1:]] == [[]] * (world_size - 1)
     with Image.open(tmp_path / "many" / f"step-{STEPS:06d}.png") as picture:
         assert picture.format == "PNG"
@@ -183,10 +218,16 @@ def test_same_as_one_process(world_size: int, layout: dict[str, Any], pool: Pool
 
 @pytest.mark.parametrize(
     ("name", "world_size", "layout"),
-    [("mixtral", 4, {T: 2, E: 2}), ("qwen3_moe", 2, {T: 2, SP: True}), ("mixtral", 2, {C: 2, E: 2})],
+    [
+        ("mixtral", 4, {T: 2, E: 2}),
+        ("qwen3_moe", 2, {T: 2, SP: True}),
+        ("mixtral", 2, {C: 2, E: 2}),
+    ],
     ids=["t2 e2", "t2 sp", "c2 e2"],
 )
-def test_hugging_face_same_as_one_process(name: str, world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+def test_hugging_face_same_as_one_process(
+    name: str, world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     run = unseen.Run(architecture=name, world_size=world_size, layout=layout)
     (expected,) = pool.run(fit, world_size=1, args=(unseen.Run(architecture=name), str(tmp_path)))
@@ -196,7 +237,10 @@ def test_hugging_face_same_as_one_process(name: str, world_size: int, layout: di
 def test_own_gpt_same_as_one_process(pool: Pool, tmp_path: Path) -> None:
     layout = {E: 2, P: 2, M: 2}
     (expected,) = pool.run(fit, world_size=1, args=(OwnRun(), str(tmp_path)))
-    _same(pool.run(fit, world_size=4, args=(OwnRun(world_size=4, layout=layout), str(tmp_path))), expected)
+    _same(
+        pool.run(fit, world_size=4, args=(OwnRun(world_size=4, layout=layout), str(tmp_path))),
+        expected,
+    )
 
 
 def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
@@ -206,24 +250,41 @@ def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "LitHuggingFace", LitBatched)
         found = fit(rank, unseen.Run(architecture="mixtral", layout=layout), folder)
-    return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+    return {
+        **found,
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+    }
 
 
 def test_compiled_blocks_count_in_their_one_graph(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    expected, found = (pool.run(_fit_compiled, world_size=1, args=(compiled, str(tmp_path)))[0] for compiled in (False, True))
+    expected, found = (
+        pool.run(_fit_compiled, world_size=1, args=(compiled, str(tmp_path)))[0]
+        for compiled in (False, True)
+    )
     assert (found["graphs"], found["breaks"]) == (2, 0), "one of training, one of evaluation"
-    assert found["logged"] == {step: pytest.approx(values, rel=1e-5) for step, values in expected["logged"].items()}
+    assert found["logged"] == {
+        step: pytest.approx(values, rel=1e-5) for step, values in expected["logged"].items()
+    }
 
 
 def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, float]:
     L.seed_everything(3, verbose=False)
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
-        strategy="ddp" if world_size > 1 else "auto", accelerator="cpu", devices=world_size, max_steps=1, val_check_interval=1,
-        callbacks=[ExpertLoad(dirpath=folder)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, log_every_n_steps=1,
-    )  # fmt: skip
+        strategy="ddp" if world_size > 1 else "auto",
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=1,
+        val_check_interval=1,
+        callbacks=[ExpertLoad(dirpath=folder)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
     data = DataLoader(TensorDataset(ids), batch_size=32 // world_size)
     module = LitMixture(Run())
     module.configure_model()
@@ -232,7 +293,11 @@ def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, floa
     vars(module)["configure_model"] = lambda: None  # it is built
     module.scripted = torch.jit.script(torch.nn.Identity())
     trainer.fit(module, data, data)
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.removeprefix("val_") in NAMES}
+    return {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name.removeprefix("val_") in NAMES
+    }
 
 
 def test_by_lightnings_own_strategies(pool: Pool, tmp_path: Path) -> None:
@@ -244,7 +309,12 @@ def test_by_lightnings_own_strategies(pool: Pool, tmp_path: Path) -> None:
 
 def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(fit, world_size=1, args=(Run(routing="one"), str(tmp_path)))
-    values = {"expert_load_max": EXPERTS, "expert_load_min": 0, "expert_load_entropy": 0, "dead_experts": 4 * (EXPERTS - 1)}
+    values = {
+        "expert_load_max": EXPERTS,
+        "expert_load_min": 0,
+        "expert_load_entropy": 0,
+        "dead_experts": 4 * (EXPERTS - 1),
+    }
     assert {name: found["known"][f"val_{name}"] for name in values} == values
     assert 0 < found["known"]["val_router_entropy"] < 1
 
@@ -254,8 +324,12 @@ def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
     module.configure_model()
     for layer in module.layers:
         layer.experts.reset_parameters()
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, *_: table))
-    some, others = torch.randint(VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1))
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, *_: table)
+    )
+    some, others = torch.randint(
+        VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
 
     def loads(ids: Tensor) -> list[tuple[float, ...]]:
         return [tuple(load) for load in _counted(module, torch.cat([ids, ids[:, :1]], 1)).values()]
@@ -266,7 +340,9 @@ def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
     go_on = counts.aside()
     module._loss([torch.cat([others, others[:, :1]], 1)])
     go_on()
-    assert [layer.loads for layer in counts.take(trainer).layers] == [pytest.approx(one) for one in expected]
+    assert [layer.loads for layer in counts.take(trainer).layers] == [
+        pytest.approx(one) for one in expected
+    ]
     assert counts.take(trainer).layers == ()
     counts.detach()
     module._loss([some])
@@ -291,8 +367,13 @@ def test_entropies() -> None:
 
 def test_a_picture_of_layers_with_unequally_many_experts(tmp_path: Path) -> None:
     loads = [(1.0, 1.0), (4.0, 0.0, 0.0, 0.0)]
-    layers = tuple(LayerLoad(name=f"layers.{i}.experts", loads=load, router_entropy=None) for i, load in enumerate(loads))
+    layers = tuple(
+        LayerLoad(name=f"layers.{i}.experts", loads=load, router_entropy=None)
+        for i, load in enumerate(loads)
+    )
     draw_loads(ExpertLoads(layers=layers), tmp_path / "a.png", title="step 1")
     with Image.open(tmp_path / "a.png") as picture:
-        colours = {colour for count, colour in picture.convert("RGB").getcolors(2**16) or [] if count > 500}
+        colours = {
+            colour for count, colour in picture.convert("RGB").getcolors(2**16) or [] if count > 500
+        }
     assert (0, 0, 0) in colours, "what got nothing is black"

@@ -26,7 +26,13 @@ class Weights(L.Callback):
         self.start = strategy.gather_state_dict()
 
 
-def _fit(rank: int, layout: dict[str, Any], init: dict[str, Any] | None, save: str | None, resume: str | None) -> Any:
+def _fit(
+    rank: int,
+    layout: dict[str, Any],
+    init: dict[str, Any] | None,
+    save: str | None,
+    resume: str | None,
+) -> Any:
     L.seed_everything(3, verbose=False)
     strategy, weights = PTDPStrategy(**layout), Weights()
     trainer = L.Trainer(
@@ -55,17 +61,28 @@ def _fit(rank: int, layout: dict[str, Any], init: dict[str, Any] | None, save: s
 def _rewritten(source: Path, target: Path, change: Any) -> None:
     """A checkpoint of weights alone, under other names."""
     full = read_full(source)
-    tensors = {f"model/{change(name)}": value for name, value in full.items() if name != "model.head.weight" and change(name)}
+    tensors = {
+        f"model/{change(name)}": value
+        for name, value in full.items()
+        if name != "model.head.weight" and change(name)
+    }
     save_checkpoint(
         target,
-        tensors={name: (value, Sharding.replicated(tuple(value.shape))) for name, value in tensors.items()},
+        tensors={
+            name: (value, Sharding.replicated(tuple(value.shape)))
+            for name, value in tensors.items()
+        },
         state={},
         metadata={},
     )
 
 
 def test_weights_of_any_layout_and_other_names(pool: Pool, tmp_path: Path) -> None:
-    trained, p2, t2 = tmp_path / "trained", {"pipeline_parallel_size": 2, "num_microbatches": 2}, {"tensor_parallel_size": 2}
+    trained, p2, t2 = (
+        tmp_path / "trained",
+        {"pipeline_parallel_size": 2, "num_microbatches": 2},
+        {"tensor_parallel_size": 2},
+    )
     initial = pool.run(_fit, world_size=2, args=(p2, None, str(trained), None))[0]
     wanted = read_full(trained)
     found = pool.run(_fit, world_size=2, args=(t2, {"path": str(trained)}, None, None))[0]

@@ -18,7 +18,12 @@ from tests.conformance.toys import LitNet, loader
 
 
 def fit(*callbacks: Any, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     trainer = Trainer(callbacks=[*callbacks], **(quiet | options))
     trainer.fit(Tokens())
     return trainer
@@ -33,18 +38,27 @@ def test_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("style", ["rich", "tqdm"])
-def test_bars_end_at_the_last_step_also_with_validation_in_between(capsys: pytest.CaptureFixture[str], style: Any) -> None:
+def test_bars_end_at_the_last_step_also_with_validation_in_between(
+    capsys: pytest.CaptureFixture[str], style: Any
+) -> None:
     trainer = Trainer(
-        callbacks=[StepProgress(style=style)], max_epochs=2, log_every_n_steps=1, accelerator="cpu", logger=False,
-        enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
+        callbacks=[StepProgress(style=style)],
+        max_epochs=2,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
     trainer.fit(LitNet(), loader(), loader())
     said = capsys.readouterr().out
     assert "8/8" in said
     assert "-2" not in said, "Lightning's own bar"
 
 
-def test_log_messages_go_above_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_messages_go_above_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
     log, handler = logging.getLogger("tests.progress"), logging.StreamHandler(sys.stderr)
     monkeypatch.setattr(log, "handlers", [handler])
@@ -74,7 +88,9 @@ def test_a_bar_goes_on_where_a_checkpoint_ended() -> None:
     assert [step for step, _ in shown] == [2, 4, 5]
 
 
-def test_only_one_rank_shows_and_a_trainer_with_a_bar_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_one_rank_shows_and_a_trainer_with_a_bar_can_be_copied(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     progress = StepProgress(style="lines")
     progress.disable()
     trainer = fit(progress, max_steps=2, log_every_n_steps=1)

@@ -39,10 +39,18 @@ def _handlers() -> list[Any]:
 
 
 def _train(
-    rank: int, folder: str, signalled: int | None, sent: int, async_save: bool, resume: str | None, saver: str = "SaveOnSignal"
+    rank: int,
+    folder: str,
+    signalled: int | None,
+    sent: int,
+    async_save: bool,
+    resume: str | None,
+    saver: str = "SaveOnSignal",
 ) -> tuple[int, dict[str, torch.Tensor]]:
     L.seed_everything(3, verbose=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # what runs in a shell's background ignores it
     before = _handlers()
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
     trainer = L.Trainer(
@@ -85,26 +93,33 @@ def _train(
         (1, signal.SIGINT, True, "OnExceptionCheckpoint"),
     ],
 )
-def test_all_ranks_save_and_end(pool: Pool, tmp_path: Path, signalled: int, sent: int, async_save: bool, saver: str) -> None:
+def test_all_ranks_save_and_end(
+    pool: Pool, tmp_path: Path, signalled: int, sent: int, async_save: bool, saver: str
+) -> None:
     args = (str(tmp_path), signalled, sent, async_save, None, saver)
     steps = [step for step, _ in pool.run(_train, world_size=2, args=args)]
     assert steps[0] == steps[1] in (1, 2, 3)
     name = "on_signal.ckpt" if saver == "SaveOnSignal" else "on_exception.ckpt"
     assert os.readlink(tmp_path / "latest") == name
     assert read_metadata(tmp_path / "latest").run["global_step"] == steps[0]
-    _, resumed = pool.run(_train, world_size=2, args=(str(tmp_path), None, 0, False, str(tmp_path / "latest")))[0]
+    _, resumed = pool.run(
+        _train, world_size=2, args=(str(tmp_path), None, 0, False, str(tmp_path / "latest"))
+    )[0]
     _, whole = pool.run(_train, world_size=2, args=(str(tmp_path), None, 0, False, None))[0]
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
 
 
 class Preempt(L.Callback):
-    """SLURM's signal arrives in the middle of a step; ``seen`` is what Lightning's handler found."""
+    """SLURM's signal arrives in the middle of a step; ``seen`` is what Lightning's handler
+    found."""
 
     def __init__(self) -> None:
         self.inside, self.seen = False, list[tuple[bool, int]]()
 
     def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        signal.signal(signal.SIGUSR2, lambda *_: self.seen.append((self.inside, trainer.global_step)))
+        signal.signal(
+            signal.SIGUSR2, lambda *_: self.seen.append((self.inside, trainer.global_step))
+        )
         trainer.strategy.cluster_environment = slurm()
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
@@ -141,7 +156,9 @@ def test_lightnings_handler_runs_between_steps(tmp_path: Path) -> None:
         trainer.fit(LitTiny(Run(layers=2)), DataLoader(PaddedTokens(40), batch_size=8))
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert trainer.global_step == 5, "Lightning's handler saves and asks for the job again; ending it is SLURM's business"
+    assert trainer.global_step == 5, (
+        "Lightning's handler saves and asks for the job again; ending it is SLURM's business"
+    )
     assert preempt.seen == [(False, 3)]
 
 

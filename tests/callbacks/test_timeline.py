@@ -50,7 +50,14 @@ class Members(L.Callback):
         self.counts.append(len(trainer.strategy.observers._members))
 
 
-def _fit(rank: int, world_size: int, layout: dict[str, Any], folder: str, options: dict[str, Any], accumulate: int) -> Any:
+def _fit(
+    rank: int,
+    world_size: int,
+    layout: dict[str, Any],
+    folder: str,
+    options: dict[str, Any],
+    accumulate: int,
+) -> Any:
     store, members = MLFlowLogger(), Members()
     trainer = make_trainer(
         Place(world_size=world_size, layout=layout),
@@ -70,7 +77,9 @@ def _metrics(folder: Path) -> dict[int, dict[str, float]]:
     (file,) = folder.rglob("metrics.csv")
     rows = csv.DictReader(file.read_text().splitlines())
     return {
-        int(row["step"]): {name: float(value) for name, value in row.items() if name.startswith("timeline/")}
+        int(row["step"]): {
+            name: float(value) for name, value in row.items() if name.startswith("timeline/")
+        }
         for row in rows
         if row["timeline/overhead"]
     }
@@ -80,7 +89,11 @@ def _times(trace: Path) -> list[tuple[float, float]]:
     """Step time and bubble of the two timelines in a trace of two ranks without reductions."""
     found = []
     for pid in (0, 1):
-        spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == pid]
+        spans = [
+            e
+            for e in json.loads(trace.read_text())["traceEvents"]
+            if e["ph"] == "X" and e["pid"] == pid
+        ]
         whole = max(e["ts"] + e["dur"] for e in spans) - min(e["ts"] for e in spans)
         busy = sum(e["dur"] for e in spans)
         found.append((whole / 1e6, (2 * whole - busy) / busy))
@@ -110,7 +123,9 @@ def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
 def test_a_full_disk_does_not_end_training(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("where no folder can be made")
     results = pool.run(
-        _fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [0], "dirpath": str(tmp_path / "taken" / "x")}, 1)
+        _fit,
+        world_size=2,
+        args=(2, P2, str(tmp_path), {"steps": [0], "dirpath": str(tmp_path / "taken" / "x")}, 1),
     )
     assert [counts for _, counts in results] == [[2, 1, 1, 1]] * 2
 
@@ -127,8 +142,13 @@ def test_the_trace_holds_what_every_rank_did(pool: Pool, tmp_path: Path) -> None
     spans = [(e["pid"], e["tid"], e["name"]) for e in events if e["ph"] == "X"]
     expected = {(rank, f"{kind}{rank}.{i}") for rank in (0, 1) for kind in "FBW" for i in range(4)}
     for pid in (0, 1):
-        assert {(tid // 2, name) for found, tid, name in spans if found == pid and name[0] != "R"} == expected
-    assert {(tid // 2, name) for pid, tid, name in spans if pid == 0 and name[0] == "R"} == {(0, "R0"), (1, "R1")}
+        assert {
+            (tid // 2, name) for found, tid, name in spans if found == pid and name[0] != "R"
+        } == expected
+    assert {(tid // 2, name) for pid, tid, name in spans if pid == 0 and name[0] == "R"} == {
+        (0, "R0"),
+        (1, "R1"),
+    }
     titles = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert titles == ["zb_h1, step 1, measured", "ideal: mean costs, free messages"]
     measured = {e["name"]: e for e in events if e["ph"] == "X" and e["pid"] == 0}
@@ -142,23 +162,35 @@ def test_of_an_accumulated_step_the_last_batch_counts(pool: Pool, tmp_path: Path
     assert results[0][1] == [1, 1, 2, 2]
 
 
-def _fit_alone(rank: int, folder: str, layout: dict[str, Any] | None) -> tuple[list[str], list[str]]:
+def _fit_alone(
+    rank: int, folder: str, layout: dict[str, Any] | None
+) -> tuple[list[str], list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    # Both of Lightning's packages write through one module, to the logger of the one that was imported last.
-    sources = [logging.getLogger(f"{name}.utilities.rank_zero") for name in ("lightning.pytorch", "pytorch_lightning")]
+    # Both of Lightning's packages write through one module, to the logger of the one that was
+    # imported last.
+    sources = [
+        logging.getLogger(f"{name}.utilities.rank_zero")
+        for name in ("lightning.pytorch", "pytorch_lightning")
+    ]
     for source in sources:
         source.addHandler(handler)
     place = Place(layout=layout) if layout is not None else Place(reference="auto")
-    make_trainer(place, callbacks=[PipelineTimeline(every_n_steps=1)], default_root_dir=folder).fit(LitNet(), loader())
+    make_trainer(place, callbacks=[PipelineTimeline(every_n_steps=1)], default_root_dir=folder).fit(
+        LitNet(), loader()
+    )
     for source in sources:
         source.removeHandler(handler)
-    return [line for line in said if "PipelineTimeline" in line], [path.name for path in Path(folder).rglob("*.png")]
+    return [line for line in said if "PipelineTimeline" in line], [
+        path.name for path in Path(folder).rglob("*.png")
+    ]
 
 
 @pytest.mark.parametrize("layout", [None, {}, {"num_microbatches": 2}])
-def test_without_a_pipeline_it_says_so_once(pool: Pool, tmp_path: Path, layout: dict[str, Any] | None) -> None:
+def test_without_a_pipeline_it_says_so_once(
+    pool: Pool, tmp_path: Path, layout: dict[str, Any] | None
+) -> None:
     ((said, files),) = pool.run(_fit_alone, world_size=1, args=(str(tmp_path), layout))
     assert said == ["PipelineTimeline: there is no pipeline, so there is nothing to record"]
     assert files == []
@@ -174,7 +206,9 @@ class _Fails(LitNet):
 
 def _fail(rank: int, folder: str) -> tuple[bool, list[str]]:
     callback = PipelineTimeline(every_n_steps=1)
-    trainer = make_trainer(Place(world_size=2, layout=P2), callbacks=[callback], default_root_dir=folder)
+    trainer = make_trainer(
+        Place(world_size=2, layout=P2), callbacks=[callback], default_root_dir=folder
+    )
     with pytest.raises(ZeroDivisionError):
         trainer.fit(_Fails(), loader())
     return callback._recorder is None, [path.name for path in Path(folder).rglob("step-*")]

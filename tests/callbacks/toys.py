@@ -21,7 +21,9 @@ class Tokens(LightningModule):
         return FLOPS * sequence_length
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.table(batch["input_ids"]).flatten(0, 1), batch["input_ids"].flatten())
+        return nn.functional.cross_entropy(
+            self.table(batch["input_ids"]).flatten(0, 1), batch["input_ids"].flatten()
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)

@@ -1,9 +1,8 @@
 """Generator of the checkpoint ``tests/checkpoint/format-1``.
 
-Every later version must read that checkpoint. Version 0.1.0 wrote it on two replicas with a sharded optimizer,
-bfloat16 weights and float32 masters.
-``python -m tests.checkpoint.format_1 FOLDER`` writes a checkpoint of the same training with the present code.
-"""
+Every later version must read that checkpoint. Version 0.1.0 wrote it on two replicas with a sharded
+optimizer, bfloat16 weights and float32 masters. ``python -m tests.checkpoint.format_1 FOLDER``
+writes a checkpoint of the same training with the present code."""
 
 from __future__ import annotations
 
@@ -34,7 +33,10 @@ class LitStored(L.LightningModule):
         self.last.weight = self.first.weight
         with torch.no_grad():
             for index, parameter in enumerate(self.parameters()):
-                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter).roll(index) / (index + 1))
+                parameter.copy_(
+                    torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter).roll(index)
+                    / (index + 1)
+                )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.blocks(self.first(batch[0]).tanh())
@@ -54,7 +56,12 @@ class SaveAtTheEnd(L.Callback):
 
 
 def train(
-    rank: int, world_size: int, options: dict[str, Any], steps: int, save: str | None, resume: str | None
+    rank: int,
+    world_size: int,
+    options: dict[str, Any],
+    steps: int,
+    save: str | None,
+    resume: str | None,
 ) -> dict[str, Tensor]:
     """Train to ``steps`` and return the whole model."""
     trainer = L.Trainer(
@@ -71,9 +78,15 @@ def train(
         callbacks=[SaveAtTheEnd(save)],
     )
     data = TensorDataset(torch.linspace(-1, 1, 2 * 4 * STEPS).view(-1, 2).sin())
-    sampler = torch.utils.data.DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+    sampler = torch.utils.data.DistributedSampler(
+        data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+    )
     replicas = trainer.strategy.layout.data_parallel_size
-    trainer.fit(LitStored(width=4), DataLoader(data, batch_size=4 // replicas, sampler=sampler), ckpt_path=resume)
+    trainer.fit(
+        LitStored(width=4),
+        DataLoader(data, batch_size=4 // replicas, sampler=sampler),
+        ckpt_path=resume,
+    )
     return trainer.strategy.gather_state_dict()
 
 
@@ -82,6 +95,14 @@ if __name__ == "__main__":
 
     pool = Pool()
     pool.run(
-        train, world_size=2, args=(2, {"layout": {"shard_optimizer": True}, "precision": "bf16-true"}, STEPS, sys.argv[1], None)
+        train,
+        world_size=2,
+        args=(
+            2,
+            {"layout": {"shard_optimizer": True}, "precision": "bf16-true"},
+            STEPS,
+            sys.argv[1],
+            None,
+        ),
     )
     pool.close()

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, mark_latest, read_metadata, save_checkpoint, verify_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    mark_latest,
+    read_metadata,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from lightning_ptdp.parameters.sharding import Sharding
 
 OPERATIONS = ("rename", "replace", "symlink", "unlink", "rmdir")
@@ -35,8 +41,21 @@ class Cut:
         error: What is raised.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path | None, number: int, behind: bool, error: BaseException) -> None:
-        self.count, self._number, self._behind, self._error, self._folder = 0, number, behind, error, folder
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        folder: Path | None,
+        number: int,
+        behind: bool,
+        error: BaseException,
+    ) -> None:
+        self.count, self._number, self._behind, self._error, self._folder = (
+            0,
+            number,
+            behind,
+            error,
+            folder,
+        )
         for name in OPERATIONS:
             patch.setattr(os, name, self._cut(getattr(os, name)))
 
@@ -72,7 +91,9 @@ def step_of(path: Path | None) -> int:
     return int(verify_checkpoint(path).run["step"])
 
 
-def attempt(action: Callable[[], None], folder: Path | None, number: int, behind: bool, error: BaseException) -> bool:
+def attempt(
+    action: Callable[[], None], folder: Path | None, number: int, behind: bool, error: BaseException
+) -> bool:
     """Interrupt ``action`` at operation ``number``; return False if it has fewer operations."""
     with pytest.MonkeyPatch.context() as patch:
         cut = Cut(patch, folder, number, behind, error)

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange, shard_columns, shard_vocabulary
+from lightning_ptdp.tensor_parallel.tensor_shards import (
+    VocabularyRange,
+    shard_columns,
+    shard_vocabulary,
+)
 
 PADDING = -7
-FUSED_PARTS = (8, 4, 4)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks
+FUSED_PARTS = (
+    8,
+    4,
+    4,
+)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,15 @@ class Layout:
         return f"t{self.t}p{self.p}d{self.world // self.t // self.p}"
 
 
-LAYOUTS = [Layout(1), Layout(2, t=2), Layout(2, p=2), Layout(2), Layout(4, t=4), Layout(4, t=2, p=2), Layout(4, t=2)]
+LAYOUTS = [
+    Layout(1),
+    Layout(2, t=2),
+    Layout(2, p=2),
+    Layout(2),
+    Layout(4, t=4),
+    Layout(4, t=2, p=2),
+    Layout(4, t=2),
+]
 
 
 def full_model(*, offset: int = 0) -> dict[str, tuple[torch.Tensor, str]]:
@@ -49,7 +65,8 @@ def full_model(*, offset: int = 0) -> dict[str, tuple[torch.Tensor, str]]:
 
 
 def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch.Tensor, Sharding]:
-    """The local tensor of tensor rank ``rank`` of ``size``, and its record; local elements of no piece are ``PADDING``."""
+    """The local tensor of tensor rank ``rank`` of ``size``, and its record; local elements of no
+    piece are ``PADDING``."""
     match kind:
         case "column":
             sharding = shard_columns(full.shape, parts=[full.shape[0]], size=size, index=rank)
@@ -58,7 +75,9 @@ def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch
         case "row":
             sharding = shard_columns(full.shape, parts=full.shape[1:], size=size, index=rank, dim=1)
         case "vocabulary":
-            sharding = shard_vocabulary(full.shape, VocabularyRange(size=full.shape[0], parts=size, index=rank))
+            sharding = shard_vocabulary(
+                full.shape, VocabularyRange(size=full.shape[0], parts=size, index=rank)
+            )
         case _:
             sharding = Sharding.replicated(full.shape)
     local = torch.full(sharding.local_shape, PADDING, dtype=full.dtype)
@@ -80,6 +99,11 @@ def held(layout: Layout, rank: int, *, offset: int = 0) -> dict[str, tuple[torch
     return found
 
 
-def blank(tensors: dict[str, tuple[torch.Tensor, Sharding]]) -> dict[str, tuple[torch.Tensor, Sharding]]:
+def blank(
+    tensors: dict[str, tuple[torch.Tensor, Sharding]],
+) -> dict[str, tuple[torch.Tensor, Sharding]]:
     """The same tensors, filled with the padding value."""
-    return {name: (torch.full_like(tensor, PADDING), sharding) for name, (tensor, sharding) in tensors.items()}
+    return {
+        name: (torch.full_like(tensor, PADDING), sharding)
+        for name, (tensor, sharding) in tensors.items()
+    }

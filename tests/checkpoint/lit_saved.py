@@ -1,4 +1,5 @@
-"""A module with hyperparameters, for both of Lightning's namespaces; imports nothing of this package."""
+"""A module with hyperparameters, for both of Lightning's namespaces; imports nothing of this
+package."""
 
 from __future__ import annotations
 
@@ -12,10 +13,21 @@ def make(lightning: Any, data: Any = None) -> tuple[type, type]:
     """The module's and the data module's class in the namespace ``lightning``."""
 
     class LitSaved(lightning.LightningModule):
-        def __init__(self, width: int = 4, rates: tuple[float, float] = (0.1, 0.2), names: list[str] | None = None) -> None:
+        def __init__(
+            self,
+            width: int = 4,
+            rates: tuple[float, float] = (0.1, 0.2),
+            names: list[str] | None = None,
+        ) -> None:
             super().__init__()
             self.save_hyperparameters()
-            self.net = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
+            self.net = nn.Sequential(
+                nn.Linear(2, width),
+                nn.Tanh(),
+                nn.Linear(width, width),
+                nn.Tanh(),
+                nn.Linear(width, 2),
+            )
             self.seen: list[str] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -38,7 +50,9 @@ def make(lightning: Any, data: Any = None) -> tuple[type, type]:
             self.save_hyperparameters()
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.linspace(-1, 1, 32).view(16, 2), batch_size=self.hparams["batch_size"])
+            return torch.utils.data.DataLoader(
+                torch.linspace(-1, 1, 32).view(16, 2), batch_size=self.hparams["batch_size"]
+            )
 
         test_dataloader = train_dataloader
 

@@ -21,9 +21,17 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("target", ["models/base", "models/base/tuned", "models", "link", "models/../models/base/", "link/x/y"])
-def test_target_over_inside_or_around_what_is_read_is_refused(base: Path, tmp_path: Path, target: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^--export .* would change .*base, which is read here: choose another path$"):
+@pytest.mark.parametrize(
+    "target",
+    ["models/base", "models/base/tuned", "models", "link", "models/../models/base/", "link/x/y"],
+)
+def test_target_over_inside_or_around_what_is_read_is_refused(
+    base: Path, tmp_path: Path, target: str
+) -> None:
+    with pytest.raises(
+        CheckpointError,
+        match=r"^--export .* would change .*base, which is read here: choose another path$",
+    ):
         check_apart(tmp_path / target, [tmp_path / "absent", base], what="--export")
 
 
@@ -35,7 +43,9 @@ def test_relative_target_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_target_beside_what_is_read(base: Path, tmp_path: Path) -> None:
     (base / "data.jsonl").write_text("")
-    check_apart(tmp_path / "models" / "base-tuned", [base, base / "data.jsonl", tmp_path / "absent"])
+    check_apart(
+        tmp_path / "models" / "base-tuned", [base, base / "data.jsonl", tmp_path / "absent"]
+    )
 
 
 def test_paths_in_options(base: Path) -> None:

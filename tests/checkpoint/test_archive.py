@@ -1,4 +1,5 @@
-"""Tensors written in pieces: torch reads them, the blocks' sums are those of the bytes, and they reach the disk."""
+"""Tensors written in pieces: torch reads them, the blocks' sums are those of the bytes, and they
+reach the disk."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]]:
-    """All of them in one file, and one shape twice: name -> (tensor, position, position of its values, length)."""
+def written(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]]:
+    """All of them in one file, and one shape twice: name -> (tensor, position, position of its
+    values, length)."""
     path, found = tmp_path_factory.mktemp("archive") / "x.distcp", {}
     with summing(path) as file:
         for name in (*TENSORS, "transposed"):
@@ -48,11 +52,19 @@ def _sums(path: Path) -> BlockSums:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]], name: str) -> None:
+def test_torch_and_we_read_the_same(
+    written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]], name: str
+) -> None:
     path, (tensor, position, begin, length) = written[0], written[1][name]
-    found = torch.load(io.BytesIO(path.read_bytes()[position : position + length]), weights_only=True)
+    found = torch.load(
+        io.BytesIO(path.read_bytes()[position : position + length]), weights_only=True
+    )
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-    assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.dim() else found == tensor
+    assert (
+        torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        if tensor.dim()
+        else found == tensor
+    )
     assert found.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     target = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
     with open_summed(path, _sums(path)) as file:
@@ -64,10 +76,16 @@ def test_torch_and_we_read_the_same(written: tuple[Path, dict[str, tuple[torch.T
             shape=tensor.shape,
             offset=(0,) * tensor.dim(),
         )
-    assert torch.equal(target.view(torch.uint8), found.view(torch.uint8)) if tensor.dim() else target == tensor
+    assert (
+        torch.equal(target.view(torch.uint8), found.view(torch.uint8))
+        if tensor.dim()
+        else target == tensor
+    )
 
 
-def test_the_sums_are_those_of_the_bytes(written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]]) -> None:
+def test_the_sums_are_those_of_the_bytes(
+    written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]],
+) -> None:
     content, sums = written[0].read_bytes(), _sums(written[0])
     starts = sums.starts.tolist()
     assert (starts[0], starts[-1], len(starts)) == (0, len(content), len(sums.crcs) + 1)
@@ -81,7 +99,9 @@ def test_pieces_of_rows_end_where_blocks_do(row: int) -> None:
     assert rows_at_once(row) * row % BLOCK == 0
 
 
-def test_a_disk_that_fails_while_a_file_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_while_a_file_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_SYNC_BYTES", 1 << 20)
     calls: list[int] = []
     fsync = os.fsync

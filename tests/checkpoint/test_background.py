@@ -48,7 +48,12 @@ class Gate:
         return self._write(*args)
 
 
-def _start(saver: BackgroundSaver, path: Path, tensor: torch.Tensor, then: Callable[[], object] | None = None) -> None:
+def _start(
+    saver: BackgroundSaver,
+    path: Path,
+    tensor: torch.Tensor,
+    then: Callable[[], object] | None = None,
+) -> None:
     saver.save(
         path,
         tensors={"model/w": (tensor, Sharding.replicated(tuple(tensor.shape)))},
@@ -65,7 +70,8 @@ class OnGPU(torch.Tensor):
 
 
 def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By count, over three saves: one buffer a tensor, one more where a shape has changed; and never one that is being written."""
+    """By count, over three saves: one buffer a tensor, one more where a shape has changed; and
+    never one that is being written."""
     empty, pinned, waited = torch.empty, [], []
 
     def counted(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -75,11 +81,19 @@ def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return made
 
     monkeypatch.setattr(torch, "empty", counted)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(threading.current_thread()))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda: waited.append(threading.current_thread())
+    )
     saver = BackgroundSaver(limit=LIMIT)
     for step, last in enumerate((3, 3, 5)):
-        values = {"model/a": torch.full((4,), float(step)), "optimizer/a": torch.full((last,), float(step))}
-        tensors = {name: (value.as_subclass(OnGPU), Sharding.replicated(tuple(value.shape))) for name, value in values.items()}
+        values = {
+            "model/a": torch.full((4,), float(step)),
+            "optimizer/a": torch.full((last,), float(step)),
+        }
+        tensors = {
+            name: (value.as_subclass(OnGPU), Sharding.replicated(tuple(value.shape)))
+            for name, value in values.items()
+        }
         saver.save(tmp_path / str(step), tensors=tensors, state={}, metadata={}, then=lambda: None)
     saver.close()
     assert pinned == [(4,), (3,), (5,)]
@@ -88,7 +102,9 @@ def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert torch.equal(read_full(tmp_path / str(step))["a"], torch.full((4,), float(step)))
 
 
-def test_the_values_at_the_time_of_the_save_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_values_at_the_time_of_the_save_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, saver, tensor = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), torch.ones(4)
     _start(saver, tmp_path / "a", tensor)
     tensor.fill_(2)
@@ -104,7 +120,9 @@ def test_the_values_at_the_time_of_the_save_are_saved(tmp_path: Path, monkeypatc
     assert os.readlink(tmp_path / "latest") == "c"
 
 
-def test_nothing_is_removed_before_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_removed_before_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, saver, removed = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), []
     saver.after(lambda: removed.append("idle"))
     _start(saver, tmp_path / "a", torch.ones(4), then=lambda: removed.append("then"))
@@ -115,7 +133,9 @@ def test_nothing_is_removed_before_the_new_one_is_complete(tmp_path: Path, monke
     assert removed == ["idle", "then", "after"]
 
 
-def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saver, removed = BackgroundSaver(limit=LIMIT), []
     _start(saver, tmp_path / "a", torch.ones(4))
     saver.wait()
@@ -124,7 +144,9 @@ def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(tmp_path: Path
         _start(saver, tmp_path / "b", torch.ones(4))
         saver.after(lambda: removed.append("a"))
         gate.opened.set()
-        with pytest.raises(CheckpointError, match=r"saving the checkpoint .*b failed|no space left"):
+        with pytest.raises(
+            CheckpointError, match=r"saving the checkpoint .*b failed|no space left"
+        ):
             _start(saver, tmp_path / "c", torch.ones(4))
     assert removed == []
     assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
@@ -133,7 +155,9 @@ def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(tmp_path: Path
     assert os.readlink(tmp_path / "latest") == "c"
 
 
-def test_a_lost_rank_is_told_as_torch_told_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_is_told_as_torch_told_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -144,7 +168,9 @@ def test_a_lost_rank_is_told_as_torch_told_it(tmp_path: Path, monkeypatch: pytes
     _start(saver, tmp_path / "a", torch.ones(4))
     with pytest.raises(RuntimeError) as caught:
         saver.wait()
-    assert caught.value is lost, "by its class and text the strategy knows it, and adds what each rank did last"
+    assert caught.value is lost, (
+        "by its class and text the strategy knows it, and adds what each rank did last"
+    )
 
 
 def test_waiting_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +182,9 @@ def test_waiting_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     saver.wait()
 
 
-def _train(rank: int, folder: str, async_save: bool, resume: str | None, steps: int) -> dict[str, torch.Tensor]:
+def _train(
+    rank: int, folder: str, async_save: bool, resume: str | None, steps: int
+) -> dict[str, torch.Tensor]:
     L.seed_everything(3, verbose=False)
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
     trainer = L.Trainer(
@@ -164,14 +192,25 @@ def _train(rank: int, folder: str, async_save: bool, resume: str | None, steps: 
         accelerator="cpu",
         devices=2,
         max_steps=steps,
-        callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")],
+        callbacks=[
+            ModelCheckpoint(
+                folder,
+                filename="{step}",
+                every_n_train_steps=1,
+                save_top_k=2,
+                monitor="step",
+                mode="max",
+            )
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     data = PaddedTokens(8)
     sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs, shuffle=False)
-    trainer.fit(LitTiny(Run(layers=4)), DataLoader(data, batch_size=8, sampler=sampler), ckpt_path=resume)
+    trainer.fit(
+        LitTiny(Run(layers=4)), DataLoader(data, batch_size=8, sampler=sampler), ckpt_path=resume
+    )
     return strategy.gather_state_dict()
 
 
@@ -185,5 +224,9 @@ def test_a_run_saves_in_the_background_and_goes_on_from_latest(pool: Pool, tmp_p
     assert os.readlink(tmp_path / "async" / "latest") == "step=3.ckpt"
     damaged = tmp_path / "async" / "step=3.ckpt" / "__1_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    resumed = pool.run(_train, world_size=2, args=(str(tmp_path / "again"), True, str(tmp_path / "async" / "latest"), 4))[0]
+    resumed = pool.run(
+        _train,
+        world_size=2,
+        args=(str(tmp_path / "again"), True, str(tmp_path / "async" / "latest"), 4),
+    )[0]
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())

@@ -42,25 +42,35 @@ def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[pl.callbacks.EarlyStopping("missing", strict=False), pl.callbacks.ModelCheckpoint(folder)],
+        callbacks=[
+            pl.callbacks.EarlyStopping("missing", strict=False),
+            pl.callbacks.ModelCheckpoint(folder),
+        ],
     )
     model = Lit(hidden=8, folder=Path("data"))
     trainer.fit(model, DataLoader(torch.randn(12, 6), batch_size=4))
     trainer.save_checkpoint(f"{folder}/plain.ckpt")
     checkpoint = torch.load(f"{folder}/plain.ckpt", weights_only=False)
     weights = checkpoint.pop("state_dict")
-    tensors = {f"model/{name}": shard(tensor, "replicated", size=1, rank=0) for name, tensor in weights.items()}
+    tensors = {
+        f"model/{name}": shard(tensor, "replicated", size=1, rank=0)
+        for name, tensor in weights.items()
+    }
     save_checkpoint(f"{folder}/ours.ckpt", tensors=tensors, state=checkpoint, metadata={})
     return weights, checkpoint
 
 
 @pytest.fixture(scope="module")
-def fitted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+def fitted(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fitted")
     return (folder, *pool.run(_fit_and_save, world_size=1, args=(str(folder),))[0])
 
 
-def test_load_from_checkpoint_reads_it(fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
+def test_load_from_checkpoint_reads_it(
+    fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
+) -> None:
     folder, weights, state = fitted
     to_lightning_file(folder / "ours.ckpt", folder / "new" / "single.ckpt")
     model = Lit.load_from_checkpoint(folder / "new" / "single.ckpt")
@@ -87,7 +97,12 @@ class Tied(pl.LightningModule):
 def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
     tensors = {"model/embedding.weight": (weight, Sharding.replicated((5, 3)))}
-    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={"aliases": {"head.weight": "embedding.weight"}})
+    save_checkpoint(
+        tmp_path / "c",
+        tensors=tensors,
+        state={},
+        metadata={"aliases": {"head.weight": "embedding.weight"}},
+    )
     to_lightning_file(tmp_path / "c", tmp_path / "single.ckpt")
     model = Tied.load_from_checkpoint(tmp_path / "single.ckpt")
     assert model.head.weight is model.embedding.weight
@@ -95,7 +110,9 @@ def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
     assert (tmp_path / "single.ckpt").stat().st_size < 4000
 
 
-def test_a_folder_is_not_overwritten(fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]]) -> None:
+def test_a_folder_is_not_overwritten(
+    fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
+) -> None:
     folder, _, _ = fitted
     with pytest.raises(CheckpointError, match="is a folder; name the file"):
         to_lightning_file(folder / "ours.ckpt", folder)

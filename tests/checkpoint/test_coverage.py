@@ -36,7 +36,9 @@ def _counts(shape: tuple[int, ...], parts: list[Rectangle]) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=60)
 @given(drawn=cut(), data=st.data())
-def test_it_agrees_with_counting(drawn: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject) -> None:
+def test_it_agrees_with_counting(
+    drawn: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject
+) -> None:
     shape, parts = drawn
     check_cover("w", shape, parts, "to save")
     dropped = data.draw(st.integers(0, len(parts) - 1))
@@ -49,13 +51,18 @@ def test_it_agrees_with_counting(drawn: tuple[tuple[int, ...], list[Rectangle]],
         return
     with pytest.raises(CheckpointError) as error:
         check_cover("w", shape, changed, "to save")
-    named = tuple(slice(*map(int, part.split(":"))) for part in re.findall(r"\d+:\d+", str(error.value)))
+    named = tuple(
+        slice(*map(int, part.split(":"))) for part in re.findall(r"\d+:\d+", str(error.value))
+    )
     region = counts[named]
     assert region.eq(0).all() if "in none of them" in str(error.value) else region.gt(1).any()
 
 
 def test_what_reaches_beyond_is_said() -> None:
-    with pytest.raises(CheckpointError, match=r"'w': of the rectangles to save, \[0:5, 0:3\] is not in the tensor of \(4, 3\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'w': of the rectangles to save, \[0:5, 0:3\] is not in the tensor of \(4, 3\)",
+    ):
         check_cover("w", (4, 3), [Rectangle((0, 0), (5, 3))], "to save")
 
 
@@ -70,5 +77,7 @@ def test_a_checkerboard_is_judged_at_once() -> None:
     side = 200
     squares = [Rectangle.at((row, column), (1, 1)) for row in range(side) for column in range(side)]
     check_cover("w", (side, side), squares, "to save")
-    with pytest.raises(CheckpointError, match="the 20000 rectangles to save leave out elements or have some twice"):
+    with pytest.raises(
+        CheckpointError, match="the 20000 rectangles to save leave out elements or have some twice"
+    ):
         check_cover("w", (side, side), squares[::2], "to save")

@@ -24,13 +24,26 @@ from lightning_ptdp.parameters.sharding import Piece, Sharding
 from tests.checkpoint.layouts import Layout, blank, held
 from tests.pool import Pool
 
-FILES = ["metadata.json", "index.json", "state.pt", "README.txt", ".metadata", "__0_0.distcp", "__0_0.crc"]
+FILES = [
+    "metadata.json",
+    "index.json",
+    "state.pt",
+    "README.txt",
+    ".metadata",
+    "__0_0.distcp",
+    "__0_0.crc",
+]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("whole") / "c"
-    save_checkpoint(path, tensors=held(Layout(1), 0), state={"epoch": 1, "x": torch.ones(3)}, metadata={"layout": "t1"})
+    save_checkpoint(
+        path,
+        tensors=held(Layout(1), 0),
+        state={"epoch": 1, "x": torch.ones(3)},
+        metadata={"layout": "t1"},
+    )
     return path
 
 
@@ -95,7 +108,9 @@ def test_all_that_is_damaged_is_named_and_parts_find_their_own(pool: Pool, tmp_p
         content = bytearray((tmp_path / "c" / name).read_bytes())
         content[len(content) // 2] ^= 4
         (tmp_path / "c" / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: bytes .*__1_0\.distcp is damaged: bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp is damaged: bytes .*__1_0\.distcp is damaged: bytes"
+    ):
         verify_checkpoint(tmp_path / "c")
     for part in range(2):
         with pytest.raises(CheckpointError) as error:
@@ -109,7 +124,12 @@ def _save_two(rank: int, path: str) -> None:
 
 def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path) -> None:
     full = torch.arange(300_000.0).view(3000, 100)
-    save_checkpoint(tmp_path / "c", tensors={"model/w": (full, Sharding.replicated((3000, 100)))}, state={}, metadata={})
+    save_checkpoint(
+        tmp_path / "c",
+        tensors={"model/w": (full, Sharding.replicated((3000, 100)))},
+        state={},
+        metadata={},
+    )
     file = tmp_path / "c" / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[content.index(full[2900, 7].numpy().tobytes())] ^= 1
@@ -117,10 +137,18 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
     piece = Piece(local=(0, 0), full=(100, 0), size=(1000, 100))
     target = torch.zeros(1000, 100)
     load_tensors(
-        tmp_path / "c", {"model/w": (target, Sharding(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)))}
+        tmp_path / "c",
+        {
+            "model/w": (
+                target,
+                Sharding(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)),
+            )
+        },
     )
     assert torch.equal(target, full[100:1100])
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged: bytes \d+ to \d+ do not have the CRC-32"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp is damaged: bytes \d+ to \d+ do not have the CRC-32"
+    ):
         read_full(tmp_path / "c")
 
 
@@ -147,13 +175,19 @@ def _rewrite(path: Path, **changes: object) -> None:
 
 def test_a_newer_format(torn: Path) -> None:
     _rewrite(torn, version=3)
-    with pytest.raises(CheckpointError, match="format version 3, this lightning-ptdp reads up to 2: update"):
+    with pytest.raises(
+        CheckpointError, match="format version 3, this lightning-ptdp reads up to 2: update"
+    ):
         read_all(torn)
 
 
 def test_other_things_than_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "single.ckpt").write_bytes(b"x")
-    for name, words in (("", "has no metadata.json"), ("single.ckpt", "is a file"), ("nothing", "does not exist")):
+    for name, words in (
+        ("", "has no metadata.json"),
+        ("single.ckpt", "is a file"),
+        ("nothing", "does not exist"),
+    ):
         for read in (read_metadata, read_state, read_full):
             with pytest.raises(CheckpointError, match=words):
                 read(tmp_path / name)

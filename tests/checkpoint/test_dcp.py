@@ -15,7 +15,9 @@ from tests.checkpoint.layouts import Layout, full_model, held
 
 
 def test_private_names_are_what_the_shim_expects() -> None:
-    assert {"relative_path", "offset", "length"} <= {field.name for field in fields(filesystem._StorageInfo)}
+    assert {"relative_path", "offset", "length"} <= {
+        field.name for field in fields(filesystem._StorageInfo)
+    }
 
 
 def test_the_default_planners_still_call_what_we_override() -> None:
@@ -30,7 +32,10 @@ def test_the_default_planners_still_call_what_we_override() -> None:
 def test_plain_torch_reads_the_same_folder(tmp_path: Path) -> None:
     tensors = held(Layout(1), 0)
     save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
-    found = {name: torch.zeros(sharding.full_shape, dtype=tensor.dtype) for name, (tensor, sharding) in tensors.items()}
+    found = {
+        name: torch.zeros(sharding.full_shape, dtype=tensor.dtype)
+        for name, (tensor, sharding) in tensors.items()
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(found, checkpoint_id=tmp_path / "c")

@@ -33,13 +33,16 @@ ROWS = 200_000
 
 def _half(rank: int, value: float, *, rows: int = ROWS) -> dict[str, tuple[torch.Tensor, Sharding]]:
     piece = Piece(local=(0,), full=(rank * rows,), size=(rows,))
-    record = Sharding(full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), sharded=("tensor",))
+    record = Sharding(
+        full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), sharded=("tensor",)
+    )
     return {"model/w": (torch.full((rows,), value), record)}
 
 
 @contextlib.contextmanager
 def _full_disk(limit: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond ``limit`` bytes: a real failing write, also for root."""
+    """Files of this process cannot grow beyond ``limit`` bytes: a real failing write, also for
+    root."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
@@ -71,7 +74,14 @@ def _uncovered(rank: int) -> dict[str, Any]:
 def _overlapping(rank: int) -> dict[str, Any]:
     tensor, _ = _half(rank, 2.0)["model/w"]
     piece = Piece(local=(0,), full=(rank * (ROWS - 10),), size=(ROWS,))
-    return {"tensors": {"model/w": (tensor, Sharding(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,)))}}
+    return {
+        "tensors": {
+            "model/w": (
+                tensor,
+                Sharding(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,)),
+            )
+        }
+    }
 
 
 def _class_in_the_state(rank: int) -> dict[str, Any]:
@@ -84,10 +94,24 @@ def _not_json(rank: int) -> dict[str, Any]:
 
 CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (_disk_full, r"rank 1: .*OSError: .*File too large"),
-    (_wrong_local_shape, r"rank 1: 'model/w' has the local shape \(3,\), but its sharding says \(200000,\)"),
-    (_other_dtype, r"'model/w' is torch.float32 .* on rank 0, but torch.bfloat16 of \(400000,\) on rank 1"),
-    (_uncovered, r"'model/w': the rectangles to save cover 200000 of 400000 elements; \[200000:400000\] is in none of them"),
-    (_overlapping, r"'model/w': of the rectangles to save, \[199990:399990\] has elements that are in another one too"),
+    (
+        _wrong_local_shape,
+        r"rank 1: 'model/w' has the local shape \(3,\), but its sharding says \(200000,\)",
+    ),
+    (
+        _other_dtype,
+        r"'model/w' is torch.float32 .* on rank 0, but torch.bfloat16 of \(400000,\) on rank 1",
+    ),
+    (
+        _uncovered,
+        r"'model/w': the rectangles to save cover 200000 of 400000 elements; \[200000:400000\] is "
+        r"in none of them",
+    ),
+    (
+        _overlapping,
+        r"'model/w': of the rectangles to save, \[199990:399990\] has elements that are in "
+        r"another one too",
+    ),
     (_class_in_the_state, r"rank 0: state\['callbacks'\]\['mine'\]\[1\] is a builtins.object"),
     (_not_json, r"rank 0: metadata\['layout'\] = \{1, 2\} cannot be written as JSON"),
 ]
@@ -112,7 +136,9 @@ def test_a_failing_rank_fails_all_and_leaves_the_old_checkpoint(
     assert torch.equal(read_full(tmp_path / "last.ckpt")["w"], torch.ones(20))
 
 
-def test_rectangles_must_cover_in_one_process_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rectangles_must_cover_in_one_process_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     half = _half(0, 1.0, rows=10)
     with pytest.raises(CheckpointError, match="the rectangles to save cover 10 of 20 elements"):
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
@@ -141,7 +167,12 @@ def test_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
 
 
 def _save_one(path: Path, value: float) -> None:
-    save_checkpoint(path, tensors={"model/w": (torch.tensor([value]), Sharding.replicated((1,)))}, state={}, metadata={})
+    save_checkpoint(
+        path,
+        tensors={"model/w": (torch.tensor([value]), Sharding.replicated((1,)))},
+        state={},
+        metadata={},
+    )
 
 
 def test_a_file_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
@@ -161,7 +192,9 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
         save_checkpoint("s3://bucket/c", tensors={}, state={}, metadata={})
 
 
-def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_that_fails_puts_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "last.ckpt"
     _save_one(path, 1.0)
     rename = os.rename
@@ -182,19 +215,25 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path, mkdir = tmp_path / "last.ckpt", os.mkdir
     _save_one(path, 1.0)
 
-    def refuse(made: Any, *args: Any, **kwargs: Any) -> None:  # permissions do not stop root, and tests may run as root
+    def refuse(
+        made: Any, *args: Any, **kwargs: Any
+    ) -> None:  # permissions do not stop root, and tests may run as root
         if str(made).startswith(str(tmp_path)):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(made))
         mkdir(made, *args, **kwargs)
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(CheckpointError, match=r"saving the checkpoint .*last\.ckpt failed: .*Read-only file system"):
+    with pytest.raises(
+        CheckpointError, match=r"saving the checkpoint .*last\.ckpt failed: .*Read-only file system"
+    ):
         _save_one(path, 2.0)
     assert read_full(path)["w"].item() == 1.0
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_storage_that_vanishes_while_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_vanishes_while_it_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, gone = tmp_path / "kept" / "a.ckpt", tmp_path / "gone" / "b.ckpt"
     _save_one(kept, 1.0)
     write = _dcp.write_rectangles
@@ -205,13 +244,17 @@ def test_storage_that_vanishes_while_it_is_written_to(tmp_path: Path, monkeypatc
         return entries
 
     monkeypatch.setattr(_dcp, "write_rectangles", vanish)
-    with pytest.raises(CheckpointError, match=r"saving the checkpoint .*b\.ckpt failed: FileNotFoundError: .*gone"):
+    with pytest.raises(
+        CheckpointError, match=r"saving the checkpoint .*b\.ckpt failed: FileNotFoundError: .*gone"
+    ):
         _save_one(gone, 2.0)
     assert not gone.parent.exists()
     assert read_full(kept)["w"].item() == 1.0
 
 
-def test_a_save_killed_between_the_renames_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_killed_between_the_renames_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "last.ckpt"
     _save_one(path, 1.0)
     path.rename(tmp_path / "last.ckpt.old-01")
@@ -232,7 +275,10 @@ def _raise_on(rank: int, failing: list[int]) -> str:
 
 
 def test_same_outcome_names_the_ranks(pool: Pool) -> None:
-    for failing, words in (([0, 2, 3], "rank 0, 2: KeyError: 'key 0'; rank 3: KeyError: 'key 1'"), ([2], "rank 2: KeyError")):
+    for failing, words in (
+        ([0, 2, 3], "rank 0, 2: KeyError: 'key 0'; rank 3: KeyError: 'key 1'"),
+        ([2], "rank 2: KeyError"),
+    ):
         messages = pool.run(_raise_on, world_size=4, args=(failing,))
         assert len(set(messages)) == 1
         assert words in messages[0]

@@ -1,4 +1,5 @@
-"""Checkpoints that somebody else wrote, with every digest right: they can say what they like, and nothing of it is believed or run."""
+"""Checkpoints that somebody else wrote, with every digest right: they can say what they like, and
+nothing of it is believed or run."""
 
 from __future__ import annotations
 
@@ -56,13 +57,22 @@ class _Harmful:
 
 
 def _sets_on_a_class(harm: Path) -> bytes:
-    """State on the class of all paths, as pickle's BUILD takes it: (what goes to __dict__, what is set as attributes)."""
-    return b"\x80\x04cpathlib\nPosixPath\n(N}(X\x07\x00\x00\x00is_filecos\nmkdir\nut\x94b" + pickle.dumps(_Harmful(harm))[2:]
+    """State on the class of all paths, as pickle's BUILD takes it: (what goes to __dict__, what is
+    set as attributes)."""
+    return (
+        b"\x80\x04cpathlib\nPosixPath\n(N}(X\x07\x00\x00\x00is_filecos\nmkdir\nut\x94b"
+        + pickle.dumps(_Harmful(harm))[2:]
+    )
 
 
 def test_torchs_index_is_for_torchs_tools_and_never_unpickled(new: Path, tmp_path: Path) -> None:
     is_file = Path.is_file
-    for content in (pickle.dumps(_Harmful(tmp_path / "harm")), _sets_on_a_class(tmp_path / "harm"), b"", b"\x80\x04"):
+    for content in (
+        pickle.dumps(_Harmful(tmp_path / "harm")),
+        _sets_on_a_class(tmp_path / "harm"),
+        b"",
+        b"\x80\x04",
+    ):
         (new / ".metadata").write_bytes(content)
         sign(new)
         verify_checkpoint(new)
@@ -83,7 +93,9 @@ def test_torchs_index_is_for_torchs_tools_and_never_unpickled(new: Path, tmp_pat
         (lambda harm: b"", "is not a whole pickle"),
     ],
 )
-def test_of_format_1_it_is_read_as_data(old: Path, tmp_path: Path, content: Callable[[Path], bytes], words: str) -> None:
+def test_of_format_1_it_is_read_as_data(
+    old: Path, tmp_path: Path, content: Callable[[Path], bytes], words: str
+) -> None:
     is_file = Path.is_file
     (old / ".metadata").write_bytes(content(tmp_path / "harm"))
     sign(old)
@@ -97,14 +109,21 @@ class _OlderPickler(pickle.Pickler):
     """As Python 3.11.2 pickles the members of enumerations."""
 
     def reducer_override(self, value: Any) -> Any:
-        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+        return (
+            (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+        )
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_indexes_of_format_1_by_other_releases_of_python(old: Path, protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indexes_of_format_1_by_other_releases_of_python(
+    old: Path, protocol: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_state = TensorProperties.__setstate__
-    # Needed until torch 2.15: before it there are no strides, the sixth property of the stored index.
-    monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: set_state(self, state[:5]))
+    # Needed until torch 2.15: before it there are no strides, the sixth property of the stored
+    # index.
+    monkeypatch.setattr(
+        TensorProperties, "__setstate__", lambda self, state: set_state(self, state[:5])
+    )
     before, stream = read_full(old), io.BytesIO()
     _OlderPickler(stream, protocol=protocol).dump(pickle.loads((old / ".metadata").read_bytes()))
     (old / ".metadata").write_bytes(stream.getvalue())
@@ -116,8 +135,14 @@ def test_indexes_of_format_1_by_other_releases_of_python(old: Path, protocol: in
 
 def test_format_1_is_written_again_as_today(old: Path, tmp_path: Path) -> None:
     reshard_checkpoint(old, tmp_path / "out")
-    assert (read_metadata(old).format_version, read_metadata(tmp_path / "out").format_version) == (1, 2)
-    assert all(torch.equal(value, read_full(tmp_path / "out")[name]) for name, value in read_full(old).items())
+    assert (read_metadata(old).format_version, read_metadata(tmp_path / "out").format_version) == (
+        1,
+        2,
+    )
+    assert all(
+        torch.equal(value, read_full(tmp_path / "out")[name])
+        for name, value in read_full(old).items()
+    )
 
 
 def test_one_odd_folder_spoils_nothing_for_its_neighbours(new: Path, tmp_path: Path) -> None:
@@ -125,8 +150,22 @@ def test_one_odd_folder_spoils_nothing_for_its_neighbours(new: Path, tmp_path: P
     odd = tmp_path / "odd"
     shutil.copytree(new, odd)
     for key in content:
-        for lie in (None, [], {}, "x", -1, 10**30, [[0]], {"a": 1}, {"a": {"shape": "x", "dtype": "hub", "size": {}}}):
-            forge(odd, {**content, key: lie, "created": 4e9 if key != "created" else lie}, signed=key != "sha256")
+        for lie in (
+            None,
+            [],
+            {},
+            "x",
+            -1,
+            10**30,
+            [[0]],
+            {"a": 1},
+            {"a": {"shape": "x", "dtype": "hub", "size": {}}},
+        ):
+            forge(
+                odd,
+                {**content, key: lie, "created": 4e9 if key != "created" else lie},
+                signed=key != "sha256",
+            )
             assert new in complete_checkpoints(tmp_path)
     for depth in (200, 100_000):
         (odd / "metadata.json").write_text("[" * depth + "]" * depth)
@@ -146,7 +185,10 @@ def test_one_odd_folder_spoils_nothing_for_its_neighbours(new: Path, tmp_path: P
             {"tensors": {"model/w": {"shape": [0, 2**60], "dtype": "float32"}}},
             r"tensors\.model/w\.shape\[1\] is 1152921504606846976, not",
         ),
-        ({"tensors": {"model/w": {"shape": [2, 3], "dtype": "hub"}}}, r"tensors\.model/w\.dtype is 'hub', not a dtype"),
+        (
+            {"tensors": {"model/w": {"shape": [2, 3], "dtype": "hub"}}},
+            r"tensors\.model/w\.dtype is 'hub', not a dtype",
+        ),
         ({"tensors": {"model/w": {"dtype": "float32"}}}, r"tensors\.model/w\.shape is missing"),
         (
             {"files": {"../x": {"size": 1, "sha256": "0" * 64}}},
@@ -167,7 +209,10 @@ def test_what_cannot_be_true_is_said(new: Path, change: dict[str, Any], words: s
     ("chunks", "words"),
     [
         ([[0, 10**13, [0, 0], [2, 3]]], r"would reach beyond the end of __0_0\.distcp"),
-        ([[0, 704, [0, 0], [2, 10**13]]], r"is \[2, 10000000000000\] at \[0, 0\], which is not in a tensor of \[2, 3\]"),
+        (
+            [[0, 704, [0, 0], [2, 10**13]]],
+            r"is \[2, 10000000000000\] at \[0, 0\], which is not in a tensor of \[2, 3\]",
+        ),
         ([[0, 704, [0, 0], [1, 3]]], r"cover 3 of 6 elements; \[1:2, 0:3\] is in none of them"),
         ([[0, 704, [0, 0], [2, 3]]] * 2, "has elements that are in another one too"),
         ([[1, 704, [0, 0], [2, 3]]], r"\[0\] is 1, not a whole number from 0 to 0"),
@@ -188,24 +233,38 @@ def test_what_the_index_says_is_compared(new: Path, chunks: list[Any], words: st
             read(new)
 
 
-@pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 24, bytes([0, 0, 0, 0, 0, 0, 0, 9]) + b"\0" * 4])
+@pytest.mark.parametrize(
+    "sums", [b"", b"\0" * 11, b"\0" * 24, bytes([0, 0, 0, 0, 0, 0, 0, 9]) + b"\0" * 4]
+)
 def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
     (new / "__0_0.crc").write_bytes(sums)
     sign(new)
     for read in (verify_checkpoint, read_full):
-        with pytest.raises(CheckpointError, match=r"__0_0\.crc is damaged: it (has 11 bytes|does not list the blocks)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"__0_0\.crc is damaged: it (has 11 bytes|does not list the blocks)",
+        ):
             read(new)
 
 
-@pytest.mark.parametrize("name", ["metadata.json", "index.json", "state.pt", "__0_0.distcp", "__0_0.crc"])
-def test_links_that_lead_elsewhere_and_pipes_are_not_read(new: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["metadata.json", "index.json", "state.pt", "__0_0.distcp", "__0_0.crc"]
+)
+def test_links_that_lead_elsewhere_and_pipes_are_not_read(
+    new: Path, tmp_path: Path, name: str
+) -> None:
     (new / name).rename(tmp_path / "elsewhere")
     (new / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is a link to .*/elsewhere, outside of its folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} cannot be read: it is a link to .*/elsewhere, outside of its folder",
+    ):
         verify_checkpoint(new)
     (new / name).unlink()
     os.mkfifo(new / name)
-    with pytest.raises(CheckpointError, match=rf"has no {name}|{name} cannot be read: it is not a regular file"):
+    with pytest.raises(
+        CheckpointError, match=rf"has no {name}|{name} cannot be read: it is not a regular file"
+    ):
         verify_checkpoint(new)
     (new / name).unlink()
     (tmp_path / "elsewhere").rename(new / "inside")

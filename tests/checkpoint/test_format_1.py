@@ -20,7 +20,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def test_every_byte_and_every_weight_is_what_was_trained(pool: Pool) -> None:
     verify_checkpoint(STORED)
-    trained = pool.run(train, world_size=1, args=(1, {"precision": "bf16-true"}, STEPS, None, None))[0]
+    trained = pool.run(
+        train, world_size=1, args=(1, {"precision": "bf16-true"}, STEPS, None, None)
+    )[0]
     stored = read_full(STORED)
     assert stored.keys() == trained.keys()
     for name, value in trained.items():
@@ -33,7 +35,13 @@ def test_every_layout_goes_on_from_it(name: str, pool: Pool) -> None:
     uninterrupted = pool.run(train, world_size=1, args=(1, {}, 2 * STEPS, None, None))[0]
     other = pool.run(train, world_size=1, args=(1, {}, STEPS, None, None))[0]
     world_size, layout = LAYOUTS[name]
-    resumed = pool.run(train, world_size=world_size, args=(world_size, {"layout": layout}, 2 * STEPS, None, str(STORED)))[0]
+    resumed = pool.run(
+        train,
+        world_size=world_size,
+        args=(world_size, {"layout": layout}, 2 * STEPS, None, str(STORED)),
+    )[0]
     for key, value in uninterrupted.items():
-        torch.testing.assert_close(resumed[key], value, rtol=0, atol=5e-3, msg=lambda text, n=key: f"{n}: {text}")
+        torch.testing.assert_close(
+            resumed[key], value, rtol=0, atol=5e-3, msg=lambda text, n=key: f"{n}: {text}"
+        )
         assert (value - other[key]).abs().max() > 1e-2, "the steps after it are seen"

@@ -1,4 +1,5 @@
-"""A save that is cut off at any operation of the file system: `latest` leads to a whole checkpoint, and nothing whole is lost."""
+"""A save that is cut off at any operation of the file system: `latest` leads to a whole checkpoint,
+and nothing whole is lost."""
 
 from __future__ import annotations
 
@@ -26,11 +27,17 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*a save was interrupted")
-@pytest.mark.parametrize(("name", "behind"), [("last.ckpt", False), ("last.ckpt", True), ("other.ckpt", True)])
-def test_a_save_that_is_killed_at_any_operation(one: Path, tmp_path: Path, name: str, behind: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "behind"), [("last.ckpt", False), ("last.ckpt", True), ("other.ckpt", True)]
+)
+def test_a_save_that_is_killed_at_any_operation(
+    one: Path, tmp_path: Path, name: str, behind: bool
+) -> None:
     for number in range(1, UNLIMITED):
         folder = Path(shutil.copytree(one, tmp_path / str(number), symlinks=True))
-        was_cut = attempt(functools.partial(save, folder / name, 2), folder, number, behind, Killed())
+        was_cut = attempt(
+            functools.partial(save, folder / name, 2), folder, number, behind, Killed()
+        )
         newest = step_of(newest_checkpoint(folder))
         assert newest in ((1, 2) if was_cut else (2,))
         assert step_of(folder / "latest") in (1, newest)
@@ -39,17 +46,27 @@ def test_a_save_that_is_killed_at_any_operation(one: Path, tmp_path: Path, name:
             assert step_of(choose_checkpoint(folder / "latest")) == newest
         save(folder / name, 3)
         assert step_of(folder / "latest") == step_of(choose_checkpoint(folder / "latest")) == 3
-        assert sorted(os.listdir(folder)) == sorted({"last.ckpt", name, "latest"}), "what was left behind is gone"
+        assert sorted(os.listdir(folder)) == sorted({"last.ckpt", name, "latest"}), (
+            "what was left behind is gone"
+        )
         if not was_cut:
             return
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be made")
 @pytest.mark.parametrize("behind", [False, True])
-def test_an_operation_that_fails_leaves_a_whole_one(one: Path, tmp_path: Path, behind: bool) -> None:
+def test_an_operation_that_fails_leaves_a_whole_one(
+    one: Path, tmp_path: Path, behind: bool
+) -> None:
     for number in range(1, UNLIMITED):
         folder = Path(shutil.copytree(one, tmp_path / str(number), symlinks=True))
-        failed = attempt(functools.partial(save, folder / "last.ckpt", 2), None, number, behind, OSError("injected"))
+        failed = attempt(
+            functools.partial(save, folder / "last.ckpt", 2),
+            None,
+            number,
+            behind,
+            OSError("injected"),
+        )
         assert step_of(folder / "last.ckpt") in (1, 2)
         assert step_of(folder / "latest") == step_of(folder / "last.ckpt")
         if not failed:
@@ -63,4 +80,6 @@ def test_latest_leaves_what_is_removed(tmp_path: Path, left: list[str]) -> None:
     latest_leaves(tmp_path / "a")
     assert os.readlink(tmp_path / "latest") == "b"
     latest_leaves(tmp_path / "b")
-    assert ([os.readlink(tmp_path / "latest")] if os.path.lexists(tmp_path / "latest") else []) == left
+    assert (
+        [os.readlink(tmp_path / "latest")] if os.path.lexists(tmp_path / "latest") else []
+    ) == left

@@ -22,7 +22,12 @@ from lightning_ptdp.parameters.sharding import Sharding
 
 
 def _save(path: Path, value: float) -> Path:
-    save_checkpoint(path, tensors={"model/w": (torch.full((5,), value), Sharding.replicated((5,)))}, state={}, metadata={})
+    save_checkpoint(
+        path,
+        tensors={"model/w": (torch.full((5,), value), Sharding.replicated((5,)))},
+        state={},
+        metadata={},
+    )
     return path
 
 
@@ -47,19 +52,25 @@ def test_latest_is_moved_in_one_step(three: list[Path]) -> None:
     assert sorted(os.listdir(link.parent)) == ["a", "b", "c", "latest"]
 
 
-def test_without_links_latest_means_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_links_latest_means_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "symlink", refuse)
-        with pytest.warns(UserWarning, match="latest cannot be made .no links here.: continue with newest_checkpoint"):
+        with pytest.warns(
+            UserWarning,
+            match="latest cannot be made .no links here.: continue with newest_checkpoint",
+        ):
             mark_latest(_save(tmp_path / "a", 1.0))
     assert choose_checkpoint(tmp_path / "latest") == tmp_path / "a"
 
 
 def test_a_run_that_was_moved_or_copied(three: list[Path], tmp_path: Path) -> None:
-    """The link is relative; a copy that follows links makes a folder of it, which does not move with the next save."""
+    """The link is relative; a copy that follows links makes a folder of it, which does not move
+    with the next save."""
     moved = (tmp_path / "a").parent.rename(tmp_path.with_name("moved"))
     assert choose_checkpoint(moved / "latest") == moved / "b"
     copied = Path(shutil.copytree(moved, moved / "copied", symlinks=False))
@@ -85,12 +96,19 @@ def test_newest_first_wherever_they_are(three: list[Path], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("given", ["latest", ".", "b"])
-def test_the_one_before_a_damaged_one_is_used_and_that_is_said(three: list[Path], tmp_path: Path, given: str) -> None:
+def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
+    three: list[Path], tmp_path: Path, given: str
+) -> None:
     assert choose_checkpoint(tmp_path / given) == three[2]
     _flip(three[2])
-    with pytest.warns(UserWarning, match=r"b/__0_0\.distcp is damaged: bytes .* Continuing from the one before it, .*/a$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"b/__0_0\.distcp is damaged: bytes .* Continuing from the one before it, .*/a$",
+    ):
         assert choose_checkpoint(tmp_path / given) == three[1]
-    with pytest.raises(CheckpointError, match=r"b/__0_0\.distcp is damaged: .*; the one before it is .*/a$"):
+    with pytest.raises(
+        CheckpointError, match=r"b/__0_0\.distcp is damaged: .*; the one before it is .*/a$"
+    ):
         choose_checkpoint(tmp_path / given, on_damage="refuse")
     _flip(three[1], "metadata.json")
     (three[0] / "state.pt").unlink()
@@ -103,7 +121,9 @@ def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Pat
     with pytest.raises(CheckpointError, match=r"c/__0_0\.distcp is damaged"):
         choose_checkpoint(three[0])
     (three[1] / "metadata.json").unlink()
-    with pytest.warns(UserWarning, match=r"a is not a checkpoint, or not a whole one.*before it, .*/b"):
+    with pytest.warns(
+        UserWarning, match=r"a is not a checkpoint, or not a whole one.*before it, .*/b"
+    ):
         assert choose_checkpoint(three[1]) == three[2]
 
 
@@ -121,7 +141,9 @@ def test_nothing_there(tmp_path: Path) -> None:
     for name in ("latest", "other"):
         with pytest.raises(CheckpointError, match=r"does not exist|no complete checkpoint"):
             choose_checkpoint(tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"on_damage='ignore' must be one of \['previous', 'refuse'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"on_damage='ignore' must be one of \['previous', 'refuse'\]"
+    ):
         choose_checkpoint(tmp_path, on_damage="ignore")  # type: ignore[arg-type]
 
 

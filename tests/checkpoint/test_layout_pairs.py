@@ -1,8 +1,9 @@
-"""Save -> load -> save keeps every element, whatever the two layouts: ranks played one after the other in one process.
+"""Save -> load -> save keeps every element, whatever the two layouts: ranks played one after the
+other in one process.
 
-A layout cuts uneven layers into p v stages, matrices over t ranks (padded vocabulary, fused projection), and with ZeRO the optimizer's
-states over the d c ranks that hold the same parameters. The embedding is tied: the first and the last stage have it.
-"""
+A layout cuts uneven layers into p v stages, matrices over t ranks (padded vocabulary, fused
+projection), and with ZeRO the optimizer's states over the d c ranks that hold the same parameters.
+The embedding is tied: the first and the last stage have it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.checkpoint import CheckpointMetadata, LocalRectangle, Placed, load_tensors, read_full, read_metadata
+from lightning_ptdp.checkpoint import (
+    CheckpointMetadata,
+    LocalRectangle,
+    Placed,
+    load_tensors,
+    read_full,
+    read_metadata,
+)
 from lightning_ptdp.checkpoint.local_rectangles import rectangles_of
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.data_parallel.flat_shards import FlatSharding, Shard
@@ -43,7 +51,8 @@ class Layout:
     zero: bool = False
 
     def coordinates(self) -> Iterator[tuple[int, int, int]]:
-        """(stage, tensor rank, which of the ranks with the same parameters) of every chunk of every rank."""
+        """(stage, tensor rank, which of the ranks with the same parameters) of every chunk of every
+        rank."""
         return itertools.product(range(self.p * self.v), range(self.t), range(self.d * self.c))
 
 
@@ -66,17 +75,24 @@ def _full() -> dict[str, tuple[torch.Tensor, str]]:
             f"h.{layer}.down.weight": ((6, 8), "row"),
             f"h.{layer}.ln.weight": ((6,), "replicated"),
         }
-    return {name: (torch.randn(shape, generator=generator), kind) for name, (shape, kind) in shapes.items()}
+    return {
+        name: (torch.randn(shape, generator=generator), kind)
+        for name, (shape, kind) in shapes.items()
+    }
 
 
 def _names(layout: Layout, stage: int) -> list[str]:
-    stages = partition_layers([1.0] * LAYERS, num_stages=layout.p * layout.v, first_cost=0.5, last_cost=0.7)
+    stages = partition_layers(
+        [1.0] * LAYERS, num_stages=layout.p * layout.v, first_cost=0.5, last_cost=0.7
+    )
     first, last = stage == 0, stage == len(stages) - 1
     blocks = [f"h.{layer}." for layer in range(*stages[stage])]
     return [
         name
         for name in _full()
-        if name.startswith(tuple(blocks)) or (name == "wte.weight" and (first or last)) or (name == "norm.weight" and last)
+        if name.startswith(tuple(blocks))
+        or (name == "wte.weight" and (first or last))
+        or (name == "norm.weight" and last)
     ]
 
 
@@ -102,23 +118,34 @@ def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors
 
 
 def _load(layout: Layout, source: Path | None) -> list[LocalRectangle]:
-    """Every rank's rectangles: as they are at first, or as they come from a checkpoint; then all of them are compared."""
+    """Every rank's rectangles: as they are at first, or as they come from a checkpoint; then all of
+    them are compared."""
     rectangles = []
     for coordinate in layout.coordinates():
         expected = _held(layout, *coordinate)
         tensors = expected
         if source is not None:
-            tensors = {name: (torch.full_like(tensor, PADDING), place) for name, (tensor, place) in expected.items()}
+            tensors = {
+                name: (torch.full_like(tensor, PADDING), place)
+                for name, (tensor, place) in expected.items()
+            }
             load_tensors(source, tensors)
             for name, (tensor, place) in tensors.items():
-                for (_, found), (_, wanted) in zip(place.held(tensor), place.held(expected[name][0]), strict=True):
+                for (_, found), (_, wanted) in zip(
+                    place.held(tensor), place.held(expected[name][0]), strict=True
+                ):
                     assert torch.equal(found, wanted), f"{name} in {layout}"
         rectangles += rectangles_of(tensors)
     return rectangles
 
 
 def _save(path: Path, layout: Layout, source: Path | None) -> CheckpointMetadata:
-    write_checkpoint(path, rectangles=_load(layout, source), state={}, metadata={"aliases": {"head.weight": "wte.weight"}})
+    write_checkpoint(
+        path,
+        rectangles=_load(layout, source),
+        state={},
+        metadata={"aliases": {"head.weight": "wte.weight"}},
+    )
     return read_metadata(path)
 
 
@@ -146,7 +173,12 @@ def test_through_all_layouts_one_after_the_other(tmp_path: Path) -> None:
 
 
 degrees = st.builds(
-    Layout, t=st.sampled_from([1, 2, 4]), p=st.integers(1, 3), d=st.integers(1, 3), c=st.integers(1, 2), zero=st.booleans()
+    Layout,
+    t=st.sampled_from([1, 2, 4]),
+    p=st.integers(1, 3),
+    d=st.integers(1, 3),
+    c=st.integers(1, 2),
+    zero=st.booleans(),
 )
 
 

@@ -21,7 +21,14 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 
-from lightning_ptdp.checkpoint import CheckpointError, Keeper, complete_checkpoints, files, newest_checkpoint, read_metadata
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    Keeper,
+    complete_checkpoints,
+    files,
+    newest_checkpoint,
+    read_metadata,
+)
 from lightning_ptdp.checkpoint.files import discard, part_name
 from lightning_ptdp.checkpoint.write_locks import Claim
 from tests.checkpoint.every_step import fit_saving
@@ -68,13 +75,17 @@ def _elsewhere(part: Path) -> Iterator[BaseProcess]:
         process.join()
 
 
-@pytest.mark.parametrize("given", [newest_checkpoint, lambda folder: folder / "latest", lambda folder: folder])
+@pytest.mark.parametrize(
+    "given", [newest_checkpoint, lambda folder: folder / "latest", lambda folder: folder]
+)
 def test_a_save_that_was_complete_is_finished_before_training_goes_on_from_it(
     tmp_path: Path, given: Callable[[Path], Path]
 ) -> None:
     L.seed_everything(1, verbose=False)
     fit_saving(tmp_path, 1)
-    _run_killed(functools.partial(fit_saving, tmp_path, 2, tmp_path / "step=1.ckpt"), files, "replace")
+    _run_killed(
+        functools.partial(fit_saving, tmp_path, 2, tmp_path / "step=1.ckpt"), files, "replace"
+    )
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
     assert newest.name.startswith("step=2.ckpt.tmp-")
@@ -86,7 +97,9 @@ def test_a_save_that_was_complete_is_finished_before_training_goes_on_from_it(
 
 
 @pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("write_index", 2)])
-def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning(tmp_path: Path, name: str, last: int) -> None:
+def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning(
+    tmp_path: Path, name: str, last: int
+) -> None:
     from lightning_ptdp.checkpoint import save as save_module
 
     L.seed_everything(1, verbose=False)
@@ -95,7 +108,12 @@ def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning
     assert complete_checkpoints(tmp_path) == []
     (tmp_path / "step=1.ckpt.gone").mkdir()
     fit_saving(tmp_path, last)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step=1.ckpt", "step=1.ckpt.gone", "step=2.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "latest",
+        "step=1.ckpt",
+        "step=1.ckpt.gone",
+        "step=2.ckpt",
+    ]
 
 
 def test_what_a_living_process_writes_is_left_alone_and_its_name_is_refused(tmp_path: Path) -> None:
@@ -103,9 +121,14 @@ def test_what_a_living_process_writes_is_left_alone_and_its_name_is_refused(tmp_
     with _elsewhere(part) as writer:
         save(tmp_path / "b.ckpt", 1)
         assert part.is_dir()
-        with pytest.raises(CheckpointError, match=rf"a\.ckpt is being saved by another process, {writer.pid} on .*dirpath"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"a\.ckpt is being saved by another process, {writer.pid} on .*dirpath",
+        ):
             save(tmp_path / "a.ckpt", 1)
-        assert sorted(os.listdir(tmp_path)) == sorted(["b.ckpt", "latest", part.name, f"{part.name}.lock"])
+        assert sorted(os.listdir(tmp_path)) == sorted(
+            ["b.ckpt", "latest", part.name, f"{part.name}.lock"]
+        )
     save(tmp_path / "b.ckpt", 2)
     assert sorted(os.listdir(tmp_path)) == ["b.ckpt", "latest"]
 
@@ -119,7 +142,13 @@ def test_a_process_of_another_machine_is_gone_when_it_was_silent_for_two_minutes
     lock = Path(f"{part}.lock")
     lock.write_text(json.dumps({"machine": "another", "host": "there", "pid": 1}))
     keeper, now = Keeper(), time.monotonic()
-    for seconds, touched, expected in ((0, 1, True), (100, 2, True), (200, 3, True), (310, 3, True), (330, 3, False)):
+    for seconds, touched, expected in (
+        (0, 1, True),
+        (100, 2, True),
+        (200, 3, True),
+        (310, 3, True),
+        (330, 3, False),
+    ):
         os.utime(lock, (touched, touched))
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
         keeper.tidy(tmp_path)
@@ -149,7 +178,8 @@ def test_a_removal_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_finishing_that_is_killed_is_finished_by_the_next(tmp_path: Path, behind: bool) -> None:
-    """At any operation, after a save of a new name and of one that was there was killed at any operation."""
+    """At any operation, after a save of a new name and of one that was there was killed at any
+    operation."""
     for name in ("last.ckpt", "other.ckpt"):
         for first in range(1, UNLIMITED):
             made = tmp_path / f"{name} {first}"
@@ -157,9 +187,13 @@ def test_finishing_that_is_killed_is_finished_by_the_next(tmp_path: Path, behind
             action = functools.partial(save, made / name, 2)
             was_cut = attempt(action, made, first, behind, Killed())
             for number in range(1, UNLIMITED):
-                folder = Path(shutil.copytree(made, tmp_path / f"{name} {first} {number}", symlinks=True))
+                folder = Path(
+                    shutil.copytree(made, tmp_path / f"{name} {first} {number}", symlinks=True)
+                )
                 newest = step_of(newest_checkpoint(folder))
-                again = attempt(functools.partial(Keeper().tidy, folder), None, number, behind, Killed())
+                again = attempt(
+                    functools.partial(Keeper().tidy, folder), None, number, behind, Killed()
+                )
                 assert step_of(newest_checkpoint(folder)) == newest
                 Keeper().tidy(folder)
                 names = [path for path in os.listdir(folder) if not path.startswith(".latest-")]

@@ -1,4 +1,5 @@
-"""``LitX.load_from_checkpoint`` and Lightning's own strategies read our folders, without the strategy and without processes."""
+"""``LitX.load_from_checkpoint`` and Lightning's own strategies read our folders, without the
+strategy and without processes."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 @pytest.mark.parametrize("weights_only", [None, True, False])
-def test_weights_and_hyperparameters(written: tuple[Path, dict[str, Tensor]], weights_only: bool | None) -> None:
+def test_weights_and_hyperparameters(
+    written: tuple[Path, dict[str, Tensor]], weights_only: bool | None
+) -> None:
     path, trained = written
     module = LitSaved.load_from_checkpoint(path, weights_only=weights_only)
     assert_weights(module.state_dict(), trained, tolerance=0)
@@ -46,14 +49,20 @@ def test_weights_and_hyperparameters(written: tuple[Path, dict[str, Tensor]], we
     assert sorted(module.seen) == sorted(trained), "on_load_checkpoint sees the whole model"
     assert SavedData.load_from_checkpoint(path).hparams == {"batch_size": 8}
     assert_weights(LitSaved.load_from_checkpoint(path.as_uri()).state_dict(), trained, tolerance=0)
-    assert_weights(LitSaved.load_from_checkpoint(path.parent / "latest").state_dict(), trained, tolerance=0)
+    assert_weights(
+        LitSaved.load_from_checkpoint(path.parent / "latest").state_dict(), trained, tolerance=0
+    )
 
 
-def test_what_is_given_wins_over_what_is_stored(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_what_is_given_wins_over_what_is_stored(
+    written: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
     path, trained = written
     assert LitSaved.load_from_checkpoint(path, names=["b"]).hparams["names"] == ["b"]
     (tmp_path / "hparams.yaml").write_text("width: 6\nrates: [1.0, 2.0]\n")
-    assert LitSaved.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml").hparams["rates"] == [1.0, 2.0]
+    assert LitSaved.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.yaml").hparams[
+        "rates"
+    ] == [1.0, 2.0]
     with pytest.raises(RuntimeError, match="size mismatch"):
         LitSaved.load_from_checkpoint(path, width=5)
 
@@ -64,7 +73,11 @@ def test_what_is_given_wins_over_what_is_stored(written: tuple[Path, dict[str, T
 
     with pytest.raises(RuntimeError, match="Missing key"):
         LitMore.load_from_checkpoint(path)
-    assert_weights({**LitMore.load_from_checkpoint(path, strict=False).net.state_dict(prefix="net.")}, trained, tolerance=0)
+    assert_weights(
+        {**LitMore.load_from_checkpoint(path, strict=False).net.state_dict(prefix="net.")},
+        trained,
+        tolerance=0,
+    )
 
 
 def test_map_location(written: tuple[Path, dict[str, Tensor]]) -> None:
@@ -77,21 +90,37 @@ def test_map_location(written: tuple[Path, dict[str, Tensor]]) -> None:
     ):
         assert all(value.is_meta for value in read_whole(path, place)["state_dict"].values()), place
     for nowhere in (None, "cpu", {"cuda:0": "meta"}, lambda storage, location: None):
-        assert not any(value.is_meta for value in read_whole(path, nowhere)["state_dict"].values()), nowhere
+        assert not any(
+            value.is_meta for value in read_whole(path, nowhere)["state_dict"].values()
+        ), nowhere
 
 
-def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(written: tuple[Path, dict[str, Tensor]]) -> None:
+def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(
+    written: tuple[Path, dict[str, Tensor]],
+) -> None:
     path, trained = written
-    quiet = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     expected = LitSaved(**OTHER)
     expected.load_state_dict(trained)
-    loss = float(torch.stack([expected.net(batch).square().mean() for batch in SavedData(8).test_dataloader()]).mean())
+    loss = float(
+        torch.stack(
+            [expected.net(batch).square().mean() for batch in SavedData(8).test_dataloader()]
+        ).mean()
+    )
     for given in (path, path.as_uri(), "last"):
         trainer = L.Trainer(**quiet, callbacks=[ModelCheckpoint(dirpath=path.parent)])
         results = trainer.test(LitSaved(**OTHER), SavedData(8), ckpt_path=given, verbose=False)
         assert results[0]["test_loss"] == pytest.approx(loss, rel=1e-6)
     with pytest.raises(CheckpointError, match='strategy="ptdp"'):
-        L.Trainer(**quiet, max_epochs=2, enable_checkpointing=False).fit(LitSaved(**OTHER), SavedData(), ckpt_path=path)
+        L.Trainer(**quiet, max_epochs=2, enable_checkpointing=False).fit(
+            LitSaved(**OTHER), SavedData(), ckpt_path=path
+        )
 
 
 def test_a_torn_folder_is_named(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
@@ -104,8 +133,18 @@ def test_a_torn_folder_is_named(written: tuple[Path, dict[str, Tensor]], tmp_pat
 
 
 def save_with_cli(rank: int, path: str) -> None:
-    options = ["--trainer.strategy=ptdp", "--trainer.devices=1", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false"]
-    options += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false", "--model.width=3"]
+    options = [
+        "--trainer.strategy=ptdp",
+        "--trainer.devices=1",
+        "--trainer.max_epochs=1",
+        "--trainer.enable_progress_bar=false",
+    ]
+    options += [
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+        "--model.width=3",
+    ]
     cli = LightningCLI(LitSaved, SavedData, args=options, run=False, save_config_callback=None)
     cli.trainer.fit(cli.model, cli.datamodule)
     cli.trainer.save_checkpoint(path)
@@ -117,9 +156,22 @@ def test_what_lightningcli_trained(pool: Pool, tmp_path: Path) -> None:
     assert LitSaved.load_from_checkpoint(tmp_path / "cli.ckpt").net[0].out_features == 3
 
 
-def test_lightningcli_takes_hyperparameters_from_a_folder(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
-    quiet = ["accelerator=cpu", "devices=1", "logger=false", "enable_progress_bar=false", f"default_root_dir={tmp_path}"]
-    options = ["test", f"--ckpt_path={written[0]}", "--model.width=5", *(f"--trainer.{option}" for option in quiet)]
+def test_lightningcli_takes_hyperparameters_from_a_folder(
+    written: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    quiet = [
+        "accelerator=cpu",
+        "devices=1",
+        "logger=false",
+        "enable_progress_bar=false",
+        f"default_root_dir={tmp_path}",
+    ]
+    options = [
+        "test",
+        f"--ckpt_path={written[0]}",
+        "--model.width=5",
+        *(f"--trainer.{option}" for option in quiet),
+    ]
     cli = LightningCLI(LitSaved, SavedData, args=options, save_config_callback=None)
     assert (cli.model.hparams["width"], cli.model.hparams["names"]) == (6, ["a"])
     assert cli.config["test"]["ckpt_path"] == str(written[0])
@@ -143,11 +195,17 @@ for lightning in (lightning.pytorch, pytorch_lightning):
 
 
 @pytest.mark.parametrize("autoload", [True, False])
-def test_without_an_import_and_with_a_late_one(autoload: bool, written: tuple[Path, dict[str, Tensor]]) -> None:
+def test_without_an_import_and_with_a_late_one(
+    autoload: bool, written: tuple[Path, dict[str, Tensor]]
+) -> None:
     script = SCRIPT.format(
         first="" if autoload else "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'",
-        last="" if autoload else "assert 'lightning_ptdp' not in sys.modules; import lightning_ptdp",
+        last=""
+        if autoload
+        else "assert 'lightning_ptdp' not in sys.modules; import lightning_ptdp",
         imported="'lightning_ptdp.strategy' not in sys.modules",
     )
-    done = subprocess.run([sys.executable, "-c", script, str(written[0])], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(written[0])], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,10 @@ def _parameters(layout: Layout, rank: int) -> Parameters:
     found = {}
     for name, (tensor, sharding) in held(layout, rank).items():
         if tensor.dtype == torch.float32 and tensor.numel():
-            found[name.removeprefix("model/")] = (torch.nn.Parameter(_local(tensor.double() / 100, sharding)), sharding)
+            found[name.removeprefix("model/")] = (
+                torch.nn.Parameter(_local(tensor.double() / 100, sharding)),
+                sharding,
+            )
     return found
 
 
@@ -40,7 +43,10 @@ def _local(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     """float32 with everything that no piece covers set to zero."""
     local = torch.zeros(tensor.shape)
     for piece in sharding.pieces:
-        cut = tuple(slice(start, start + extent) for start, extent in zip(piece.local, piece.size, strict=True))
+        cut = tuple(
+            slice(start, start + extent)
+            for start, extent in zip(piece.local, piece.size, strict=True)
+        )
         local[cut] = tensor[cut].float()
     return local
 
@@ -48,16 +54,24 @@ def _local(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 def _optimizer(parameters: Parameters, kind: str, *, lr: float = 0.1) -> torch.optim.Optimizer:
     """Two groups, as weight decay wants them; one may be empty on a pipeline rank."""
     groups = [
-        {"params": [p for p, s in parameters.values() if (len(s.full_shape) > 1) == matrix], "weight_decay": 0.1 * matrix}
+        {
+            "params": [p for p, s in parameters.values() if (len(s.full_shape) > 1) == matrix],
+            "weight_decay": 0.1 * matrix,
+        }
         for matrix in (True, False)
     ]
     if kind == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9), amsgrad=True, foreach=kind == "foreach")
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=(0.8, 0.9), amsgrad=True, foreach=kind == "foreach"
+    )
 
 
-def _train(parameters: Parameters, optimizer: torch.optim.Optimizer, *, start: int, steps: int) -> None:
-    """Gradients that depend on the element and the step only, so that every layout sees its part of the same ones."""
+def _train(
+    parameters: Parameters, optimizer: torch.optim.Optimizer, *, start: int, steps: int
+) -> None:
+    """Gradients that depend on the element and the step only, so that every layout sees its part of
+    the same ones."""
     for step in range(start, start + steps):
         for parameter, _ in parameters.values():
             parameter.grad = torch.cos(parameter.detach() * 3 + step) * (parameter.detach() != 0)
@@ -81,11 +95,14 @@ def _save(rank: int, layout: Layout, kind: str, path: str) -> None:
     shardings = {name: sharding for name, (_, sharding) in parameters.items()}
     tensors = {f"model/{name}": value for name, value in parameters.items()}
     tensors |= optimizer_tensors(optimizer, names=names, shardings=shardings)  # type: ignore[arg-type]
-    save_checkpoint(path, tensors=tensors, state={"groups": _all_groups(optimizer, parameters)}, metadata={})
+    save_checkpoint(
+        path, tensors=tensors, state={"groups": _all_groups(optimizer, parameters)}, metadata={}
+    )
 
 
 def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
-    """Restore and take two more steps; compare state and parameters with one process that took five."""
+    """Restore and take two more steps; compare state and parameters with one process that took
+    five."""
     parameters = _parameters(layout, rank)
     expected = _parameters(layout, rank)
     reference = _optimizer(expected, kind)
@@ -96,7 +113,9 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
     optimizer = _optimizer(parameters, kind, lr=7.0)
     names = {p: name for name, (p, _) in parameters.items()}
     shardings = {name: sharding for name, (_, sharding) in parameters.items()}
-    load_optimizer(path, optimizer, names=names, shardings=shardings, groups=read_state(path)["groups"])
+    load_optimizer(
+        path, optimizer, names=names, shardings=shardings, groups=read_state(path)["groups"]
+    )
     for name, (parameter, _) in parameters.items():
         found, wanted = optimizer.state[parameter], reference.state[expected[name][0]]
         assert found.keys() == wanted.keys()
@@ -104,7 +123,9 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
             assert torch.equal(found[key], value), f"{key} of {name}"
             assert found[key].dtype == value.dtype
     for group, wanted in zip(optimizer.param_groups, reference.param_groups, strict=True):
-        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in wanted.items() if k != "params"}
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in wanted.items() if k != "params"
+        }
     _train(parameters, optimizer, start=3, steps=2)
     _train(expected, reference, start=3, steps=2)
     for name, (parameter, _) in parameters.items():
@@ -119,7 +140,9 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
         ("sgd", Layout(1), [Layout(2, p=2)]),
     ],
 )
-def test_training_continues_in_another_layout(pool: Pool, tmp_path: Path, kind: str, saved: Layout, loaded: list[Layout]) -> None:
+def test_training_continues_in_another_layout(
+    pool: Pool, tmp_path: Path, kind: str, saved: Layout, loaded: list[Layout]
+) -> None:
     path = str(tmp_path / "c")
     pool.run(_save, world_size=saved.world, args=(saved, kind, path))
     for layout in loaded:
@@ -136,10 +159,18 @@ class Counting(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                state.update(step=state.get("step", 0) + 1, scale=0.1, warm=True, nothing=None, mean=parameter.detach() * 2)
+                state.update(
+                    step=state.get("step", 0) + 1,
+                    scale=0.1,
+                    warm=True,
+                    nothing=None,
+                    mean=parameter.detach() * 2,
+                )
 
 
-def _one(tensor: torch.Tensor) -> tuple[dict[torch.nn.Parameter, str], dict[str, Sharding], torch.nn.Parameter]:
+def _one(
+    tensor: torch.Tensor,
+) -> tuple[dict[torch.nn.Parameter, str], dict[str, Sharding], torch.nn.Parameter]:
     parameter = torch.nn.Parameter(tensor)
     return {parameter: "w"}, {"w": Sharding.replicated(tuple(tensor.shape))}, parameter
 
@@ -151,11 +182,16 @@ def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
     optimizer.step()
     expected = copy.copy(optimizer.state[parameter])
     save_checkpoint(
-        tmp_path / "c", tensors=optimizer_tensors(optimizer, names=names, shardings=shardings, index=1), state={}, metadata={}
+        tmp_path / "c",
+        tensors=optimizer_tensors(optimizer, names=names, shardings=shardings, index=1),
+        state={},
+        metadata={},
     )
     assert "optimizer/1/step:number/w" in read_metadata(tmp_path / "c").tensors
     groups = optimizer_groups(optimizer, names)
-    load_optimizer(tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups, index=1)
+    load_optimizer(
+        tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups, index=1
+    )
     found = optimizer.state[parameter]
     assert (found["step"], found["scale"], found["warm"]) == (2, 0.1, True)
     assert [type(found[key]) for key in ("step", "scale", "warm")] == [int, float, bool]
@@ -167,7 +203,12 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> N
     names, shardings, parameter = _one(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5))
     tensors = optimizer_tensors(optimizer, names=names, shardings=shardings)
-    save_checkpoint(tmp_path / "c", tensors=tensors, state={"groups": optimizer_groups(optimizer, names)}, metadata={})
+    save_checkpoint(
+        tmp_path / "c",
+        tensors=tensors,
+        state={"groups": optimizer_groups(optimizer, names)},
+        metadata={},
+    )
     groups = read_state(tmp_path / "c")["groups"]
     rate = torch.tensor(0.0)
     other = torch.optim.Adam([parameter], lr=rate)
@@ -194,21 +235,34 @@ def test_states_that_depend_on_the_layout_are_refused() -> None:
     optimizer = torch.optim.Adafactor([parameter])
     parameter.grad = torch.ones(4, 6)
     optimizer.step()
-    with pytest.raises(CheckpointError, match=r"Adafactor cannot be checkpointed: its state '\w+' of 'w' has the shape"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Adafactor cannot be checkpointed: its state '\w+' of 'w' has the shape",
+    ):
         optimizer_tensors(optimizer, names=names, shardings=shardings)
     lbfgs = torch.optim.LBFGS([parameter])
     lbfgs.step(lambda: (parameter**2).sum())
-    with pytest.raises(CheckpointError, match=r"LBFGS cannot be checkpointed: its state '\w+' of 'w' (is a|has the shape)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"LBFGS cannot be checkpointed: its state '\w+' of 'w' (is a|has the shape)",
+    ):
         optimizer_tensors(lbfgs, names=names, shardings=shardings)
-    with pytest.raises(CheckpointError, match=r"a parameter of shape \(3,\) that is not in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"a parameter of shape \(3,\) that is not in the model"
+    ):
         optimizer_groups(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), names)
 
 
 def test_groups_are_merged_over_pipeline_ranks() -> None:
     first = [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": []}]
     second = [{"lr": 0.1, "params": ["c", "a"]}, {"lr": 0.2, "params": ["d"]}]
-    assert merge_groups([first, second]) == [{"lr": 0.1, "params": ["a", "b", "c"]}, {"lr": 0.2, "params": ["d"]}]
-    with pytest.raises(CheckpointError, match=r"parameter group 1 has lr=0.2 on rank 0, but 0.3 on rank 1"):
+    assert merge_groups([first, second]) == [
+        {"lr": 0.1, "params": ["a", "b", "c"]},
+        {"lr": 0.2, "params": ["d"]},
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"parameter group 1 has lr=0.2 on rank 0, but 0.3 on rank 1"
+    ):
         merge_groups([first, [second[0], {"lr": 0.3, "params": []}]])
     with pytest.raises(CheckpointError, match="2 parameter groups on rank 0, but 1 on rank 1"):
         merge_groups([first, second[:1]])
@@ -220,15 +274,29 @@ def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> Non
     parameter.grad = torch.ones(2)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
-    save_checkpoint(tmp_path / "c", tensors=optimizer_tensors(optimizer, names=names, shardings=shardings), state={}, metadata={})
+    save_checkpoint(
+        tmp_path / "c",
+        tensors=optimizer_tensors(optimizer, names=names, shardings=shardings),
+        state={},
+        metadata={},
+    )
     for groups, words in (
         ([], "has 1 parameter groups, the checkpoint's has 0"),
         ([{"params": ["v"]}], "'w' is in parameter group 0 here, but in no group"),
     ):
         with pytest.raises(CheckpointError, match=words):
-            load_optimizer(tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups)
-    with pytest.raises(CheckpointError, match=r"'optimizer/0/momentum_buffer/w' is in the checkpoint but not in the model"):
+            load_optimizer(
+                tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups
+            )
+    with pytest.raises(
+        CheckpointError,
+        match=r"'optimizer/0/momentum_buffer/w' is in the checkpoint but not in the model",
+    ):
         load_optimizer(
-            tmp_path / "c", optimizer, names={parameter: "v"}, shardings={"v": shardings["w"]}, groups=[{"params": ["v"]}]
+            tmp_path / "c",
+            optimizer,
+            names={parameter: "v"},
+            shardings={"v": shardings["w"]},
+            groups=[{"params": ["v"]}],
         )
     assert str(optimizer.state_dict()) == str(before)

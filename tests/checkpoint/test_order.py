@@ -37,13 +37,21 @@ def _save(path: Path, step: int, keeper: Keeper | None = None) -> Path:
 
 
 @pytest.mark.parametrize("of_one_training", [True, False])
-def test_a_clock_that_is_set_back_between_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_one_training: bool) -> None:
+def test_a_clock_that_is_set_back_between_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_one_training: bool
+) -> None:
     keeper = Keeper() if of_one_training else None
     for step, offset in enumerate((0.0, -HOUR, DAY, -DAY, -DAY)):
         monkeypatch.setattr(time, "time", lambda offset=offset: CLOCK() + offset)
         newest = _save(tmp_path / f"{9 - step}.ckpt", step, keeper)
         assert newest_checkpoint(tmp_path) == newest
-    assert [read_metadata(path).run["global_step"] for path in complete_checkpoints(tmp_path)] == [4, 3, 2, 1, 0]
+    assert [read_metadata(path).run["global_step"] for path in complete_checkpoints(tmp_path)] == [
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
 
 
 def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) -> None:
@@ -51,13 +59,17 @@ def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) ->
     reshard_checkpoint(old, tmp_path / "runs" / "a again")
     for path in (new, *new.iterdir()):
         os.utime(path, (1, 1))
-    assert newest_checkpoint(shutil.copytree(tmp_path / "runs", tmp_path / "copy")) == tmp_path / "copy" / "b"
+    assert (
+        newest_checkpoint(shutil.copytree(tmp_path / "runs", tmp_path / "copy"))
+        == tmp_path / "copy" / "b"
+    )
 
 
 def test_what_goes_on_is_newer_wherever_it_is_saved_and_so_is_a_new_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second machine whose clock is a day behind goes on in another folder; then the user goes back, and begins again."""
+    """A second machine whose clock is a day behind goes on in another folder; then the user goes
+    back, and begins again."""
     L.seed_everything(1, verbose=False)
     fit_saving(tmp_path / "one", 3)
     monkeypatch.setattr(time, "time", lambda: CLOCK() - DAY)

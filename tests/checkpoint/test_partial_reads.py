@@ -16,7 +16,13 @@ from lightning_ptdp.parameters.sharding import Sharding, slice_full
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from tests.checkpoint.layouts import PADDING, shard
 
-SHAPES = {"column": (2048, 2048), "row": (2048, 1536), "vocabulary": (5001, 1024), "fused": (3072, 1024), "replicated": (777,)}
+SHAPES = {
+    "column": (2048, 2048),
+    "row": (2048, 1536),
+    "vocabulary": (5001, 1024),
+    "fused": (3072, 1024),
+    "replicated": (777,),
+}
 
 
 def _bytes_read() -> int:
@@ -32,7 +38,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     path = tmp_path_factory.mktemp("partial") / "c"
     save_checkpoint(
         path,
-        tensors={f"model/{kind}": (value, Sharding.replicated(tuple(value.shape))) for kind, value in full.items()},
+        tensors={
+            f"model/{kind}": (value, Sharding.replicated(tuple(value.shape)))
+            for kind, value in full.items()
+        },
         state={},
         metadata={},
     )
@@ -47,38 +56,62 @@ def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_resharding_reads_what_it_needs(whole: tuple[Path, dict[str, torch.Tensor]], size: int) -> None:
+def test_resharding_reads_what_it_needs(
+    whole: tuple[Path, dict[str, torch.Tensor]], size: int
+) -> None:
     path, full = whole
     read = needed = 0
     for index in range(size):
         expected = {f"model/{kind}": _cut(kind, value, size, index) for kind, value in full.items()}
-        found = {name: (torch.full_like(value, PADDING), sharding) for name, (value, sharding) in expected.items()}
+        found = {
+            name: (torch.full_like(value, PADDING), sharding)
+            for name, (value, sharding) in expected.items()
+        }
         before = _bytes_read()
         load_tensors(path, found)
         read += _bytes_read() - before
         for name, (value, sharding) in expected.items():
-            needed += sum(torch.Size(piece.size).numel() for piece in sharding.pieces) * value.element_size()
-            assert torch.equal(found[name][0][: sharding.pieces[0].size[0]], value[: sharding.pieces[0].size[0]]), name
+            needed += (
+                sum(torch.Size(piece.size).numel() for piece in sharding.pieces)
+                * value.element_size()
+            )
+            assert torch.equal(
+                found[name][0][: sharding.pieces[0].size[0]], value[: sharding.pieces[0].size[0]]
+            ), name
     assert needed <= read < 1.05 * needed
 
 
 def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
     full = torch.arange(2048.0 * 1536).view(2048, 1536)
-    offsets = {strip.offset for strip in cut_strips(rectangles_of({"w": (full, Sharding.replicated((2048, 1536)))}))}
+    offsets = {
+        strip.offset
+        for strip in cut_strips(rectangles_of({"w": (full, Sharding.replicated((2048, 1536)))}))
+    }
     assert offsets == {(0, 192 * strip) for strip in range(8)}
     for index in range(2):
         sharding = shard_columns(full.shape, parts=full.shape[1:], size=2, index=index, dim=1)
-        strips = list(cut_strips(rectangles_of({"w": (full[:, index * 768 : index * 768 + 768], sharding)})))
-        assert {strip.offset for strip in strips} == {(0, 192 * number) for number in range(4 * index, 4 * index + 4)}
+        strips = list(
+            cut_strips(rectangles_of({"w": (full[:, index * 768 : index * 768 + 768], sharding)}))
+        )
+        assert {strip.offset for strip in strips} == {
+            (0, 192 * number) for number in range(4 * index, 4 * index + 4)
+        }
         for strip in strips:
             assert torch.equal(strip.values, full[:, strip.offset[1] : strip.offset[1] + 192])
 
 
 @settings(deadline=None)
-@given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4), itemsize=st.sampled_from([1, 4, 5000]))
+@given(
+    data=st.data(),
+    shape=st.lists(st.integers(1, 5), max_size=4),
+    itemsize=st.sampled_from([1, 4, 5000]),
+)
 def test_runs_hold_the_rectangle(data: st.DataObject, shape: list[int], itemsize: int) -> None:
     offset = [data.draw(st.integers(0, extent - 1)) for extent in shape]
-    size = [data.draw(st.integers(1, extent - begin)) for extent, begin in zip(shape, offset, strict=True)]
+    size = [
+        data.draw(st.integers(1, extent - begin))
+        for extent, begin in zip(shape, offset, strict=True)
+    ]
     places = torch.arange(torch.Size(shape).numel()).view(shape)
     index = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
     found = list(runs(shape, offset, size, itemsize=itemsize))

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, read_metadata, read_state, save_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    load_tensors,
+    read_full,
+    read_metadata,
+    read_state,
+    save_checkpoint,
+)
 from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import LAYOUTS, Layout, blank, full_model, held
 from tests.pool import Pool
@@ -17,7 +24,12 @@ STATE = {"epoch": 3, "loops": {"fit_loop": {"batches": [1, 2]}}, "best": torch.t
 
 def _save(rank: int, layouts: list[Layout], folder: str) -> None:
     for layout in layouts:
-        save_checkpoint(f"{folder}/{layout}", tensors=held(layout, rank), state=STATE, metadata={"layout": str(layout)})
+        save_checkpoint(
+            f"{folder}/{layout}",
+            tensors=held(layout, rank),
+            state=STATE,
+            metadata={"layout": str(layout)},
+        )
 
 
 def _load(rank: int, layout: Layout, folder: str) -> None:
@@ -34,7 +46,11 @@ def _load(rank: int, layout: Layout, folder: str) -> None:
 def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     for world in (1, 2, 4):
-        pool.run(_save, world_size=world, args=([layout for layout in LAYOUTS if layout.world == world], str(folder)))
+        pool.run(
+            _save,
+            world_size=world,
+            args=([layout for layout in LAYOUTS if layout.world == world], str(folder)),
+        )
     return folder
 
 
@@ -63,13 +79,20 @@ def test_only_checkpoints_are_left_in_the_folder(saved: Path) -> None:
 
 
 def _save_replicas(rank: int, folder: str) -> None:
-    tensors = {f"model/{index}": (torch.full((5000,), float(index)), Sharding.replicated((5000,))) for index in range(8)}
+    tensors = {
+        f"model/{index}": (torch.full((5000,), float(index)), Sharding.replicated((5000,)))
+        for index in range(8)
+    }
     save_checkpoint(folder, tensors=tensors, state={}, metadata={})
 
 
 def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_replicas, world_size=4, args=(str(tmp_path / "c"),))
-    sizes = [entry.size for name, entry in read_metadata(tmp_path / "c").files.items() if name.endswith(".distcp")]
+    sizes = [
+        entry.size
+        for name, entry in read_metadata(tmp_path / "c").files.items()
+        if name.endswith(".distcp")
+    ]
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)
     assert sum(sizes) < 1.2 * 8 * 5000 * 4
@@ -77,7 +100,10 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: 
 
 def test_values_are_converted_to_the_targets_dtype(tmp_path: Path) -> None:
     full = torch.randn(7, 5)
-    tensors = {"model/a": (full, Sharding.replicated((7, 5))), "model/b": (full.bfloat16(), Sharding.replicated((7, 5)))}
+    tensors = {
+        "model/a": (full, Sharding.replicated((7, 5))),
+        "model/b": (full.bfloat16(), Sharding.replicated((7, 5))),
+    }
     save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
     target = {
         "model/a": (full.bfloat16() * 0, Sharding.replicated((7, 5))),
@@ -86,14 +112,19 @@ def test_values_are_converted_to_the_targets_dtype(tmp_path: Path) -> None:
     load_tensors(tmp_path / "c", target)
     assert torch.equal(target["model/a"][0], full.bfloat16())
     assert torch.equal(target["model/b"][0], full.bfloat16().double())
-    with pytest.raises(CheckpointError, match=r"'model/a' is torch.float32 in the checkpoint and torch.int64 here"):
+    with pytest.raises(
+        CheckpointError, match=r"'model/a' is torch.float32 in the checkpoint and torch.int64 here"
+    ):
         load_tensors(tmp_path / "c", {"model/a": (full.long(), Sharding.replicated((7, 5)))})
 
 
 def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 4).t())
     save_checkpoint(
-        tmp_path / "c", tensors={"model/w": (torch.arange(12.0).view(4, 3), Sharding.replicated((4, 3)))}, state={}, metadata={}
+        tmp_path / "c",
+        tensors={"model/w": (torch.arange(12.0).view(4, 3), Sharding.replicated((4, 3)))},
+        state={},
+        metadata={},
     )
     load_tensors(tmp_path / "c", {"model/w": (parameter, Sharding.replicated((4, 3)))})
     assert torch.equal(parameter, torch.arange(12.0).view(4, 3))
@@ -108,11 +139,20 @@ def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
         load_tensors(source, target)
     assert load_tensors(source, target, strict=False) == ["model/h.9.new"]
     assert torch.equal(target["model/h.0.qkv.bias"][0], full_model()["model/h.0.qkv.bias"][0])
-    with pytest.raises(CheckpointError, match=r"'model/h\.0\.qkv\.bias' has the shape \(16,\) in the checkpoint and \(15,\)"):
-        load_tensors(source, {"model/h.0.qkv.bias": (torch.zeros(15), Sharding.replicated((15,)))}, strict=False)
+    with pytest.raises(
+        CheckpointError,
+        match=r"'model/h\.0\.qkv\.bias' has the shape \(16,\) in the checkpoint and \(15,\)",
+    ):
+        load_tensors(
+            source,
+            {"model/h.0.qkv.bias": (torch.zeros(15), Sharding.replicated((15,)))},
+            strict=False,
+        )
     del target["model/h.9.new"], target["model/wte.weight"]
     assert load_tensors(source, target) == []
-    with pytest.raises(CheckpointError, match=r"'model/wte\.weight' is in the checkpoint but not in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"'model/wte\.weight' is in the checkpoint but not in the model"
+    ):
         load_tensors(source, target, prefix="model/")
     with pytest.raises(CheckpointError, match=r"'ema/'; there are \['model/'\]"):
         read_full(source, prefix="ema/")
@@ -128,6 +168,8 @@ def _load_where_one_rank_asks_too_much(rank: int, source: str) -> str:
 
 
 def test_an_error_while_loading_is_everybodys(pool: Pool, saved: Path) -> None:
-    messages = pool.run(_load_where_one_rank_asks_too_much, world_size=2, args=(str(saved / "t2p1d1"),))
+    messages = pool.run(
+        _load_where_one_rank_asks_too_much, world_size=2, args=(str(saved / "t2p1d1"),)
+    )
     assert messages[0] == messages[1]
     assert "rank 1: 'model/nothing' is not in the checkpoint" in messages[0]

@@ -1,4 +1,5 @@
-"""Lightning's single file: where it is written, who reads it, and that training goes on from it in any layout."""
+"""Lightning's single file: where it is written, who reads it, and that training goes on from it in
+any layout."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from lightning_ptdp.checkpoint import CheckpointError, is_checkpoint, write_file
 from tests.conformance.toys import P2, LitNet, Place, assert_weights, loader, make_trainer, weights
 from tests.pool import Pool
 
-ONE, D2, SHARDED = Place(), Place(world_size=2), Place(world_size=2, layout={"shard_optimizer": True})
+ONE, D2, SHARDED = (
+    Place(),
+    Place(world_size=2),
+    Place(world_size=2, layout={"shard_optimizer": True}),
+)
 PIPELINE, MICROBATCHES = Place(world_size=2, layout=P2), Place(layout={"num_microbatches": 2})
 
 
@@ -30,7 +35,10 @@ class LitGroups(LitNet):
 
     def configure_optimizers(self) -> Any:
         biases = [p for p in self.parameters() if p.dim() == 1]
-        groups = [{"params": biases, "weight_decay": 0.0}, {"params": [p for p in self.parameters() if p.dim() > 1]}]
+        groups = [
+            {"params": biases, "weight_decay": 0.0},
+            {"params": [p for p in self.parameters() if p.dim() > 1]},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-5)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
@@ -39,11 +47,20 @@ class InOrder(torch.utils.data.DistributedSampler[Any]):
     """Without a shuffle, and of the replicas."""
 
     def __init__(self, trainer: Any) -> None:
-        given = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        given = getattr(
+            trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
+        )
         super().__init__(list(range(32)), **given, shuffle=False)  # type: ignore[arg-type]
 
 
-def train(rank: int, place: Place, folder: str, epochs: int, resume: str | None = None, strategy: str | None = None) -> Any:
+def train(
+    rank: int,
+    place: Place,
+    folder: str,
+    epochs: int,
+    resume: str | None = None,
+    strategy: str | None = None,
+) -> Any:
     L.seed_everything(1, verbose=False)
     saver = ModelCheckpoint(folder, filename=f"{{epoch}}-{place.world_size}", save_top_k=-1)
     place = Place(world_size=place.world_size, layout=place.layout, reference=strategy)
@@ -56,13 +73,18 @@ def train(rank: int, place: Place, folder: str, epochs: int, resume: str | None 
 
 
 @pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights after two epochs of one process, and files that one process and two wrote after the first."""
+def written(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The weights after two epochs of one process, and files that one process and two wrote after
+    the first."""
     folder = tmp_path_factory.mktemp("written")
     expected, _ = pool.run(train, world_size=1, args=(ONE, str(folder / "whole"), 2))[0]
     found = {}
     for name, place in (("one", ONE), ("d2", D2), ("m2", MICROBATCHES)):
-        _, found[name] = pool.run(train, world_size=place.world_size, args=(place, str(folder / name), 1))[0]
+        _, found[name] = pool.run(
+            train, world_size=place.world_size, args=(place, str(folder / name), 1)
+        )[0]
     return expected, found
 
 
@@ -71,32 +93,49 @@ def test_it_is_lightnings_file(written: Any, name: str) -> None:
     path = written[1][name]
     assert Path(path).is_file() and sorted(Path(path).parent.iterdir()) == [Path(path)]
     content = torch.load(path, weights_only=True)
-    assert {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "epoch"} <= content.keys()
+    assert {
+        "state_dict",
+        "optimizer_states",
+        "lr_schedulers",
+        "loops",
+        "callbacks",
+        "epoch",
+    } <= content.keys()
     module = LitGroups.load_from_checkpoint(path)
     assert_weights(module.state_dict(), content["state_dict"], tolerance=0)
-    torch.optim.AdamW([{"params": [p for p in module.parameters() if p.dim() == d]} for d in (1, 2)]).load_state_dict(
-        content["optimizer_states"][0]
-    )
+    torch.optim.AdamW(
+        [{"params": [p for p in module.parameters() if p.dim() == d]} for d in (1, 2)]
+    ).load_state_dict(content["optimizer_states"][0])
 
 
-@pytest.mark.parametrize("place", [ONE, D2, SHARDED, PIPELINE, MICROBATCHES], ids=["one", "d2", "sharded", "p2", "m2"])
+@pytest.mark.parametrize(
+    "place", [ONE, D2, SHARDED, PIPELINE, MICROBATCHES], ids=["one", "d2", "sharded", "p2", "m2"]
+)
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_training_goes_on_in_any_layout(written: Any, name: str, place: Place, pool: Pool, tmp_path: Path) -> None:
+def test_training_goes_on_in_any_layout(
+    written: Any, name: str, place: Place, pool: Pool, tmp_path: Path
+) -> None:
     expected, paths = written
-    found, saved = pool.run(train, world_size=place.world_size, args=(place, str(tmp_path), 2, paths[name]))[0]
+    found, saved = pool.run(
+        train, world_size=place.world_size, args=(place, str(tmp_path), 2, paths[name])
+    )[0]
     assert_weights(found, expected)
     assert Path(saved).is_dir() == (place in (SHARDED, PIPELINE))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_lightning_goes_on_without_us(written: Any, strategy: str, pool: Pool, tmp_path: Path) -> None:
+def test_lightning_goes_on_without_us(
+    written: Any, strategy: str, pool: Pool, tmp_path: Path
+) -> None:
     expected, paths = written
     world_size = 2 if strategy == "ddp" else 1
     args = (Place(world_size=world_size), str(tmp_path), 2, paths["d2"], strategy)
     assert_weights(pool.run(train, world_size=world_size, args=args)[0][0], expected)
 
 
-def test_a_file_of_lightnings_own_goes_on_with_a_sharded_optimizer(written: Any, pool: Pool, tmp_path: Path) -> None:
+def test_a_file_of_lightnings_own_goes_on_with_a_sharded_optimizer(
+    written: Any, pool: Pool, tmp_path: Path
+) -> None:
     expected, _ = written
     _, path = pool.run(train, world_size=1, args=(ONE, str(tmp_path / "own"), 1, None, "auto"))[0]
     found, _ = pool.run(train, world_size=2, args=(SHARDED, str(tmp_path / "ours"), 2, path))[0]
@@ -123,18 +162,27 @@ class LitWithReader(LitNet):
 
 @pytest.mark.parametrize("format", ["auto", "file"])
 @pytest.mark.parametrize("module", [LitNet, LitWithReader])
-def test_a_folder_where_a_callback_needs_it_and_no_file_is_asked_for(module: type[LitNet], format: str, tmp_path: Path) -> None:
+def test_a_folder_where_a_callback_needs_it_and_no_file_is_asked_for(
+    module: type[LitNet], format: str, tmp_path: Path
+) -> None:
     own: list[L.Callback] = [Reader()] if module is LitNet else []
     place = Place(layout={"checkpoint_format": format})
-    trainer = make_trainer(place, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=own)
+    trainer = make_trainer(
+        place, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=own
+    )
     trainer.fit(module(), loader())
     assert is_checkpoint(trainer.checkpoint_callback.best_model_path) == (format == "auto")
 
 
-def test_a_plugin_that_writes_files_beside_a_callback_that_needs_folders_is_refused(tmp_path: Path) -> None:
+def test_a_plugin_that_writes_files_beside_a_callback_that_needs_folders_is_refused(
+    tmp_path: Path,
+) -> None:
     options = {"plugins": [Counting()], "callbacks": [Reader()], "default_root_dir": tmp_path}
     trainer = make_trainer(ONE, enable_checkpointing=True, **options)
-    with pytest.raises(MisconfigurationException, match=r"Counting.*Reader needs them, unless checkpoint_format='file'"):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"Counting.*Reader needs them, unless checkpoint_format='file'",
+    ):
         trainer.fit(LitNet(), loader())
 
 
@@ -152,7 +200,9 @@ def test_a_file_that_cannot_be_is_refused_before_launch(
 ) -> None:
     asked = Place(world_size=place.world_size, layout={**place.layout, "checkpoint_format": "file"})
     trainer = make_trainer(asked, enable_checkpointing=True, default_root_dir=tmp_path, **options)
-    with pytest.raises(MisconfigurationException, match=rf"checkpoint_format='file', but .*({words})"):
+    with pytest.raises(
+        MisconfigurationException, match=rf"checkpoint_format='file', but .*({words})"
+    ):
         trainer.fit(LitNet(), loader())
 
 
@@ -172,7 +222,9 @@ def test_a_plugin_of_the_user_writes_files(tmp_path: Path) -> None:
     trainer = make_trainer(ONE, enable_checkpointing=True, **saves)
     trainer.fit(LitNet(), loader())
     assert plugin.saved == 1
-    make_trainer(ONE, **saves | {"max_epochs": 2}).fit(LitNet(), loader(), ckpt_path=trainer.checkpoint_callback.best_model_path)
+    make_trainer(ONE, **saves | {"max_epochs": 2}).fit(
+        LitNet(), loader(), ckpt_path=trainer.checkpoint_callback.best_model_path
+    )
 
 
 def test_a_plugin_that_is_not_used_is_no_reason_to_refuse(pool: Pool) -> None:
@@ -213,14 +265,22 @@ def test_types_come_back_without_trust(tmp_path: Path) -> None:
     trainer.fit(LitTyped(tmp_path, Mode.FAST), loader())
     path = trainer.checkpoint_callback.best_model_path
     assert torch.load(path, weights_only=True)["hyper_parameters"]["mode"] == 1
-    assert dict(LitTyped.load_from_checkpoint(path).hparams) == {"root": tmp_path, "mode": Mode.FAST, "loss": None}
-    make_trainer(ONE, max_epochs=2, **saves).fit(LitTyped(tmp_path, Mode.FAST), loader(), ckpt_path=path)
+    assert dict(LitTyped.load_from_checkpoint(path).hparams) == {
+        "root": tmp_path,
+        "mode": Mode.FAST,
+        "loss": None,
+    }
+    make_trainer(ONE, max_epochs=2, **saves).fit(
+        LitTyped(tmp_path, Mode.FAST), loader(), ckpt_path=path
+    )
 
 
 def test_objects_are_lightnings(tmp_path: Path) -> None:
     trainer = make_trainer(ONE, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(LitTyped(tmp_path, Mode.FAST, torch.nn.L1Loss()), loader())
-    found = LitTyped.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, weights_only=False).hparams
+    found = LitTyped.load_from_checkpoint(
+        trainer.checkpoint_callback.best_model_path, weights_only=False
+    ).hparams
     assert isinstance(found.loss, torch.nn.L1Loss) and found.root == tmp_path
 
 

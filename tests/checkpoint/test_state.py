@@ -98,15 +98,31 @@ def test_what_would_change_its_type_is_refused_by_name(tmp_path: Path) -> None:
 
     attributes = Attributes(lr=0.1)
     attributes.more = 2
-    for value in (Local.ONE, attributes, collections.defaultdict(lambda: 3), collections.deque([1])):
-        with pytest.raises(CheckpointError, match=r"state\['key'\] is a .*(Local|Attributes|defaultdict|deque)"):
+    for value in (
+        Local.ONE,
+        attributes,
+        collections.defaultdict(lambda: 3),
+        collections.deque([1]),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"state\['key'\] is a .*(Local|Attributes|defaultdict|deque)"
+        ):
             save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
 
 
-def test_a_class_that_is_not_imported_leaves_a_plain_value_and_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(tmp_path / "c", tensors={}, state={"key": {"colour": Colour.RED, "root": Path("a")}}, metadata={})
+def test_a_class_that_is_not_imported_leaves_a_plain_value_and_its_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(
+        tmp_path / "c",
+        tensors={},
+        state={"key": {"colour": Colour.RED, "root": Path("a")}},
+        metadata={},
+    )
     monkeypatch.delitem(sys.modules, __name__)
-    with pytest.warns(UserWarning, match=r"values of .*test_state:Colour, which is not imported here"):
+    with pytest.warns(
+        UserWarning, match=r"values of .*test_state:Colour, which is not imported here"
+    ):
         found = read_state(tmp_path / "c")
     assert found["key"] == {"colour": "red", "root": Path("a")}
     save_checkpoint(tmp_path / "d", tensors={}, state=found, metadata={})
@@ -160,7 +176,11 @@ def test_ordered_dictionaries_keep_their_order_and_type(tmp_path: Path) -> None:
 
 def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> None:
     big = torch.zeros(1_000_000)
-    state = {"slice": big[3:5], "parameter": torch.nn.Parameter(torch.ones(2)), "array": np.arange(3, dtype=np.uint32)}
+    state = {
+        "slice": big[3:5],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "array": np.arange(3, dtype=np.uint32),
+    }
     save_checkpoint(tmp_path / "c", tensors={}, state=state, metadata={})
     found = read_state(tmp_path / "c")
     assert torch.equal(found["slice"], torch.zeros(2))
@@ -171,7 +191,9 @@ def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> No
 
 def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
     generator = np.random.RandomState(3)
-    save_checkpoint(tmp_path / "c", tensors={}, state={"numpy": generator.get_state(legacy=True)}, metadata={})
+    save_checkpoint(
+        tmp_path / "c", tensors={}, state={"numpy": generator.get_state(legacy=True)}, metadata={}
+    )
     expected = generator.rand(5)
     generator.set_state(read_state(tmp_path / "c")["numpy"])
     assert np.array_equal(generator.rand(5), expected)
@@ -180,14 +202,22 @@ def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"mine": {"loss": torch.nn.MSELoss()}}, r"state\['mine'\]\['loss'\] is a torch\.nn.*MSELoss"),
-        ({"a": [0, {"b": datetime.date(2020, 1, 1)}]}, r"state\['a'\]\[1\]\['b'\] is a datetime\.date"),
+        (
+            {"mine": {"loss": torch.nn.MSELoss()}},
+            r"state\['mine'\]\['loss'\] is a torch\.nn.*MSELoss",
+        ),
+        (
+            {"a": [0, {"b": datetime.date(2020, 1, 1)}]},
+            r"state\['a'\]\[1\]\['b'\] is a datetime\.date",
+        ),
         ({"f": len}, r"state\['f'\] is a builtins\.builtin_function_or_method"),
         ({"d": {Registered: 1}}, r"state\['d'\] \(a key of it\) is a builtins\.type"),
         ({"n": np.array([object()])}, r"state\['n'\] is a numpy\.ndarray"),
     ],
 )
-def test_what_cannot_be_read_back_is_refused_by_name(tmp_path: Path, state: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_read_back_is_refused_by_name(
+    tmp_path: Path, state: dict[str, Any], words: str
+) -> None:
     with pytest.raises(CheckpointError, match=words):
         save_checkpoint(tmp_path / "c", tensors={}, state=state, metadata={})
     with pytest.raises(CheckpointError, match=words):
@@ -198,7 +228,11 @@ def test_registered_classes_are_kept(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Registered]):
         save_checkpoint(tmp_path / "c", tensors={}, state={"mine": Registered(3)}, metadata={})
         assert read_state(tmp_path / "c")["mine"] == Registered(3)
-        with pytest.raises(CheckpointError, match=r"state\['mine'\] cannot be written so that it can be read back"):
-            save_checkpoint(tmp_path / "d", tensors={}, state={"mine": Registered(len)}, metadata={})
+        with pytest.raises(
+            CheckpointError, match=r"state\['mine'\] cannot be written so that it can be read back"
+        ):
+            save_checkpoint(
+                tmp_path / "d", tensors={}, state={"mine": Registered(len)}, metadata={}
+            )
     with pytest.raises(CheckpointError, match=r"state\.pt cannot be read"):
         read_state(tmp_path / "c")

@@ -11,7 +11,13 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.checkpoint import complete_checkpoints, files, latest, mark_latest, verify_checkpoint
+from lightning_ptdp.checkpoint import (
+    complete_checkpoints,
+    files,
+    latest,
+    mark_latest,
+    verify_checkpoint,
+)
 from lightning_ptdp.checkpoint.latest import latest_leaves
 from tests.checkpoint.interruption import save
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
@@ -32,7 +38,13 @@ class Together(L.Callback):
 def train(folder: Path, barrier: Any, told: Any) -> None:
     warnings.filterwarnings("error", message=".*latest cannot be made")
     saver = ModelCheckpoint(
-        folder, filename="{step}", every_n_train_steps=1, save_top_k=1, monitor="step", mode="max", save_last=True
+        folder,
+        filename="{step}",
+        every_n_train_steps=1,
+        save_top_k=1,
+        monitor="step",
+        mode="max",
+        save_last=True,
     )
     try:
         trainer = make_trainer(
@@ -52,7 +64,10 @@ def train(folder: Path, barrier: Any, told: Any) -> None:
 def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier, told = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=train, args=(tmp_path / "both", barrier, told), daemon=True) for _ in range(2)]
+    processes = [
+        context.Process(target=train, args=(tmp_path / "both", barrier, told), daemon=True)
+        for _ in range(2)
+    ]
     for process in processes:
         process.start()
     outcomes = [told.get(timeout=2 * LIMIT_S) for _ in processes]
@@ -60,7 +75,9 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
         process.join(LIMIT_S)
     for outcome in outcomes:
         mend = "give each training a folder of its own" in outcome
-        assert not outcome or mend or outcome.startswith("BrokenBarrierError"), outcomes  # the other one ended
+        assert not outcome or mend or outcome.startswith("BrokenBarrierError"), (
+            outcomes
+        )  # the other one ended
     found = complete_checkpoints(tmp_path / "both")
     assert found
     for checkpoint in found:
@@ -74,7 +91,9 @@ def test_what_another_training_has_removed_is_gone(tmp_path: Path) -> None:
     save(target, 1)
     mark_latest(target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latest, "complete_checkpoints", lambda folder: (folder / "latest").unlink() or [])
+        patch.setattr(
+            latest, "complete_checkpoints", lambda folder: (folder / "latest").unlink() or []
+        )
         latest_leaves(target)
     assert not (tmp_path / "latest").is_symlink()
 
@@ -103,6 +122,8 @@ def test_a_checkpoint_that_is_removed_while_it_is_replaced(tmp_path: Path) -> No
     save(target, 1)
     save(tmp_path / "new", 2)
     others = iter([target])
-    files.replace(tmp_path / "new", target, follow=lambda _: [files.discard(path) for path in others])
+    files.replace(
+        tmp_path / "new", target, follow=lambda _: [files.discard(path) for path in others]
+    )
     verify_checkpoint(target)
     assert not files.leftovers(target)

@@ -14,5 +14,11 @@ PTDP = [
 
 SAVE_EACH_STEP = {
     "class_path": "ModelCheckpoint",
-    "init_args": {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": True},
+    "init_args": {
+        "every_n_train_steps": 1,
+        "save_top_k": 2,
+        "monitor": "step",
+        "mode": "max",
+        "save_last": True,
+    },
 }

@@ -11,7 +11,22 @@ import yaml
 
 from lightning_ptdp.cli import main
 
-WORDS = ["the", "a", "stage", "rank", "layer", "sends", "waits", "holds", "its", "gradient", "forward", "backward", "then", "of"]
+WORDS = [
+    "the",
+    "a",
+    "stage",
+    "rank",
+    "layer",
+    "sends",
+    "waits",
+    "holds",
+    "its",
+    "gradient",
+    "forward",
+    "backward",
+    "then",
+    "of",
+]
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +70,10 @@ def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
                 "init_args": {"save_dir": str(folder / "runs"), "experiment_name": "tiny"},
             },
             "callbacks": [
-                {"class_path": "ModelCheckpoint", "init_args": {"save_last": True, "monitor": "val_loss"}},
+                {
+                    "class_path": "ModelCheckpoint",
+                    "init_args": {"save_last": True, "monitor": "val_loss"},
+                },
             ],
         },
         "model": {

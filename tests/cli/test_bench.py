@@ -21,17 +21,39 @@ Run = Callable[..., tuple[int, str, str]]
 def no_data(config: str, tmp_path: Path) -> str:
     """The configuration with a data folder that is not there."""
     values = yaml.safe_load(Path(config).read_text())
-    values["data"]["init_args"] |= {"data_dir": str(tmp_path / "nothing"), "source": str(tmp_path / "no text")}
+    values["data"]["init_args"] |= {
+        "data_dir": str(tmp_path / "nothing"),
+        "source": str(tmp_path / "no text"),
+    }
     Path(config).write_text(yaml.safe_dump(values))
     return config
 
 
-def test_a_pipeline_is_measured_without_data_and_leaves_nothing(ptdp: Run, no_data: str, tmp_path: Path) -> None:
-    code, out, err = ptdp("bench", "--config", no_data, *PTDP, "--steps", "2", "--warmup", "1", "--json", "--peak_tflops", "1")
+def test_a_pipeline_is_measured_without_data_and_leaves_nothing(
+    ptdp: Run, no_data: str, tmp_path: Path
+) -> None:
+    code, out, err = ptdp(
+        "bench",
+        "--config",
+        no_data,
+        *PTDP,
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--json",
+        "--peak_tflops",
+        "1",
+    )
     assert code == 0, err
     (found,) = json.loads(out.splitlines()[-1])
     assert (found["layout"], found["world_size"]) == ("t2 p2 v2 d1", 4)
-    assert (found["samples"], found["tokens"], len(found["seconds"]), len(found["peak_memory_bytes"])) == (8, 128, 2, 4)
+    assert (
+        found["samples"],
+        found["tokens"],
+        len(found["seconds"]),
+        len(found["peak_memory_bytes"]),
+    ) == (8, 128, 2, 4)
     assert found["bubble"] > 0
     # On a CPU tensors are counted, not what the process has besides.
     assert max(found["peak_memory_bytes"]) < 20 * 2**20
@@ -40,10 +62,16 @@ def test_a_pipeline_is_measured_without_data_and_leaves_nothing(ptdp: Run, no_da
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_layouts_are_compared_in_steps_of_as_many_samples(ptdp: Run, no_data: str, tmp_path: Path) -> None:
-    """From a recipe, whose text is what is handed on, with a layout as the listings print it, and one that the model does not take."""
+def test_layouts_are_compared_in_steps_of_as_many_samples(
+    ptdp: Run, no_data: str, tmp_path: Path
+) -> None:
+    """From a recipe, whose text is what is handed on, with a layout as the listings print it, and
+    one that the model does not take."""
     (tmp_path / "based.yaml").write_text(f"base: {Path(no_data).name}")
-    strategy = ["--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.strategy.start_method=fork"]
+    strategy = [
+        "--trainer.strategy=lightning_ptdp.PTDPStrategy",
+        "--trainer.strategy.start_method=fork",
+    ]
     steps = [
         "--steps=2",
         "--warmup=1",
@@ -51,12 +79,24 @@ def test_layouts_are_compared_in_steps_of_as_many_samples(ptdp: Run, no_data: st
         "--trainer.devices=2",
         "--model.config.num_layers=1",
     ]
-    code, out, err = ptdp("bench", "--config", str(tmp_path / "based.yaml"), *strategy, *steps, "--compare", "t2 d1, p2")
+    code, out, err = ptdp(
+        "bench",
+        "--config",
+        str(tmp_path / "based.yaml"),
+        *strategy,
+        *steps,
+        "--compare",
+        "t2 d1, p2",
+    )
     assert code == 2, err
     assert "p2" in err.splitlines()[-1] or "pipeline_parallel_size=2" in err.splitlines()[-1]
     devices, _, _, *lines = out.splitlines()[-8:]
-    assert "2 x cpu" in devices and "a step: 32 samples" in devices, out  # two replicas, accumulated twice
-    assert [line for line in lines if re.search(r"t2 p1 d1 +8 ", line)], out  # 32 samples of 2, accumulated twice
+    assert "2 x cpu" in devices and "a step: 32 samples" in devices, (
+        out
+    )  # two replicas, accumulated twice
+    assert [line for line in lines if re.search(r"t2 p1 d1 +8 ", line)], (
+        out
+    )  # 32 samples of 2, accumulated twice
     assert "to use 1, add:" in out
 
 
@@ -71,7 +111,12 @@ def test_layouts_as_options() -> None:
     }
     assert {*layout_options(" p4 v2 ", 8)} == {*layout_options("t1 p4 v2 d2", 8)} == found
     assert "--trainer.strategy.sequence_parallel=true" in layout_options("t2 sp", 2)
-    for text, words in {"t2 d4": "write d2", "t3": "tensor_parallel_size", "t2 x4": "'x4' is not a degree", "t0": "'t0'"}.items():
+    for text, words in {
+        "t2 d4": "write d2",
+        "t3": "tensor_parallel_size",
+        "t2 x4": "'x4' is not a degree",
+        "t0": "'t0'",
+    }.items():
         with pytest.raises(UserError, match=words):
             layout_options(text, 4)
 

@@ -39,7 +39,9 @@ Run = Callable[..., tuple[int, str, str]]
     ],
 )
 def test_words(line: str, offered: list[str]) -> None:
-    assert complete([*shlex.split(line), ""] if line.endswith(" ") else shlex.split(line)) == offered
+    assert (
+        complete([*shlex.split(line), ""] if line.endswith(" ") else shlex.split(line)) == offered
+    )
 
 
 def test_every_verb_has_options_and_those_of_fit_exist(ptdp: Run) -> None:
@@ -54,8 +56,12 @@ def test_every_verb_has_options_and_those_of_fit_exist(ptdp: Run) -> None:
 def test_bash_asks_and_does_not_wait_for_torch(tmp_path: Path) -> None:
     command = tmp_path / "ptdp"
     check = 'assert "torch" not in sys.modules'
-    code = f"import sys; from lightning_ptdp.cli import main; code = main(); {check}; sys.exit(code)"
-    command.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
+    code = (
+        f"import sys; from lightning_ptdp.cli import main; code = main(); {check}; sys.exit(code)"
+    )
+    command.write_text(
+        f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n'
+    )
     command.chmod(0o755)
     script = """
     eval "$(ptdp completion bash)"
@@ -63,8 +69,14 @@ def test_bash_asks_and_does_not_wait_for_torch(tmp_path: Path) -> None:
     COMP_WORDS=(ptdp "") COMP_CWORD=1; _ptdp; echo "${COMPREPLY[@]}"
     complete -p ptdp
     """
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == [
         "gpt/nano",
         " ".join(sorted([*VERBS, "--help", "--version"])),

@@ -15,13 +15,25 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def test_the_whole_inspection_of_this_machine(ptdp: Run, tmp_path: Path, prepared: Path) -> None:
-    code, out, _ = ptdp("doctor", "--root-dir", str(tmp_path), "--data-dir", str(prepared), "--json")
+    code, out, _ = ptdp(
+        "doctor", "--root-dir", str(tmp_path), "--data-dir", str(prepared), "--json"
+    )
     found = json.loads(out)
-    failed = [check for section in found["sections"] for check in section["checks"] if check["status"] == "failed"]
+    failed = [
+        check
+        for section in found["sections"]
+        for check in section["checks"]
+        if check["status"] == "failed"
+    ]
     assert (code, failed, found["ok"]) == (0, [], True)
     titles = [section["title"].partition(" ")[0] for section in found["sections"]]
     assert titles == ["installation", "machine", "devices", "folders", "ranks"]
-    assert {one["operation"] for one in found["measurements"]} == {"send 0 to 1", "all-reduce", "reduce-scatter", "all-gather"}
+    assert {one["operation"] for one in found["measurements"]} == {
+        "send 0 to 1",
+        "all-reduce",
+        "reduce-scatter",
+        "all-gather",
+    }
     assert list(tmp_path.iterdir()) == []
 
 
@@ -45,7 +57,12 @@ def test_columns_are_even() -> None:
         Check(subject="longer", status=Status.WARNING, found="found", mend="mend"),
     )
     lines = render(Inspection(sections=(Section(title="title", checks=checks),))).splitlines()
-    assert lines[:4] == ["title", "  ok       a       found", "  warning  longer  found", "                   -> mend"]
+    assert lines[:4] == [
+        "title",
+        "  ok       a       found",
+        "  warning  longer  found",
+        "                   -> mend",
+    ]
     assert lines[-1] == "1 ok, 1 warning, 0 failed"
 
 

@@ -23,7 +23,9 @@ Run = Callable[..., tuple[int, str, str]]
 STEPS = 6
 
 
-def configure(config: str, path: Path, *, devices: int, steps: int, callbacks: Sequence[Any] = ()) -> str:
+def configure(
+    config: str, path: Path, *, devices: int, steps: int, callbacks: Sequence[Any] = ()
+) -> str:
     """The tiny configuration with a global batch that is the same for any number of replicas."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
@@ -39,8 +41,14 @@ def configure(config: str, path: Path, *, devices: int, steps: int, callbacks: S
         "default_root_dir": str(path.parent / ("whole" if devices == 1 else "run")),
         "callbacks": [SAVE_EACH_STEP, *callbacks],
     }
-    settings["model"]["init_args"]["optimizer"]["decay_steps"] = 100  # else it would follow from max_steps
-    settings["data"]["init_args"] |= {"global_batch_size": 16, "micro_batch_size": 2, "num_microbatches": None}
+    settings["model"]["init_args"]["optimizer"]["decay_steps"] = (
+        100  # else it would follow from max_steps
+    )
+    settings["data"]["init_args"] |= {
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "num_microbatches": None,
+    }
     path.write_text(yaml.safe_dump({**settings, "sample": None}))
     return str(path)
 
@@ -53,7 +61,8 @@ def _fit(config: str) -> str:
 
 
 def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
-    """As ``torchrun --standalone --nproc-per-node 2 --max-restarts 2``, with processes that are forked, which have torch loaded."""
+    """As ``torchrun --standalone --nproc-per-node 2 --max-restarts 2``, with processes that are
+    forked, which have torch loaded."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name)
     launch = LaunchConfig(
@@ -75,21 +84,40 @@ def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
 
 def test_four_replicas_then_two_of_which_one_dies(ptdp: Run, config: str, tmp_path: Path) -> None:
     """2 steps on 4 replicas; on 2 replicas to step 4, where one dies; started again to the end."""
-    code, _, err = ptdp("fit", "--config", configure(config, tmp_path / "whole.yaml", devices=1, steps=STEPS))
+    code, _, err = ptdp(
+        "fit", "--config", configure(config, tmp_path / "whole.yaml", devices=1, steps=STEPS)
+    )
     assert code == 0, err
-    code, _, err = ptdp("fit", "--config", configure(config, tmp_path / "four.yaml", devices=4, steps=2), "--resume=auto")
+    code, _, err = ptdp(
+        "fit",
+        "--config",
+        configure(config, tmp_path / "four.yaml", devices=4, steps=2),
+        "--resume=auto",
+    )
     assert code == 0, err
-    dies = {"class_path": "tests.cli.dying.DiesOnce", "init_args": {"step": 4, "notes": str(tmp_path)}}
+    dies = {
+        "class_path": "tests.cli.dying.DiesOnce",
+        "init_args": {"step": 4, "notes": str(tmp_path)},
+    }
     two = configure(config, tmp_path / "two.yaml", devices=2, steps=STEPS, callbacks=[dies])
-    with contextlib.closing(Pool()) as fresh:  # a worker that has trained has threads, which do not outlive a fork
+    with contextlib.closing(
+        Pool()
+    ) as fresh:  # a worker that has trained has threads, which do not outlive a fork
         (restarts,) = fresh.run(_torchrun, world_size=1, args=(two, str(tmp_path)))
     assert restarts == {0: "1", 1: "1"}
     starts = {path.name: int(path.read_text()) for path in tmp_path.glob("start-*")}
-    assert starts == {"start-0-rank-0": 2, "start-0-rank-1": 2, "start-1-rank-0": 4, "start-1-rank-1": 4}
+    assert starts == {
+        "start-0-rank-0": 2,
+        "start-0-rank-1": 2,
+        "start-1-rank-0": 4,
+        "start-1-rank-1": 4,
+    }
 
     newest, whole = newest_checkpoint(tmp_path / "run"), newest_checkpoint(tmp_path / "whole")
     assert newest is not None and whole is not None
-    assert read_metadata(newest).run["global_step"] == read_metadata(whole).run["global_step"] == STEPS
+    assert (
+        read_metadata(newest).run["global_step"] == read_metadata(whole).run["global_step"] == STEPS
+    )
     assert read_metadata(newest).run["layout"] == "t1 p1 d2"
     expected = read_full(whole)
     for name, value in read_full(newest).items():

@@ -33,9 +33,23 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 Run = Callable[..., tuple[int, str, str]]
 
 VERBS = [
-    "fit", "validate", "test", "predict", "prepare", "generate", "chat", "convert", "ckpt", "recipes", "plan", "timeline", "verify",
-    "bench", "doctor", "completion",
-]  # fmt: skip
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "prepare",
+    "generate",
+    "chat",
+    "convert",
+    "ckpt",
+    "recipes",
+    "plan",
+    "timeline",
+    "verify",
+    "bench",
+    "doctor",
+    "completion",
+]
 
 
 def test_help_and_mistakes_do_not_wait_for_torch() -> None:
@@ -50,7 +64,9 @@ assert main(["fit", "--launcher", "slurm", "--config", "gpt/124m", "--dry-run"])
 assert main(["docter"]) == 2 and main(["fti"]) == 2 and main(["fit", "--config", "gpt/nanoo"]) == 2 and main(["recipes", "--help"]) == 0
 assert "torch" not in sys.modules and "lightning" not in sys.modules
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     for verb in VERBS:
         assert f"\n  {verb} " in result.stdout
     assert "did you mean 'fit'?" in result.stderr
@@ -79,8 +95,13 @@ from lightning_ptdp.cli import main
 assert main(["recipes", "show", "gpt/nano", "--resolved"]) == 0
 print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matplotlib", "litdata") if name in sys.modules])
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # as a user starts it, without tests/starts
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }  # as a user starts it, without tests/starts
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
     told, _, imported = done.stdout.rstrip().rpartition("\n")
     assert imported == "[]", done.stderr
     assert ptdp("recipes", "show", "gpt/nano", "--resolved")[1].rstrip() == told
@@ -89,8 +110,18 @@ print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matp
 
 def test_help_of_fit_is_complete(ptdp: Run) -> None:
     _, out, _ = ptdp("fit", "--help", "all")
-    for key in ("--config", "--print_config", "--trainer.max_steps", "--trainer.strategy", "--model", "--data", "--ckpt_path",
-                "--throughput.window", "--sample", "--seed_everything"):  # fmt: skip
+    for key in (
+        "--config",
+        "--print_config",
+        "--trainer.max_steps",
+        "--trainer.strategy",
+        "--model",
+        "--data",
+        "--ckpt_path",
+        "--throughput.window",
+        "--sample",
+        "--seed_everything",
+    ):
         assert key in out
 
 
@@ -101,7 +132,10 @@ def test_short_help_says_what_the_classes_say(ptdp: Run) -> None:
     assert {name: ast.literal_eval(one.default) for name, one in read.items()} == defaults
     assert all(one.text for one in read.values())
     shown = ptdp("fit", "-h")[1]
-    parts = {part.partition(".NAME")[0]: set(re.findall(r"^  (\w[\w.]*)", part, re.MULTILINE)) for part in shown.split("\n\n")}
+    parts = {
+        part.partition(".NAME")[0]: set(re.findall(r"^  (\w[\w.]*)", part, re.MULTILINE))
+        for part in shown.split("\n\n")
+    }
     assert parts["--trainer.strategy"] == {*defaults}
     for part, prefix, kinds in (
         ("--trainer", "", (Trainer,)),
@@ -134,7 +168,10 @@ def test_recipes(ptdp: Run) -> None:
     code, out, _ = ptdp("recipes", "list")
     assert code == 0
     assert "gpt/nano" in out
-    assert ptdp("recipes", "show", "gpt/nano")[1] == (recipe_folder() / "gpt" / "nano.yaml").read_text()
+    assert (
+        ptdp("recipes", "show", "gpt/nano")[1]
+        == (recipe_folder() / "gpt" / "nano.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt/nano", "gpt/nano.yaml", "recipes/gpt/nano.yaml"])
@@ -145,7 +182,11 @@ def test_a_recipe_is_found_by_name_from_anywhere(
     monkeypatch.chdir(tmp_path)
     given = [part.format(name) for part in form]
     merged = resolve_config(recipe_folder() / "gpt" / "nano.yaml")
-    assert resolve_configs([*given, "--trainer.max_steps", "2"]) == [f"--config={merged.text}", "--trainer.max_steps", "2"]
+    assert resolve_configs([*given, "--trainer.max_steps", "2"]) == [
+        f"--config={merged.text}",
+        "--trainer.max_steps",
+        "2",
+    ]
 
 
 def test_a_file_wins_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +196,9 @@ def test_a_file_wins_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert recipe_files.find_config("gpt/nano") == Path("gpt/nano")
 
 
-def test_an_installed_package_has_its_recipes_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_has_its_recipes_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "lightning_ptdp" / "cli" / "recipe_files.py"
     monkeypatch.setattr(recipe_files, "__file__", str(module))
     with pytest.raises(FileNotFoundError, match="install lightning-ptdp again"):
@@ -171,25 +214,29 @@ def test_nearest() -> None:
 
 
 def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
-    message = 'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
+    message = (
+        'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
+    )
     own = (
         message
         + "    - Problem with given class_path 'lightning_ptdp.models.LitGPT':\n        Group 'config' does not accept option 'x'"
     )
-    assert readable(own, []).startswith("there is no key 'model.config.x' (lightning_ptdp.models.LitGPT has no 'config.x'")
-    assert readable("Parser key \"trainer.max_steps\":\n  Expected a <class 'int'>. Got value: abc", []) == (
-        "trainer.max_steps: Expected int. Got value: abc"
+    assert readable(own, []).startswith(
+        "there is no key 'model.config.x' (lightning_ptdp.models.LitGPT has no 'config.x'"
     )
-    choices = (
-        "Parser key \"resume\":\n  Does not validate\n  Errors:\n    - Expected a typing.Literal['a', 'b']\n    - Expected a "
-    )
-    assert readable(choices + "<class 'NoneType'>\n  Given value type: <class 'str'>\n  Given value: c", []) == (
-        "resume: Expected 'a' or 'b' or null. Got value: c"
-    )
+    assert readable(
+        "Parser key \"trainer.max_steps\":\n  Expected a <class 'int'>. Got value: abc", []
+    ) == ("trainer.max_steps: Expected int. Got value: abc")
+    choices = "Parser key \"resume\":\n  Does not validate\n  Errors:\n    - Expected a typing.Literal['a', 'b']\n    - Expected a "
+    assert readable(
+        choices + "<class 'NoneType'>\n  Given value type: <class 'str'>\n  Given value: c", []
+    ) == ("resume: Expected 'a' or 'b' or null. Got value: c")
     assert readable("something else", []) == "something else"
     of_a_field = (
-        "Does not validate against any of the Union subtypes\nErrors:\n  - Does not validate against any of the Union subtypes\n"
-        "    Errors:\n      - r=0 must be a positive integer\n      - Expected a <class 'NoneType'>\n  - Expected a <class 'NoneType'>"
+        "Does not validate against any of the Union subtypes\nErrors:\n  - Does not validate "
+        "against any of the Union subtypes\n"
+        "    Errors:\n      - r=0 must be a positive integer\n      - Expected a <class "
+        "'NoneType'>\n  - Expected a <class 'NoneType'>"
     )
     absent = own.replace("Group 'config' does not accept option 'x'", "No module named 'peft'")
     assert readable(absent, []).startswith("peft is not installed; lightning-ptdp needs >=")
@@ -209,10 +256,16 @@ TRACE = "\n\n-- Process 2 terminated with the following error:\nTraceback (most 
 @pytest.mark.parametrize(
     ("error", "mendable"),
     [
-        *((f"lightning_ptdp.{name}", True) for name in ("data.data_error.DataError", "schedule.schedule_error.ScheduleError")),
         *(
             (f"lightning_ptdp.{name}", True)
-            for name in ("tensor_parallel.sharded_experts.ExpertError", "keyed_dropout.keyed.KeyedDropoutError")
+            for name in ("data.data_error.DataError", "schedule.schedule_error.ScheduleError")
+        ),
+        *(
+            (f"lightning_ptdp.{name}", True)
+            for name in (
+                "tensor_parallel.sharded_experts.ExpertError",
+                "keyed_dropout.keyed.KeyedDropoutError",
+            )
         ),
         ("FileNotFoundError", True),
         ("lightning.fabric.utilities.exceptions.MisconfigurationException", True),
@@ -235,13 +288,20 @@ def test_every_error_has_one_base_class() -> None:
         if module.name.endswith("__main__"):
             continue
         for name, value in vars(import_module(module.name)).items():
-            if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == module.name and name[0] != "_":
+            if (
+                isinstance(value, type)
+                and issubclass(value, Exception)
+                and value.__module__ == module.name
+                and name[0] != "_"
+            ):
                 assert issubclass(value, PTDPError), f"{module.name}.{name}"
 
 
 def test_errors_of_workers() -> None:
     trace = TRACE
-    ours = ProcessRaisedException(trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n")
+    ours = ProcessRaisedException(
+        trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n"
+    )
     failure = worker_failure(ours)
     assert failure is not None
     assert (failure.message, failure.mendable) == ("no 'a'\nin here", True)
@@ -275,6 +335,15 @@ def test_which_errors_are_the_users() -> None:
 def test_the_recipe_of_a_bert(ptdp: Run) -> None:
     resolved = yaml.safe_load(ptdp("recipes", "show", "bert/nano", "--resolved")[1])
     model, data = resolved["model"]["init_args"], resolved["data"]["init_args"]
-    assert LitBert(**{**model, "config": BertConfig(**model["config"]), "optimizer": AdamWConfig()}).num_parameters == 965_378
-    assert (data["pairs"], data["sequence_length"], data["seed"]) == ("swap", model["config"]["sequence_length"], 0)
+    assert (
+        LitBert(
+            **{**model, "config": BertConfig(**model["config"]), "optimizer": AdamWConfig()}
+        ).num_parameters
+        == 965_378
+    )
+    assert (data["pairs"], data["sequence_length"], data["seed"]) == (
+        "swap",
+        model["config"]["sequence_length"],
+        0,
+    )
     assert resolved["sample"] is None

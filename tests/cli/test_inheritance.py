@@ -38,12 +38,24 @@ def merged(folder: Path, base: str, over: str) -> Any:
         ("a: [1, 2]", "a: []", {"a": []}),
         ("a: {b: 1}", "a: CSVLogger", {"a": "CSVLogger"}),
         ("a: 1", "", {"a": 1}),
-        ("a: {class_path: x.A, init_args: {b: 1}}", "a: {init_args: {c: 2}}", {"a": {"class_path": "x.A", "init_args": {"b": 1, "c": 2}}}),
-        ("a: {class_path: x.A, init_args: {b: 1}}", "a: {class_path: A}", {"a": {"class_path": "A", "init_args": {"b": 1}}}),
-        ("a: {class_path: x.A, init_args: {b: 1}}", "a: {class_path: x.B}", {"a": {"class_path": "x.B"}}),
+        (
+            "a: {class_path: x.A, init_args: {b: 1}}",
+            "a: {init_args: {c: 2}}",
+            {"a": {"class_path": "x.A", "init_args": {"b": 1, "c": 2}}},
+        ),
+        (
+            "a: {class_path: x.A, init_args: {b: 1}}",
+            "a: {class_path: A}",
+            {"a": {"class_path": "A", "init_args": {"b": 1}}},
+        ),
+        (
+            "a: {class_path: x.A, init_args: {b: 1}}",
+            "a: {class_path: x.B}",
+            {"a": {"class_path": "x.B"}},
+        ),
         ("a: 1e-4", "b: 1E5", {"a": 1e-4, "b": 1e5}),
     ],
-)  # fmt: skip
+)
 def test_merging(tmp_path: Path, base: str, over: str, expected: Any) -> None:
     assert merged(tmp_path, base, over) == expected
 
@@ -76,7 +88,9 @@ def test_origins_follow_a_chain_of_bases(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path: config.origin(path) for path in expected} == expected
 
 
-def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_is_found_beside_the_file_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "configs" / "gpt" / "nano", "a: 1")
     file = write(tmp_path / "configs" / "mine.yaml", "base: gpt/nano")
     monkeypatch.chdir("/")
@@ -86,12 +100,20 @@ def test_a_base_is_found_beside_the_file_that_names_it(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base: gpt/124n", "mine.yaml: base: gpt/124n: there is no such file, and no such recipe; did you mean 'gpt/124m'?"),
+        (
+            "base: gpt/124n",
+            "mine.yaml: base: gpt/124n: there is no such file, and no such recipe; did you mean "
+            "'gpt/124m'?",
+        ),
         ("base: [gpt/124m]", "must be the name of one recipe or file"),
-        ("base: mine.yaml", "mine.yaml leads back to a file that is being read: .*mine.yaml -> .*mine.yaml"),
+        (
+            "base: mine.yaml",
+            "mine.yaml leads back to a file that is being read: .*mine.yaml -> .*mine.yaml",
+        ),
         (
             "base: other.yaml",
-            "other.yaml: base: mine.yaml leads back .*mine.yaml -> .*other.yaml -> .*mine.yaml; take one base out",
+            "other.yaml: base: mine.yaml leads back .*mine.yaml -> .*other.yaml -> .*mine.yaml; "
+            "take one base out",
         ),
         ("- 1", "mine.yaml holds a list; a configuration is a mapping"),
         ("a: [", "mine.yaml: is not YAML: while parsing"),
@@ -105,29 +127,46 @@ def test_mistakes(tmp_path: Path, text: str, words: str) -> None:
 
 def test_a_file_without_a_base_stays_a_path(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", "sample: null")
-    assert resolve_configs(["--config", str(file), "--sample", "null"]) == [f"--config={file}", "--sample", "null"]
+    assert resolve_configs(["--config", str(file), "--sample", "null"]) == [
+        f"--config={file}",
+        "--sample",
+        "null",
+    ]
 
 
 def test_a_users_file_with_a_base_is_printed_merged(ptdp: Run, tmp_path: Path) -> None:
     text = "base: gpt/124m\nmodel: {init_args: {optimizer: {learning_rate: 1e-3}}}\ntrainer: {logger: {class_path: CSVLogger}}\n"
     mine = write(tmp_path / "mine.yaml", text)
-    code, out, err = ptdp("fit", "--config", str(mine), "--trainer.max_steps", "9", "--print_config")
+    code, out, err = ptdp(
+        "fit", "--config", str(mine), "--trainer.max_steps", "9", "--print_config"
+    )
     assert code == 0, err
     values = yaml.safe_load(out)
     assert "base" not in values
-    assert (values["model"]["init_args"]["config"]["num_layers"], values["trainer"]["max_steps"]) == (12, 9)
+    assert (
+        values["model"]["init_args"]["config"]["num_layers"],
+        values["trainer"]["max_steps"],
+    ) == (12, 9)
     assert values["model"]["init_args"]["optimizer"]["learning_rate"] == 1e-3
     assert "experiment_name" not in values["trainer"]["logger"]["init_args"]
 
 
-def test_a_run_from_a_base_saves_the_merged_configuration(ptdp: Run, config: str, tmp_path: Path) -> None:
-    child = write(tmp_path / "child.yaml", f"base: {os.path.basename(config)}\ntrainer: {{max_steps: 1}}\nsample: null\n")
+def test_a_run_from_a_base_saves_the_merged_configuration(
+    ptdp: Run, config: str, tmp_path: Path
+) -> None:
+    child = write(
+        tmp_path / "child.yaml",
+        f"base: {os.path.basename(config)}\ntrainer: {{max_steps: 1}}\nsample: null\n",
+    )
     code, _, err = ptdp("fit", "--config", str(child))
     assert code == 0, err
     (saved,) = (tmp_path / "runs" / "tiny").glob("*/config.yaml")
     values = yaml.safe_load(saved.read_text())
     assert "base" not in values
-    assert (values["trainer"]["max_steps"], values["model"]["init_args"]["config"]["hidden_size"]) == (1, 32)
+    assert (
+        values["trainer"]["max_steps"],
+        values["model"]["init_args"]["config"]["hidden_size"],
+    ) == (1, 32)
 
 
 def origins_of(shown: str) -> dict[str, str]:
@@ -137,7 +176,9 @@ def origins_of(shown: str) -> dict[str, str]:
 
 
 def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: Path) -> None:
-    mine = write(tmp_path / "mine.yaml", "base: gpt/124m\ntrainer: {max_steps: 33, callbacks: []}\n")
+    mine = write(
+        tmp_path / "mine.yaml", "base: gpt/124m\ntrainer: {max_steps: 33, callbacks: []}\n"
+    )
     overrides = [
         "--model.config.dropout=0.5",
         "--trainer.strategy.recompute",
@@ -200,9 +241,15 @@ def test_list_has_a_line_a_recipe_with_size_and_layout(ptdp: Run) -> None:
     code, out, _ = ptdp("recipes", "list")
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "gpt/124m 124 M 8 t1 p1 v1 d8 GPT-2 small, 300 B tokens in batches of 0.5 M on 8 GPUs" in lines
+    assert (
+        "gpt/124m 124 M 8 t1 p1 v1 d8 GPT-2 small, 300 B tokens in batches of 0.5 M on 8 GPUs"
+        in lines
+    )
     assert not any("common" in line.partition(" ")[0] for line in lines)
     names = [line.partition(" ")[0] for line in lines]
     assert (
-        names.index("gpt/ptdp-1.7b") < names.index("gpt/ptdp-18.4b") < names.index("gpt/ptdp-310.1b") < names.index("gpt/ptdp-1t")
+        names.index("gpt/ptdp-1.7b")
+        < names.index("gpt/ptdp-18.4b")
+        < names.index("gpt/ptdp-310.1b")
+        < names.index("gpt/ptdp-1t")
     )

@@ -15,7 +15,10 @@ from lightning_ptdp.checkpoint import read_metadata
 
 Run = Callable[..., tuple[int, str, str]]
 
-STRATEGY = ["--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.strategy.pipeline_parallel_size=2"]
+STRATEGY = [
+    "--trainer.strategy=lightning_ptdp.PTDPStrategy",
+    "--trainer.strategy.pipeline_parallel_size=2",
+]
 # srun starts a task with the variables that SLURM sets; scontrol names the only host.
 SRUN = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift; done
@@ -36,56 +39,126 @@ def script(ptdp: Run, *arguments: str) -> str:
 
 def words(text: str) -> list[str]:
     """The command that the script becomes."""
-    (command,) = [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("exec ")]
+    (command,) = [
+        line for line in text.replace("\\\n", " ").splitlines() if line.startswith("exec ")
+    ]
     return shlex.split(command)
 
 
 def test_a_script_for_slurm(ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["--nodes", "32", "--gpus-per-node", "8", "--partition", "a100", "--time=24:00:00", "--sbatch=--qos=high"]
-    text = script(ptdp, "--config", "gpt/ptdp-18.4b", "--launcher", "slurm", *options, "--data.source", "my text")
-    asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    options = [
+        "--nodes",
+        "32",
+        "--gpus-per-node",
+        "8",
+        "--partition",
+        "a100",
+        "--time=24:00:00",
+        "--sbatch=--qos=high",
+    ]
+    text = script(
+        ptdp,
+        "--config",
+        "gpt/ptdp-18.4b",
+        "--launcher",
+        "slurm",
+        *options,
+        "--data.source",
+        "my text",
+    )
+    asked = [
+        line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")
+    ]
     assert asked == [
-        "--job-name=gpt-ptdp-18.4b", "--nodes=32", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=8",
-        f"--chdir={tmp_path}", "--output=%x-%j.log", "--open-mode=append", "--requeue", "--signal=SIGUSR1@120",
-        "--partition=a100", "--time=24:00:00", "--qos=high",
-    ]  # fmt: skip
+        "--job-name=gpt-ptdp-18.4b",
+        "--nodes=32",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--cpus-per-task=8",
+        f"--chdir={tmp_path}",
+        "--output=%x-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=SIGUSR1@120",
+        "--partition=a100",
+        "--time=24:00:00",
+        "--qos=high",
+    ]
     command = words(text)
     assert command[1] == "srun"
     assert command[command.index("fit") :] == [
-        "fit", "--config", "gpt/ptdp-18.4b", "--data.source", "my text", "--trainer.num_nodes=32", "--trainer.devices=8",
-        "--trainer.strategy.start_method=popen", "--resume=auto",
-    ]  # fmt: skip
+        "fit",
+        "--config",
+        "gpt/ptdp-18.4b",
+        "--data.source",
+        "my text",
+        "--trainer.num_nodes=32",
+        "--trainer.devices=8",
+        "--trainer.strategy.start_method=popen",
+        "--resume=auto",
+    ]
 
 
 def test_the_page_shows_the_script_that_its_command_makes(ptdp: Run) -> None:
     page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
-    (command,) = [line for line in page.splitlines() if "--launcher slurm" in line and line.startswith("ptdp fit --config")]
+    (command,) = [
+        line
+        for line in page.splitlines()
+        if "--launcher slurm" in line and line.startswith("ptdp fit --config")
+    ]
     code, made, err = ptdp(*shlex.split(command)[1:])
     assert code == 0, err
     shown = page.partition('title="train.sbatch"\n')[2].partition("```")[0]
-    assert shown == made.replace(sys.executable, "/shared/venv/bin/python").replace(str(Path.cwd()), "/shared/project")
+    assert shown == made.replace(sys.executable, "/shared/venv/bin/python").replace(
+        str(Path.cwd()), "/shared/project"
+    )
 
 
 def test_a_script_for_torchrun(ptdp: Run) -> None:
     one = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--ckpt_path", "x.ckpt"))
     assert one[1:5] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
     assert {"--nproc-per-node=4", "--standalone", "--max-restarts=3"} <= set(one)
-    assert "--resume=auto" in one, "the job continues its own run, and starts from the named checkpoint only once"
+    assert "--resume=auto" in one, (
+        "the job continues its own run, and starts from the named checkpoint only once"
+    )
     chosen = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--resume=auto"))
     assert chosen.count("--resume=auto") == 1
     many = script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "--nodes=2", "--max-restarts=0")
     assert '--rdzv-endpoint="${MASTER_ADDR:?the first node}:${MASTER_PORT:-29500}"' in many
     assert "--nnodes=2" in many
-    at = words(script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "--nodes=2", "--rdzv-endpoint=node0:1234"))
+    at = words(
+        script(
+            ptdp,
+            "--launcher=torchrun",
+            "--config=gpt/nano",
+            "--nodes=2",
+            "--rdzv-endpoint=node0:1234",
+        )
+    )
     assert "--rdzv-endpoint=node0:1234" in at
 
 
-def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alone(ptdp: Run) -> None:
-    text = script(ptdp, "--launcher=slurm", "--config=gpt/124m", "--trainer.devices=2", "--trainer.num_nodes", "3")
+def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alone(
+    ptdp: Run,
+) -> None:
+    text = script(
+        ptdp,
+        "--launcher=slurm",
+        "--config=gpt/124m",
+        "--trainer.devices=2",
+        "--trainer.num_nodes",
+        "3",
+    )
     assert "--nodes=3" in text
     assert "--ntasks-per-node=2" in text
-    text = script(ptdp, "--launcher=slurm", "--config=gpt/124m", "--trainer.strategy=ddp", "--trainer.accelerator=cpu")
+    text = script(
+        ptdp,
+        "--launcher=slurm",
+        "--config=gpt/124m",
+        "--trainer.strategy=ddp",
+        "--trainer.accelerator=cpu",
+    )
     assert "start_method" not in text
     assert "resume" not in text
     assert "gpus" not in text
@@ -95,9 +168,18 @@ def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alo
     ("arguments", "said"),
     [
         (["--config=gpt/nano", "--gpus-per-node=3"], "world_size=3 is not divisible"),
-        (["--config=gpt/nano", "--trainer.strategy.tensor_parallel_size=8"], "world_size=4 is not divisible"),
-        (["--config=gpt/nano", "--trainer.devices=auto"], "trainer.devices='auto' is not a number of processes"),
-        (["--config=gpt/nano", "--nodes=4", "--trainer.num_nodes=2"], "--nodes 4 and --trainer.num_nodes 2 contradict"),
+        (
+            ["--config=gpt/nano", "--trainer.strategy.tensor_parallel_size=8"],
+            "world_size=4 is not divisible",
+        ),
+        (
+            ["--config=gpt/nano", "--trainer.devices=auto"],
+            "trainer.devices='auto' is not a number of processes",
+        ),
+        (
+            ["--config=gpt/nano", "--nodes=4", "--trainer.num_nodes=2"],
+            "--nodes 4 and --trainer.num_nodes 2 contradict",
+        ),
         (["--config=gpt/nani"], "did you mean 'gpt/nano'?"),
         ([], "Give --config"),
     ],
@@ -107,7 +189,9 @@ def test_mistakes(ptdp: Run, arguments: list[str], said: str) -> None:
     assert (code, said in err) == (2, True), err
 
 
-def test_without_slurm_nothing_is_submitted(ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_slurm_nothing_is_submitted(
+    ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = ptdp("fit", "--launcher=slurm", "--config=gpt/nano")
     assert (code, "there is no sbatch" in err) == (2, True)
@@ -117,7 +201,9 @@ def test_a_job_is_submitted(ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path
     install(tmp_path, "sbatch", f"#!/bin/bash\ncat > {tmp_path}/submitted\nexit 3\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert ptdp("fit", "--launcher=slurm", "--config=gpt/nano")[0] == 3
-    assert (tmp_path / "submitted").read_text() == script(ptdp, "--launcher=slurm", "--config=gpt/nano")
+    assert (tmp_path / "submitted").read_text() == script(
+        ptdp, "--launcher=slurm", "--config=gpt/nano"
+    )
 
 
 def install(folder: Path, name: str, text: str) -> None:
@@ -138,18 +224,41 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
     install(tmp_path, "scontrol", SCONTROL)
     package = Path(__file__).resolve().parents[2]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
-    clean = {key: value for key, value in os.environ.items() if key not in names and not key.startswith("SLURM")}
-    clean |= {"PATH": f"{tmp_path}:{clean['PATH']}", "PYTHONPATH": f"{clean['PYTHONPATH']}:{package}"}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in names and not key.startswith("SLURM")
+    }
+    clean |= {
+        "PATH": f"{tmp_path}:{clean['PATH']}",
+        "PYTHONPATH": f"{clean['PYTHONPATH']}:{package}",
+    }
     monkeypatch.chdir(tmp_path)
     common = ["fit", "--config", config, *STRATEGY, "--sample=null"]
 
     alone = ["--gpus-per-node=1", "--trainer.strategy.pipeline_parallel_size=1"]
-    assert ptdp(*common, *alone, "--launcher=torchrun", "--output=train.sh", "--trainer.max_steps=2")[0] == 0
-    done = subprocess.run(["./train.sh"], env=clean, capture_output=True, text=True, check=False, timeout=150)
+    assert (
+        ptdp(*common, *alone, "--launcher=torchrun", "--output=train.sh", "--trainer.max_steps=2")[
+            0
+        ]
+        == 0
+    )
+    done = subprocess.run(
+        ["./train.sh"], env=clean, capture_output=True, text=True, check=False, timeout=150
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(tmp_path) == [2]
 
-    assert ptdp(*common, "--gpus-per-node=2", "--launcher=slurm", "--output=train.sbatch", "--trainer.max_steps=3")[0] == 0
+    assert (
+        ptdp(
+            *common,
+            "--gpus-per-node=2",
+            "--launcher=slurm",
+            "--output=train.sbatch",
+            "--trainer.max_steps=3",
+        )[0]
+        == 0
+    )
     slurm = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NAME": "train",
@@ -159,6 +268,13 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
         "SLURM_NNODES": "1",
         "SLURM_NODEID": "0",
     }
-    done = subprocess.run(["./train.sbatch"], env=clean | slurm, capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run(
+        ["./train.sbatch"],
+        env=clean | slurm,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(tmp_path) == [3], "the same run goes on where the first job ended"

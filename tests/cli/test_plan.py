@@ -33,11 +33,16 @@ SIZES = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2
 
 
 def test_a_recipe(ptdp: Run) -> None:
-    code, out, err = ptdp("plan", "--recipe", "gpt/nano", "--world", "8", "--device", "cpu", "--top", "3", "--explain")
+    code, out, err = ptdp(
+        "plan", "--recipe", "gpt/nano", "--world", "8", "--device", "cpu", "--top", "3", "--explain"
+    )
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "1.9 M parameters, 8 x cpu, batch 32 x 128 tokens, 32-true"
-    assert " ".join(lines[2].split()) == "layout b m schedule recompute ZeRO step s TFLOP/s MFU bubble memory GiB"
+    assert (
+        " ".join(lines[2].split())
+        == "layout b m schedule recompute ZeRO step s TFLOP/s MFU bubble memory GiB"
+    )
     assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
     assert "memory of the fullest rank of 1" in out
     assert "t8: num_heads=4 is not divisible by it" in out
@@ -45,17 +50,38 @@ def test_a_recipe(ptdp: Run) -> None:
 
 
 def test_what_is_printed_can_be_pasted(ptdp: Run) -> None:
-    _, out, _ = ptdp("plan", *SIZES, "--world", "64", "--batch", "128", "--tp", "4", "--pp", "4", "--recompute", "full")
-    line = next(line.strip() for line in out.splitlines() if line.strip().startswith("PTDPStrategy("))
+    _, out, _ = ptdp(
+        "plan",
+        *SIZES,
+        "--world",
+        "64",
+        "--batch",
+        "128",
+        "--tp",
+        "4",
+        "--pp",
+        "4",
+        "--recompute",
+        "full",
+    )
+    line = next(
+        line.strip() for line in out.splitlines() if line.strip().startswith("PTDPStrategy(")
+    )
     call = ast.parse(line, mode="eval").body
     options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    assert (options["tensor_parallel_size"], options["pipeline_parallel_size"], options["recompute"]) == (4, 4, "full")
+    assert (
+        options["tensor_parallel_size"],
+        options["pipeline_parallel_size"],
+        options["recompute"],
+    ) == (4, 4, "full")
     assert PTDPStrategy(**options).config.layout(64).data_parallel_size == 4
 
 
 def test_what_is_printed_for_fit_works_as_it_is(ptdp: Run, tmp_path: Path) -> None:
     """On a file that says otherwise: nothing of its layout is left."""
-    code, out, _ = ptdp("plan", *SIZES, "--world", "4", "--batch", "16", "--tp", "1", "--pp", "2", "--vpp", "1")
+    code, out, _ = ptdp(
+        "plan", *SIZES, "--world", "4", "--batch", "16", "--tp", "1", "--pp", "2", "--vpp", "1"
+    )
     assert code == 0
     lines = out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("with ptdp fit"))
@@ -77,18 +103,25 @@ def test_pictures(ptdp: Run, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     bar = next(line for line in out.splitlines() if line.startswith("  1  c"))
     assert set(bar.split()[1]) <= set("ctbmgo")
-    _, out, _ = ptdp("plan", *small, "--what-if", "batch=64,128,gpus=8,16", "--picture", str(tmp_path / "b.png"))
+    _, out, _ = ptdp(
+        "plan", *small, "--what-if", "batch=64,128,gpus=8,16", "--picture", str(tmp_path / "b.png")
+    )
     assert (tmp_path / "b.png").exists()
     rows = [line.split()[:2] for line in out.splitlines()[1:5]]
     assert rows == [["8", "64"], ["16", "64"], ["8", "128"], ["16", "128"]]
 
 
 def test_labels_of_a_picture_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches of about the same throughput on each of four worlds; and both limits of the memory."""
+    """Four batches of about the same throughput on each of four worlds; and both limits of the
+    memory."""
     drawn: list[Figure] = []
     saved = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: (drawn.append(figure), saved(figure, path)))
-    job = Job(model=GPTConfig.gpt2(), world_size=8, global_batch_size=64, device=find_device("h100"))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path: (drawn.append(figure), saved(figure, path))
+    )
+    job = Job(
+        model=GPTConfig.gpt2(), world_size=8, global_batch_size=64, device=find_device("h100")
+    )
     found: dict[int, list[tuple[int, Candidate]]] = {}
     for batch in (64, 128, 256, 512):
         for world in (1, 2, 3, 4):
@@ -113,14 +146,30 @@ def test_what_shares_out_parameters_is_not_pasted(ptdp: Run) -> None:
     code, out, _ = ptdp("plan", *arguments, "--software", "fsdp2-fp8", "--recompute", "selective")
     assert code == 0
     assert out.splitlines()[0].endswith("bf16-true, fsdp2-fp8")
-    assert "PTDPStrategy(" not in out and "fsdp2-fp8 shares out parameters over the replicas, and PTDPStrategy does not" in out
+    assert (
+        "PTDPStrategy(" not in out
+        and "fsdp2-fp8 shares out parameters over the replicas, and PTDPStrategy does not" in out
+    )
     first = out.splitlines()[3].split()
     assert "selective" in first and first[first.index("selective") + 1] == "3"
     assert "less a reserve of 20%" in out and "| reserve" in out
 
 
 def test_json(ptdp: Run) -> None:
-    code, out, _ = ptdp("plan", *SIZES, "--llama", "--kv-heads", "4", "--world", "16", "--batch", "64", "--json", "--top", "2")
+    code, out, _ = ptdp(
+        "plan",
+        *SIZES,
+        "--llama",
+        "--kv-heads",
+        "4",
+        "--world",
+        "16",
+        "--batch",
+        "64",
+        "--json",
+        "--top",
+        "2",
+    )
     assert code == 0
     data = json.loads(out)
     assert data["job"]["world_size"] == 16
@@ -138,9 +187,15 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
             "devices": 8,
             "precision": "bf16-mixed",
             "accumulate_grad_batches": 3,
-            "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": {"tensor_parallel_size": 2}},
+            "strategy": {
+                "class_path": "lightning_ptdp.PTDPStrategy",
+                "init_args": {"tensor_parallel_size": 2},
+            },
         },
-        "model": {"class_path": "LitGPT", "init_args": {"config": {"num_layers": 2, "hidden_size": 64, "num_heads": 4}}},
+        "model": {
+            "class_path": "LitGPT",
+            "init_args": {"config": {"num_layers": 2, "hidden_size": 64, "num_heads": 4}},
+        },
         "data": {
             "class_path": "TextDataModule",
             "init_args": {"sequence_length": 256, "micro_batch_size": 2, "num_microbatches": 5},
@@ -150,7 +205,9 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(config))
     _, out, _ = ptdp("plan", "--config", str(path), "--world", "4")
     assert "4 x h100-80gb, batch 120 x 256 tokens, bf16-mixed" in out.splitlines()[0]
-    _, wider, _ = ptdp("plan", "--config", str(path), "--world", "4", "--hidden", "4096", "--batch", "32")
+    _, wider, _ = ptdp(
+        "plan", "--config", str(path), "--world", "4", "--hidden", "4096", "--batch", "32"
+    )
     assert wider.split()[:2] == ["612.8", "M"]
     assert "batch 32 x" in wider.splitlines()[0]
 
@@ -160,44 +217,102 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
     [
         (
             ["--world", "8"],
-            "there is no model: give --recipe, --config or --model, or also --layers, --hidden, --heads, --sequence",
+            "there is no model: give --recipe, --config or --model, or also --layers, --hidden, "
+            "--heads, --sequence",
         ),
         ([*SIZES, "--world", "8"], "Give --batch"),
         (["--recipe", "gpt/nan", "--world", "8"], "did you mean 'gpt/nano'"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--device", "h300"], "device='h300' is unknown: did you mean 'h200'"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--precision", "bf16-tru"], "did you mean 'bf16-true'"),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--device", "h300"],
+            "device='h300' is unknown: did you mean 'h200'",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--precision", "bf16-tru"],
+            "did you mean 'bf16-true'",
+        ),
         ([*SIZES, "--world", "8", "--batch", "8", "--schedule", "1f1"], "schedules holds '1f1'"),
         ([*SIZES, "--world", "0", "--batch", "8"], "argument --world: '0' is no positive integer"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--heads", "7"], "hidden_size=2048 is not divisible by num_heads=7"),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--heads", "7"],
+            "hidden_size=2048 is not divisible by num_heads=7",
+        ),
         (
             [*SIZES, "--world", "8", "--batch", "8", "--memory", "1"],
             "8 x h100-80gb with 0.8 GiB (1 less a reserve of 20%) each: ",
         ),
-        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1", "--reserve", "0"], "on 8 x h100-80gb with 1 GiB each: "),
-        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "3.2"], "with --reserve 0.07 it fits, if that estimate holds"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--reserve", "1"], "reserve=1.0 is a share of the memory"),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "1", "--reserve", "0"],
+            "on 8 x h100-80gb with 1 GiB each: ",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "3.2"],
+            "with --reserve 0.07 it fits, if that estimate holds",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--reserve", "1"],
+            "reserve=1.0 is a share of the memory",
+        ),
         ([*SIZES, "--world", "8", "--batch", "8", "--memory", "1"], " of these devices would do"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "8", "--tp", "1", "--pp", "1"], "without the restrictions "),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "8", "--tp", "1", "--pp", "1"],
+            "without the restrictions ",
+        ),
         (
             [*SIZES, "--world", "7", "--batch", "8", "--pp", "2"],
             "no layout divides 7 devices and a batch of 8: t1 c1 p2: it does not",
         ),
-        ([*SIZES, "--world", "8", "--batch", "9", "--tp", "1", "--pp", "1"], "use --batch 16 or --world 3"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--what-if", "cpus=3"], "write numbers of batch or gpus"),
+        (
+            [*SIZES, "--world", "8", "--batch", "9", "--tp", "1", "--pp", "1"],
+            "use --batch 16 or --world 3",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--what-if", "cpus=3"],
+            "write numbers of batch or gpus",
+        ),
         (
             [*SIZES, "--world", "8", "--batch", "8", "--picture", "/nowhere/x.png"],
             "--picture /nowhere/x.png: /nowhere does not exist",
         ),
-        ([*SIZES, "--world", "8", "--batch", "8", "--tp", "x"], "argument --tp: 'x' is no positive integer"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--tp", ""], "argument --tp: '' is no positive integer"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--top", "0"], "argument --top: '0' is no positive integer"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--what-if", "gpus=0"], "write numbers of batch or gpus"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--what-if", ""], "write numbers of batch or gpus"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--memory", "-3"], "--memory -3 is no amount of memory"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--json", "--picture", "a.png"], "leave out --picture and --what-if"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--explain", "--what-if", "gpus=8"], "leave out --what-if"),
-        (["--recipe", "gpt/nano", "--llama", "--world", "8"], "gpt/nano says what it is: leave out one of them"),
-        ([*SIZES, "--world", "8", "--batch", "8", "--cp-attention", "rings"], "context_parallel_attentions="),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--tp", "x"],
+            "argument --tp: 'x' is no positive integer",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--tp", ""],
+            "argument --tp: '' is no positive integer",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--top", "0"],
+            "argument --top: '0' is no positive integer",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--what-if", "gpus=0"],
+            "write numbers of batch or gpus",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--what-if", ""],
+            "write numbers of batch or gpus",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "-3"],
+            "--memory -3 is no amount of memory",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--json", "--picture", "a.png"],
+            "leave out --picture and --what-if",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--explain", "--what-if", "gpus=8"],
+            "leave out --what-if",
+        ),
+        (
+            ["--recipe", "gpt/nano", "--llama", "--world", "8"],
+            "gpt/nano says what it is: leave out one of them",
+        ),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--cp-attention", "rings"],
+            "context_parallel_attentions=",
+        ),
         (
             [*SIZES, "--world", "8", "--batch", "8", "--software", "fsdp2-fp8", "--device", "a100"],
             "no rate of a100-80gb is known",
@@ -263,7 +378,14 @@ QWEN3 = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None}
+GPT2 = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -276,27 +398,48 @@ GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_embd": 768, 
     ],
     ids=["Llama 3 8B", "GPT-2", "Mixtral 8x7B", "Qwen3-30B-A3B"],
 )
-def test_a_model_of_hugging_faces(ptdp: Run, tmp_path: Path, config: dict[str, object], size: str) -> None:
+def test_a_model_of_hugging_faces(
+    ptdp: Run, tmp_path: Path, config: dict[str, object], size: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["--world", "64", "--batch", "64", "--sequence", "512", "--pp", "1,2"]
     _, out, _ = ptdp("plan", "--model", str(tmp_path), *arguments)
     assert out.startswith(size)
     file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({"model": {"class_path": "LitCausalLM", "init_args": {"path": str(tmp_path)}}}))
+    file.write_text(
+        yaml.safe_dump(
+            {"model": {"class_path": "LitCausalLM", "init_args": {"path": str(tmp_path)}}}
+        )
+    )
     assert ptdp("plan", "--config", str(file), *arguments)[1] == out
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_local_experts": 8}, "num_experts=8, and nothing says how many of them a token visits"),
-        ({"num_local_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2}, "decoder_sparse_step=2: experts in some"),
-        ({"layer_types": ["linear_attention"]}, "its layers are not all attention (linear_attention)"),
+        (
+            {"num_local_experts": 8},
+            "num_experts=8, and nothing says how many of them a token visits",
+        ),
+        (
+            {"num_local_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+            "decoder_sparse_step=2: experts in some",
+        ),
+        (
+            {"layer_types": ["linear_attention"]},
+            "its layers are not all attention (linear_attention)",
+        ),
         ({"vocab_size": None}, "has no vocab_size"),
-        (None, "has no config.json: name the folder that save_pretrained wrote, or give the sizes as options"),
+        (
+            None,
+            "has no config.json: name the folder that save_pretrained wrote, or give the sizes as "
+            "options",
+        ),
     ],
 )
-def test_models_that_are_not_planned(ptdp: Run, tmp_path: Path, changes: dict[str, object] | None, words: str) -> None:
+def test_models_that_are_not_planned(
+    ptdp: Run, tmp_path: Path, changes: dict[str, object] | None, words: str
+) -> None:
     if changes is not None:
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     code, _, err = ptdp("plan", "--model", str(tmp_path), "--world", "8", "--batch", "16")
@@ -304,10 +447,14 @@ def test_models_that_are_not_planned(ptdp: Run, tmp_path: Path, changes: dict[st
 
 
 @pytest.mark.parametrize("recipe", ["nano", "sft", "lora", "continue"])
-def test_recipes_of_hugging_faces(ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+def test_recipes_of_hugging_faces(
+    ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
     """By the model that they train without ``model.path``; it is not made for it."""
     monkeypatch.chdir(tmp_path)
-    code, out, err = ptdp("plan", "--recipe", f"hf/{recipe}", "--world", "4", "--top", "1", "--json")
+    code, out, err = ptdp(
+        "plan", "--recipe", f"hf/{recipe}", "--world", "4", "--top", "1", "--json"
+    )
     assert (code, err) == (0, "")
     job = json.loads(out)["job"]
     assert job["sequence_length"] == (256 if recipe == "continue" else 128)
@@ -336,15 +483,36 @@ def test_adapters_take_less(ptdp: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     found = []
     for adapter in (None, {"r": 16}):
-        model = {"class_path": "LitCausalLM", "init_args": {"path": str(tmp_path), "adapter": adapter}}
+        model = {
+            "class_path": "LitCausalLM",
+            "init_args": {"path": str(tmp_path), "adapter": adapter},
+        }
         file.write_text(yaml.safe_dump({"model": model}))
-        layout = ["--tp", "2", "--pp", "4", "--schedule", "1f1b", "--recompute", "full", "--shard-optimizer", "no"]
+        layout = [
+            "--tp",
+            "2",
+            "--pp",
+            "4",
+            "--schedule",
+            "1f1b",
+            "--recompute",
+            "full",
+            "--shard-optimizer",
+            "no",
+        ]
         arguments = ["--world", "8", "--batch", "32", "--micro-batch", "1", *layout]
-        found.append(json.loads(ptdp("plan", "--config", str(file), *arguments, "--json")[1])["best"][0])
+        found.append(
+            json.loads(ptdp("plan", "--config", str(file), *arguments, "--json")[1])["best"][0]
+        )
     whole, adapted = found
     # 14 bytes of 16 a parameter are gradients and optimizer state.
-    assert adapted["memory"]["optimizer"] + adapted["memory"]["gradients"] < 0.02 * whole["memory"]["optimizer"]
-    assert adapted["memory"]["weights"] > 0.75 * whole["memory"]["weights"]  # of another rank, which is now the fullest
+    assert (
+        adapted["memory"]["optimizer"] + adapted["memory"]["gradients"]
+        < 0.02 * whole["memory"]["optimizer"]
+    )
+    assert (
+        adapted["memory"]["weights"] > 0.75 * whole["memory"]["weights"]
+    )  # of another rank, which is now the fullest
     assert 0.7 * whole["time"]["total"] < adapted["time"]["total"] < 0.9 * whole["time"]["total"]
     assert adapted["mfu"] == pytest.approx(whole["mfu"], rel=0.15)
 
@@ -353,7 +521,9 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
     """A connection that is never answered is not waited for, and the sentence says what to do."""
     started, ended = threading.Event(), threading.Event()
 
-    def hangs(name: str, file: str, *, local_files_only: bool = False, etag_timeout: float = 10) -> str:
+    def hangs(
+        name: str, file: str, *, local_files_only: bool = False, etag_timeout: float = 10
+    ) -> str:
         if local_files_only:
             raise LocalEntryNotFoundError("not there")
         started.set()
@@ -369,8 +539,8 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
         assert time.perf_counter() - began < 20
         assert code == 2 and started.is_set() and len(err.splitlines()) == 1
         assert (
-            "is no pretrained_folder, and the config.json of such a model is neither in the hub's cache nor to be had there (TimeoutError)"
-            in err
+            "is no pretrained_folder, and the config.json of such a model is neither in the hub's "
+            "cache nor to be had there (TimeoutError)" in err
         )
         assert "run hf download " in err and "--layers 24" in err
     ended.set()
@@ -382,13 +552,47 @@ def test_experts(ptdp: Run, tmp_path: Path) -> None:
     The printed ``PTDPStrategy(...)`` can be pasted into code. An imbalance slows the experts.
     A degree that does not divide the number of experts is an error.
     """
-    sizes = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--kv-heads", "8", "--ffn", "14336", "--sequence", "4096"]
-    arguments = ["plan", *sizes, "--experts", "8", "--world", "64", "--batch", "256", "--pp", "4", "--ep", "4,8"]
+    sizes = [
+        "--layers",
+        "32",
+        "--hidden",
+        "4096",
+        "--heads",
+        "32",
+        "--kv-heads",
+        "8",
+        "--ffn",
+        "14336",
+        "--sequence",
+        "4096",
+    ]
+    arguments = [
+        "plan",
+        *sizes,
+        "--experts",
+        "8",
+        "--world",
+        "64",
+        "--batch",
+        "256",
+        "--pp",
+        "4",
+        "--ep",
+        "4,8",
+    ]
     code, out, _ = ptdp(*arguments, "--picture", str(tmp_path / "plan.png"))
     assert code == 0 and (tmp_path / "plan.png").stat().st_size > 0
-    line = next(line.strip() for line in out.splitlines() if line.strip().startswith("PTDPStrategy("))
-    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in ast.parse(line, mode="eval").body.keywords}
-    assert options["expert_parallel_size"] in (4, 8) and PTDPStrategy(**options).config.layout(64).data_parallel_size == 16
+    line = next(
+        line.strip() for line in out.splitlines() if line.strip().startswith("PTDPStrategy(")
+    )
+    options = {
+        keyword.arg: ast.literal_eval(keyword.value)
+        for keyword in ast.parse(line, mode="eval").body.keywords
+    }
+    assert (
+        options["expert_parallel_size"] in (4, 8)
+        and PTDPStrategy(**options).config.layout(64).data_parallel_size == 16
+    )
     assert "experts" in out.partition("time of a step")[2] and "d dispatch" in out
     found = json.loads(ptdp(*arguments, "--json")[1])
     assert found["job"]["active_parameters"] < found["job"]["parameters"] / 3
@@ -403,7 +607,9 @@ def test_any_module_of_a_configuration(ptdp: Run, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     model = {"class_path": "tests.planner.test_trace.Lit", "init_args": {}}
     path.write_text(yaml.safe_dump({"model": model, "trainer": {"devices": 2}}))
-    code, out, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "16", "--device", "a100")
+    code, out, err = ptdp(
+        "plan", "--config", str(path), "--world", "8", "--batch", "16", "--device", "a100"
+    )
     assert (code, err) == (0, "")
     assert "8 x a100" in out.splitlines()[0] and "batch 16 x 24 tokens" in out.splitlines()[0]
     model["class_path"] = "tests.planner.test_trace.Absent"
@@ -411,5 +617,16 @@ def test_any_module_of_a_configuration(ptdp: Run, tmp_path: Path) -> None:
     code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "16")
     assert code == 2
     assert "tests.planner.test_trace.Absent cannot be built without values: " in err
-    sizes = ["--layers", "4", "--hidden", "64", "--heads", "4", "--sequence", "64", "--vocabulary", "128"]
+    sizes = [
+        "--layers",
+        "4",
+        "--hidden",
+        "64",
+        "--heads",
+        "4",
+        "--sequence",
+        "64",
+        "--vocabulary",
+        "128",
+    ]
     assert ptdp("plan", "--config", str(path), *sizes, "--world", "8", "--batch", "16")[0] == 0

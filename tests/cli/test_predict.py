@@ -18,7 +18,11 @@ Run = Callable[..., tuple[int, str, str]]
 LAYOUTS = {
     "one": [],
     "t2p2": [*PTDP, "--trainer.strategy.virtual_pipeline_size=1"],
-    "d2": ["--trainer.devices=2", "--trainer.strategy=lightning_ptdp.PTDPStrategy", "--trainer.strategy.start_method=fork"],
+    "d2": [
+        "--trainer.devices=2",
+        "--trainer.strategy=lightning_ptdp.PTDPStrategy",
+        "--trainer.strategy.start_method=fork",
+    ],
     "c2": [
         "--trainer.devices=2",
         "--trainer.strategy=lightning_ptdp.PTDPStrategy",
@@ -35,9 +39,20 @@ def checkpoint(ptdp: Run, config: str, tmp_path: Path) -> str:
     return str(found)
 
 
-def test_every_layout_writes_what_one_process_writes(ptdp: Run, config: str, tmp_path: Path, checkpoint: str) -> None:
-    # 9 samples in batches of 8: the last batch is mostly filled up, and not everywhere in the same place.
-    common = ["predict", "--config", config, "--ckpt_path", checkpoint, "--data.validation_samples=9", "--trainer.logger=false"]
+def test_every_layout_writes_what_one_process_writes(
+    ptdp: Run, config: str, tmp_path: Path, checkpoint: str
+) -> None:
+    # 9 samples in batches of 8: the last batch is mostly filled up, and not everywhere in the same
+    # place.
+    common = [
+        "predict",
+        "--config",
+        config,
+        "--ckpt_path",
+        checkpoint,
+        "--data.validation_samples=9",
+        "--trainer.logger=false",
+    ]
     found: dict[str, list[dict[str, Any]]] = {}
     for name, layout in LAYOUTS.items():
         file = tmp_path / "new folder" / f"{name}.jsonl"
@@ -65,10 +80,17 @@ def test_an_output_that_cannot_be_written(ptdp: Run, config: str, tmp_path: Path
 
 
 def test_rows_become_records() -> None:
-    assert list(_records(torch.tensor([[1, 2], [3, 4]]), None)) == [{"prediction": [1, 2]}, {"prediction": [3, 4]}]
+    assert list(_records(torch.tensor([[1, 2], [3, 4]]), None)) == [
+        {"prediction": [1, 2]},
+        {"prediction": [3, 4]},
+    ]
     assert list(_records({"a": torch.tensor([1.5, 2.5]), "b": torch.tensor([1, 2])}, [-1, 7])) == [
         {"sample": 7, "a": 2.5, "b": 2}
     ]
-    for outputs, words in ((torch.tensor(1.0), "a Tensor"), ({"a": 1}, "a mapping of int"), (None, "a NoneType")):
+    for outputs, words in (
+        (torch.tensor(1.0), "a Tensor"),
+        ({"a": 1}, "a mapping of int"),
+        (None, "a NoneType"),
+    ):
         with pytest.raises(ValueError, match=f"predict_step returned {words}"):
             list(_records(outputs, None))

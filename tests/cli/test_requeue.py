@@ -34,7 +34,10 @@ def configure(config: str, folder: Path) -> str:
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
         "max_steps": STEPS,
-        "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": {"async_save": True}},
+        "strategy": {
+            "class_path": "lightning_ptdp.PTDPStrategy",
+            "init_args": {"async_save": True},
+        },
         "logger": False,
         "limit_val_batches": 0,
         "val_check_interval": None,
@@ -51,7 +54,15 @@ def _job(rank: int, config: str, folder: str, restarts: int, signalled: bool) ->
     """Run a job of one task; SLURM's signal arrives while the verb is being imported."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name)
-    tasks = {"NTASKS": 1, "NNODES": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 77, "RESTART_COUNT": restarts}
+    tasks = {
+        "NTASKS": 1,
+        "NNODES": 1,
+        "PROCID": 0,
+        "LOCALID": 0,
+        "NODEID": 0,
+        "JOB_ID": 77,
+        "RESTART_COUNT": restarts,
+    }
     os.environ.update({f"SLURM_{name}": str(value) for name, value in tasks.items()})
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
 
@@ -84,7 +95,9 @@ def test_an_early_signal_requeues_the_job_and_the_next_one_ends_like_an_undistur
 
     assert pool.run(_job, world_size=1, args=(*arguments, 1, False)) == [0]
     assert not [path.name for path in job.iterdir() if "hpc" in path.name or path.is_symlink()]
-    assert pool.run(_job, world_size=1, args=(configure(config, whole), str(tmp_path), 0, False)) == [0]
+    assert pool.run(
+        _job, world_size=1, args=(configure(config, whole), str(tmp_path), 0, False)
+    ) == [0]
     ends = [newest_checkpoint(job), newest_checkpoint(whole)]
     assert [read_metadata(end).run["global_step"] for end in ends if end] == [STEPS, STEPS]
     requeued, undisturbed = (read_full(end) for end in ends if end)
@@ -93,7 +106,12 @@ def test_an_early_signal_requeues_the_job_and_the_next_one_ends_like_an_undistur
 
 
 def save(path: Path, **run: Any) -> Path:
-    save_checkpoint(path, tensors={"model/w": (torch.zeros(2), Sharding.replicated((2,)))}, state={}, metadata=run)
+    save_checkpoint(
+        path,
+        tensors={"model/w": (torch.zeros(2), Sharding.replicated((2,)))},
+        state={},
+        metadata=run,
+    )
     return path
 
 
@@ -111,7 +129,9 @@ def test_only_older_checkpoints_of_the_same_run_are_superseded(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("job", "held"), [("77", True), (None, False)])
-def test_the_signal_is_held_before_the_first_import_of_a_verb_in_slurms_jobs_only(job: str | None, held: bool) -> None:
+def test_the_signal_is_held_before_the_first_import_of_a_verb_in_slurms_jobs_only(
+    job: str | None, held: bool
+) -> None:
     code = """
 import signal, sys
 from lightning_ptdp.cli import main
@@ -123,7 +143,11 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 main(["--version"])
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+    }
     environment |= {} if job is None else {"SLURM_JOB_ID": job}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split()[0] == ("HeldSignal" if held else "Handlers")

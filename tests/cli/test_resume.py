@@ -26,7 +26,9 @@ PTDP = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
 
 @pytest.fixture(scope="module")
-def values(corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def values(
+    corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("experiment")
     (folder / "tiny.yaml").write_text(tiny(corpus, prepared, folder))
     return parsed_values(["--config", str(folder / "tiny.yaml"), PTDP])
@@ -53,13 +55,27 @@ def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) ->
         {"trainer__devices": 2, "trainer__strategy__tensor_parallel_size": 2},
         {"trainer__devices": 2, "num_replicas": 2},
         {"num_replicas": 2, "data__num_microbatches": 2},
-        {"data__micro_batch_size": 4, "data__num_microbatches": 2, "trainer__strategy__num_microbatches": 2},
-        {"data__num_workers": 1, "trainer__strategy__recompute": "full", "trainer__strategy__timeout_s": 60},
+        {
+            "data__micro_batch_size": 4,
+            "data__num_microbatches": 2,
+            "trainer__strategy__num_microbatches": 2,
+        },
+        {
+            "data__num_workers": 1,
+            "trainer__strategy__recompute": "full",
+            "trainer__strategy__timeout_s": 60,
+        },
         {"trainer__logger": False, "trainer__callbacks": None, "sample": None, "export": "folder"},
-        {"trainer__val_check_interval": 2, "trainer__default_root_dir": "elsewhere", "data__validation_samples": 4},
+        {
+            "trainer__val_check_interval": 2,
+            "trainer__default_root_dir": "elsewhere",
+            "data__validation_samples": 4,
+        },
     ],
 )
-def test_layout_length_and_output_do_not_make_another_experiment(values: dict[str, Any], changed: dict[str, Any]) -> None:
+def test_layout_length_and_output_do_not_make_another_experiment(
+    values: dict[str, Any], changed: dict[str, Any]
+) -> None:
     assert differences(experiment(values), experiment(values, **changed)) == []
 
 
@@ -85,16 +101,29 @@ def test_an_option_that_changes_the_training_makes_another_experiment(
 
 def save(path: Path, step: int, **run: Any) -> Path:
     value = (torch.zeros(2), Sharding.replicated((2,)))
-    save_checkpoint(path, tensors={"model/w": value, "optimizer/0/m/w": value}, state={}, metadata={"global_step": step, **run})
+    save_checkpoint(
+        path,
+        tensors={"model/w": value, "optimizer/0/m/w": value},
+        state={},
+        metadata={"global_step": step, **run},
+    )
     return path
 
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> L.Trainer:
-    return L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
 
 
-def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(trainer: L.Trainer, tmp_path: Path) -> None:
+def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(
+    trainer: L.Trainer, tmp_path: Path
+) -> None:
     save(tmp_path / "a" / "1.ckpt", 1, experiment={"seed": "1"})
     own = save(tmp_path / "a" / "2.ckpt", 2, experiment={"seed": "1"})
     other = save(tmp_path / "b" / "9.ckpt", 9, experiment={"seed": "2"})
@@ -105,14 +134,22 @@ def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(t
 
 
 @pytest.mark.parametrize("experiment_there", [None, "seed 1", ["seed"]])
-def test_a_checkpoint_without_an_experiment_is_left_alone(trainer: L.Trainer, tmp_path: Path, experiment_there: object) -> None:
-    old = save(tmp_path / "old.ckpt", 1, **({} if experiment_there is None else {"experiment": experiment_there}))
+def test_a_checkpoint_without_an_experiment_is_left_alone(
+    trainer: L.Trainer, tmp_path: Path, experiment_there: object
+) -> None:
+    old = save(
+        tmp_path / "old.ckpt",
+        1,
+        **({} if experiment_there is None else {"experiment": experiment_there}),
+    )
     found = find_newest(trainer, {"seed": "1"})
     assert (found.own, found.other) == (None, old)
     assert "does not say which experiment" in found.why
 
 
-def test_a_run_that_starts_from_a_named_checkpoint_continues_its_own(trainer: L.Trainer, tmp_path: Path) -> None:
+def test_a_run_that_starts_from_a_named_checkpoint_continues_its_own(
+    trainer: L.Trainer, tmp_path: Path
+) -> None:
     save(tmp_path / "a.ckpt", 5, experiment={"seed": "1"}, started_from=None)
     assert find_newest(trainer, {"seed": "1"}, started_from="old.ckpt").own is None
     own = save(tmp_path / "b.ckpt", 3, experiment={"seed": "1"}, started_from="old.ckpt")
@@ -134,7 +171,12 @@ def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
 ) -> None:
     """Under SLURM Lightning would take the first one's ``hpc_ckpt_1.ckpt``."""
     settings = yaml.safe_load(Path(config).read_text())
-    settings["trainer"] |= {"logger": False, "limit_val_batches": 0, "val_check_interval": None, "callbacks": [SAVE_EACH_STEP]}
+    settings["trainer"] |= {
+        "logger": False,
+        "limit_val_batches": 0,
+        "val_check_interval": None,
+        "callbacks": [SAVE_EACH_STEP],
+    }
     Path(config).write_text(yaml.safe_dump({**settings, "sample": None}))
     said: list[str] = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
@@ -152,7 +194,10 @@ def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
     second = newest_checkpoint(tmp_path)
     assert second is not None
     assert read_metadata(second).run["global_step"] == 1
-    assert f"{left} is left alone: model.optimizer.learning_rate is 0.01 there, 0.02 here" in "\n".join(said)
+    assert (
+        f"{left} is left alone: model.optimizer.learning_rate is 0.01 there, 0.02 here"
+        in "\n".join(said)
+    )
     assert f"--ckpt_path {left}" in "\n".join(said)
 
     code, _, err = ptdp(*arguments, "--trainer.max_steps=3", "--ckpt_path", str(left))

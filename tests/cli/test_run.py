@@ -23,9 +23,16 @@ from tests.processes import session
 Run = Callable[..., tuple[int, str, str]]
 
 LOGGED = {
-    "train_loss", "train_perplexity", "val_loss", "val_perplexity", "grad_norm", "learning_rate", "tokens_per_s", "samples_per_s",
+    "train_loss",
+    "train_perplexity",
+    "val_loss",
+    "val_perplexity",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_s",
+    "samples_per_s",
     "model_tflops_per_s",
-}  # fmt: skip
+}
 
 
 def only_run(folder: Path) -> Path:
@@ -40,7 +47,9 @@ def mlflow_run(folder: Path, run_id: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", [[], PTDP], ids=["one process", "t2 p2 v2"])
-def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path, layout: list[str]) -> None:
+def test_fit_then_validate_then_generate(
+    ptdp: Run, config: str, tmp_path: Path, layout: list[str]
+) -> None:
     code, out, err = ptdp("fit", "--config", config, *layout)
     assert code == 0, err
     run = only_run(tmp_path)
@@ -58,7 +67,9 @@ def test_fit_then_validate_then_generate(ptdp: Run, config: str, tmp_path: Path,
     assert tracked.data.params["config.hidden_size"] == "32"
     assert tracked.data.tags["checkpoint"] == str(checkpoint)
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 4
-    artifacts = {path.name for path in Path(tracked.info.artifact_uri.removeprefix("file://")).iterdir()}
+    artifacts = {
+        path.name for path in Path(tracked.info.artifact_uri.removeprefix("file://")).iterdir()
+    }
     assert artifacts >= {"config.yaml", "samples.json"}
     assert [entry.dataset.name for entry in tracked.inputs.dataset_inputs] == ["data"] * 2
     assert (tracked.data.params["trainer.max_steps"], tracked.info.run_name[:5]) == ("4", "tiny ")
@@ -78,7 +89,13 @@ def test_an_epoch_without_a_validation_is_found_before_the_ranks_start(
     ptdp: Run, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_ptdp.cli.run._fit", lambda *_: pytest.fail("started"))
-    code, _, err = ptdp("fit", "--config", config, "--trainer.val_check_interval=9999", "--trainer.check_val_every_n_epoch=1")
+    code, _, err = ptdp(
+        "fit",
+        "--config",
+        config,
+        "--trainer.val_check_interval=9999",
+        "--trainer.check_val_every_n_epoch=1",
+    )
     assert (code, "=9999 is longer than an epoch" in err.splitlines()[-1]) == (2, True), err
 
 
@@ -86,7 +103,12 @@ def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) 
     first = ["--trainer.max_steps=2", "--sample=null"]
     assert ptdp("fit", "--config", config, *first)[0] == 0
     run = only_run(tmp_path)
-    resumed = ["--ckpt_path", str(run / "checkpoints" / "last.ckpt"), f"--trainer.logger.run_id={run.name}", "--sample=null"]
+    resumed = [
+        "--ckpt_path",
+        str(run / "checkpoints" / "last.ckpt"),
+        f"--trainer.logger.run_id={run.name}",
+        "--sample=null",
+    ]
     code, _, err = ptdp("fit", "--config", config, *resumed)
     assert code == 0, err
     assert only_run(tmp_path) == run
@@ -97,14 +119,25 @@ def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) 
 
 
 def test_a_recipe_without_a_logger(ptdp: Run, config: str, tmp_path: Path) -> None:
-    code, said, err = ptdp("fit", "--config", config, "--trainer.logger=false", "--trainer.max_steps=1")
+    code, said, err = ptdp(
+        "fit", "--config", config, "--trainer.logger=false", "--trainer.max_steps=1"
+    )
     assert code == 0, err
     assert "checkpoint:" in said
     assert not (tmp_path / "runs").exists()
 
 
 def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None:
-    code, printed, _ = ptdp("fit", "--config", config, "--model.config.num_layers", "6", "--sample", "null", "--print_config")
+    code, printed, _ = ptdp(
+        "fit",
+        "--config",
+        config,
+        "--model.config.num_layers",
+        "6",
+        "--sample",
+        "null",
+        "--print_config",
+    )
     assert code == 0
     assert yaml.safe_load(printed)["model"]["init_args"]["config"]["num_layers"] == 6
     again = tmp_path / "again.yaml"
@@ -112,7 +145,9 @@ def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None
     assert ptdp("fit", "--config", str(again), "--print_config")[1] == printed
 
 
-def test_prepare_says_what_it_does_and_finds_what_is_there(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_prepare_says_what_it_does_and_finds_what_is_there(
+    ptdp: Run, config: str, tmp_path: Path
+) -> None:
     where = f"--data.data_dir={tmp_path / 'data'}"
     code, out, err = ptdp("prepare", "--config", config, where)
     assert code == 0, err
@@ -123,20 +158,36 @@ def test_prepare_says_what_it_does_and_finds_what_is_there(ptdp: Run, config: st
 
 MISTAKES = [
     (["--model.config.num_heads=5"], ["hidden_size=32", "num_heads=5"]),
-    (["--data.sequence_length=32"], ["model.config.sequence_length=16", "--model.config.sequence_length 32"]),
+    (
+        ["--data.sequence_length=32"],
+        ["model.config.sequence_length=16", "--model.config.sequence_length 32"],
+    ),
     (["--data.vocabulary_size=400"], ["model.config.vocabulary_size=320"]),
     (["--data.source=/no/where", "--data.data_dir=new"], ["/no/where"]),
-    (["--data.data_dir=new", "--trainer.logger.tracking_uri=sqlite:///tiny.yaml"], ["tracking_uri", "not an SQLite database"]),
+    (
+        ["--data.data_dir=new", "--trainer.logger.tracking_uri=sqlite:///tiny.yaml"],
+        ["tracking_uri", "not an SQLite database"],
+    ),
     (["--trainer.default_root_dir=tiny.yaml"], ["trainer.default_root_dir"]),
     ([*PTDP, "--model.config.num_heads=1"], ["num_heads=1", "tensor_parallel_size"]),
     ([*PTDP, "--model.config.num_layers=3"], ["3 ", "layers"]),
-    ([*PTDP, "--data.micro_batch_size=1", "--data.num_microbatches=2"], ["num_microbatches=4", "2"]),
+    (
+        [*PTDP, "--data.micro_batch_size=1", "--data.num_microbatches=2"],
+        ["num_microbatches=4", "2"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(m[0][-1:]) for m in MISTAKES])
+@pytest.mark.parametrize(
+    ("arguments", "words"), MISTAKES, ids=[" ".join(m[0][-1:]) for m in MISTAKES]
+)
 def test_mistakes_are_found_before_anything_is_written(
-    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: list[str]
+    ptdp: Run,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -169,21 +220,30 @@ def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> N
 
 
 # A process of its own: torch refuses to fork workers from a process that was itself forked.
-COMMAND = [sys.executable, "-c", "import sys; from lightning_ptdp.cli import main; sys.exit(main())"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from lightning_ptdp.cli import main; sys.exit(main())",
+]
 ENDLESS = [
     *PTDP,
     "--trainer.devices=2",
     "--trainer.strategy.tensor_parallel_size=1",
     "--trainer.max_steps=1000000",
     "--trainer.val_check_interval=1000000",
-    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_top_k: 1, monitor: null}}",
+    "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, "
+    "save_top_k: 1, monitor: null}}",
 ]
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Signals, expected: int) -> None:
+def test_signals_end_all_processes(
+    config: str, tmp_path: Path, sent: signal.Signals, expected: int
+) -> None:
     with session([*COMMAND, "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
-        fit.wait_until(lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint")
+        fit.wait_until(
+            lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
+        )
         assert len(fit.alive) >= 3
         fit.process.send_signal(sent)
         assert fit.finish(60) == expected, fit.output
@@ -196,7 +256,9 @@ def test_signals_end_all_processes(config: str, tmp_path: Path, sent: signal.Sig
 
 def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_path: Path) -> None:
     with session([*COMMAND, "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
-        fit.wait_until(lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint")
+        fit.wait_until(
+            lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
+        )
         psutil.Process(fit.process.pid).children()[1].kill()
         assert fit.finish(60) == 1, fit.output
     last = fit.output.splitlines()[-1]
@@ -208,13 +270,22 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_pat
 def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(
     ptdp: Run, config: str, tmp_path: Path
 ) -> None:
-    arguments = ["fit", "--config", config, "--trainer.strategy=ptdp", "--sample=null", "--resume=auto"]
+    arguments = [
+        "fit",
+        "--config",
+        config,
+        "--trainer.strategy=ptdp",
+        "--sample=null",
+        "--resume=auto",
+    ]
     result = ptdp(*arguments, "--trainer.max_steps=2")
     assert result[0] == 0, result[2]
     run = only_run(tmp_path)
     latest = run / "checkpoints" / "latest"
     assert read_metadata(latest).run["global_step"] == 2
-    code, _, err = ptdp(*arguments[:-1], "--ckpt_path", str(latest), "--model.config.hidden_size=64")
+    code, _, err = ptdp(
+        *arguments[:-1], "--ckpt_path", str(latest), "--model.config.hidden_size=64"
+    )
     assert (code, "has the shape" in err, "rank" in err) == (2, True, False), err
     kept = latest.resolve()
     shard = next(kept.glob("__*.distcp")).name

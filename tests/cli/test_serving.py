@@ -1,4 +1,5 @@
-"""``ptdp generate``, ``ptdp chat`` and samples during training: a Hugging Face folder or a checkpoint, on one process and in a layout."""
+"""``ptdp generate``, ``ptdp chat`` and samples during training: a Hugging Face folder or a
+checkpoint, on one process and in a layout."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def said(capfd: pytest.CaptureFixture[str]) -> Said:
-    """Run ``ptdp`` in this process: exit code, what it and the processes that it starts print, stderr."""
+    """Run ``ptdp`` in this process: exit code, what it and the processes that it starts print,
+    stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -53,7 +55,9 @@ def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, fo
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ids = model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), do_sample=False, max_new_tokens=8)[0]
+    ids = model.generate(
+        **tokenizer(PROMPTS[0], return_tensors="pt"), do_sample=False, max_new_tokens=8
+    )[0]
     expected = tokenizer.decode(ids, skip_special_tokens=True) + "\n"
     arguments = ["generate", "--checkpoint", str(folder), "--prompt", PROMPTS[0], *GREEDY]
     assert said(*arguments)[:2] == (0, expected)
@@ -61,14 +65,20 @@ def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, fo
     assert (code, written) == (0, expected), err
 
 
-def test_generate_reads_adapters_of_peft_over_their_base_model(said: Said, folder: Path, tmp_path: Path) -> None:
+def test_generate_reads_adapters_of_peft_over_their_base_model(
+    said: Said, folder: Path, tmp_path: Path
+) -> None:
     import peft
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     options = peft.LoraConfig(
-        r=2, lora_alpha=64, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM"
+        r=2,
+        lora_alpha=64,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=["norm"],
+        task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(base, options).eval()
     torch.manual_seed(3)
@@ -76,11 +86,22 @@ def test_generate_reads_adapters_of_peft_over_their_base_model(said: Said, folde
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:
                 parameter.normal_()
-    ids = model.generate(**tokenizer(PROMPTS[0], return_tensors="pt"), do_sample=False, max_new_tokens=8)[0]
+    ids = model.generate(
+        **tokenizer(PROMPTS[0], return_tensors="pt"), do_sample=False, max_new_tokens=8
+    )[0]
     model.save_pretrained(tmp_path / "adapter")
-    arguments = ["generate", "--checkpoint", str(tmp_path / "adapter"), "--prompt", PROMPTS[0], *GREEDY]
+    arguments = [
+        "generate",
+        "--checkpoint",
+        str(tmp_path / "adapter"),
+        "--prompt",
+        PROMPTS[0],
+        *GREEDY,
+    ]
     expected = tokenizer.decode(ids, skip_special_tokens=True) + "\n"
-    assert said("generate", "--checkpoint", str(folder), *arguments[3:])[1] != expected, "the adapters change the answer"
+    assert said("generate", "--checkpoint", str(folder), *arguments[3:])[1] != expected, (
+        "the adapters change the answer"
+    )
     for layout in ([], ["-t", "2", "-p", "2", "--start_method", "fork"]):
         code, written, err = said(*arguments, *layout)
         assert (code, written) == (0, expected), err
@@ -107,14 +128,18 @@ def test_a_prompt_longer_than_the_model_is_told(said: Said, folder: Path) -> Non
     assert "indexing errors" not in err
 
 
-def test_chat_answers_line_by_line(said: Said, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_answers_line_by_line(
+    said: Said, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "questions"
     file.write_text("hello\nand you\n/new\nhello\n")
 
     def chat(*options: str) -> list[str]:
         with file.open() as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
-            code, answers, err = said("chat", "--checkpoint", str(folder), "--system", "be short", *GREEDY, *options)
+            code, answers, err = said(
+                "chat", "--checkpoint", str(folder), "--system", "be short", *GREEDY, *options
+            )
         assert code == 0, err
         assert err.count("tokens read") == 3
         return answers.splitlines()
@@ -147,7 +172,9 @@ class Rows(L.LightningDataModule):
     val_dataloader = train_dataloader
 
 
-def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(said: Said, folder: Path, tmp_path: Path) -> None:
+def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(
+    said: Said, folder: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join([*PROMPTS, "", ""]))
     trainer = L.Trainer(
@@ -155,24 +182,40 @@ def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(sa
         accelerator="cpu",
         devices=2,
         max_epochs=3,
-        callbacks=[WriteSamples(str(file), Sampling(temperature=0.0, max_new_tokens=8), every_n_validations=2)],
+        callbacks=[
+            WriteSamples(
+                str(file), Sampling(temperature=0.0, max_new_tokens=8), every_n_validations=2
+            )
+        ],
         logger=CSVLogger(tmp_path, "log", "1"),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     # A learning rate at which six steps change the text, whatever the initial weights are.
-    trainer.fit(LitCausalLM(str(folder), optimizer=AdamWConfig(learning_rate=0.05)), datamodule=Rows())
-    rows = [json.loads(line) for line in (tmp_path / "log" / "1" / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["prompt"]) for row in rows] == [(step, prompt) for step in (2, 6) for prompt in PROMPTS]
+    trainer.fit(
+        LitCausalLM(str(folder), optimizer=AdamWConfig(learning_rate=0.05)), datamodule=Rows()
+    )
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "log" / "1" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert [(row["step"], row["prompt"]) for row in rows] == [
+        (step, prompt) for step in (2, 6) for prompt in PROMPTS
+    ]
     assert rows[0]["text"] != rows[2]["text"], "it has learned"
     latest = tmp_path / "log" / "1" / "checkpoints" / "latest"
-    code, written, err = said("generate", "--checkpoint", str(latest), "--prompt", PROMPTS[0], *GREEDY)
+    code, written, err = said(
+        "generate", "--checkpoint", str(latest), "--prompt", PROMPTS[0], *GREEDY
+    )
     assert (code, written) == (0, rows[2]["text"] + "\n"), err
 
 
 def test_mistakes(said: Said, folder: Path, tmp_path: Path) -> None:
     bert = tmp_path / "bert.ckpt"
-    torch.save({"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}, "masking": {}}}, bert)
+    torch.save(
+        {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}, "masking": {}}},
+        bert,
+    )
     plain = tmp_path / "plain"
     shutil.copytree(folder, plain)
     (plain / "chat_template.jinja").unlink()

@@ -1,4 +1,5 @@
-"""``generate``, ``convert`` and ``--init_from`` read Lightning's single file as they read a folder."""
+"""``generate``, ``convert`` and ``--init_from`` read Lightning's single file as they read a
+folder."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ STRATEGY = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
 
 @pytest.fixture(scope="module")
-def written(corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def written(
+    corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """The same training, saved as a file and as a folder."""
     found = {}
     for kind in FORMATS:
@@ -38,7 +41,15 @@ def written(corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFacto
 def test_generate_writes_the_same(written: dict[str, Path], ptdp: Run) -> None:
     texts = []
     for kind in FORMATS:
-        code, text, err = ptdp("generate", "--checkpoint", str(written[kind]), "--prompt", "a rank", "--max_new_tokens", "5")
+        code, text, err = ptdp(
+            "generate",
+            "--checkpoint",
+            str(written[kind]),
+            "--prompt",
+            "a rank",
+            "--max_new_tokens",
+            "5",
+        )
         assert code == 0, err
         texts.append(text)
     assert texts[0] == texts[1]
@@ -46,13 +57,17 @@ def test_generate_writes_the_same(written: dict[str, Path], ptdp: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf", "x.safetensors"])
-def test_convert_makes_the_same(written: dict[str, Path], ptdp: Run, tmp_path: Path, name: str) -> None:
+def test_convert_makes_the_same(
+    written: dict[str, Path], ptdp: Run, tmp_path: Path, name: str
+) -> None:
     for kind in FORMATS:
         code, said, err = ptdp("convert", str(written[kind]), str(tmp_path / kind / name))
         assert code == 0, err
         assert ("huggingface" if name == "hf" else "state_dict") in said
         assert [path.name for path in (tmp_path / kind).iterdir()] == [name]
-    one, other = (sorted(path for path in (tmp_path / kind).rglob("*") if path.is_file()) for kind in FORMATS)
+    one, other = (
+        sorted(path for path in (tmp_path / kind).rglob("*") if path.is_file()) for kind in FORMATS
+    )
     assert [path.name for path in one] == [path.name for path in other]
     for mine, theirs in zip(one, other, strict=True):
         if mine.suffix == ".safetensors":
@@ -63,7 +78,9 @@ def test_convert_makes_the_same(written: dict[str, Path], ptdp: Run, tmp_path: P
             assert mine.read_bytes() == theirs.read_bytes()
 
 
-def test_convert_verifies_and_makes_a_folder(written: dict[str, Path], ptdp: Run, tmp_path: Path) -> None:
+def test_convert_verifies_and_makes_a_folder(
+    written: dict[str, Path], ptdp: Run, tmp_path: Path
+) -> None:
     code, said, err = ptdp("convert", str(written["file"]), str(tmp_path / "hf"), "--verify")
     assert code == 0, err
     assert "verified" in said
@@ -71,7 +88,9 @@ def test_convert_verifies_and_makes_a_folder(written: dict[str, Path], ptdp: Run
     assert (tmp_path / "start.ckpt" / "metadata.json").is_file()
 
 
-def test_it_is_inspected_verified_and_resharded(written: dict[str, Path], ptdp: Run, tmp_path: Path) -> None:
+def test_it_is_inspected_verified_and_resharded(
+    written: dict[str, Path], ptdp: Run, tmp_path: Path
+) -> None:
     said = {}
     for kind in FORMATS:
         code, out, err = ptdp("ckpt", "inspect", str(written[kind]), "--json")
@@ -79,7 +98,10 @@ def test_it_is_inspected_verified_and_resharded(written: dict[str, Path], ptdp: 
         said[kind] = json.loads(out)
     for key in ("model", "global_step", "epoch"):
         assert said["file"][key] == said["folder"][key]
-    models = [{name: entry for name, entry in said[kind]["tensors"].items() if name.startswith("model/")} for kind in FORMATS]
+    models = [
+        {name: entry for name, entry in said[kind]["tensors"].items() if name.startswith("model/")}
+        for kind in FORMATS
+    ]
     assert models[0] == models[1]
     assert said["file"]["optimizer"] != "none"
     assert "whole" in ptdp("ckpt", "verify", str(written["file"]))[1]
@@ -87,7 +109,14 @@ def test_it_is_inspected_verified_and_resharded(written: dict[str, Path], ptdp: 
     content[len(content) // 2] ^= 1
     (tmp_path / "damaged.ckpt").write_bytes(content)
     assert ptdp("ckpt", "verify", str(tmp_path / "damaged.ckpt"))[0] == 2
-    reshard = ["ckpt", "reshard", str(written["file"]), str(tmp_path / "small.ckpt"), "--dtype", "bfloat16"]
+    reshard = [
+        "ckpt",
+        "reshard",
+        str(written["file"]),
+        str(tmp_path / "small.ckpt"),
+        "--dtype",
+        "bfloat16",
+    ]
     code, _, err = ptdp(*reshard)
     assert (code, "add --weights_only" in err) == (2, True)
     code, _, err = ptdp(*reshard, "--weights_only")
@@ -96,7 +125,13 @@ def test_it_is_inspected_verified_and_resharded(written: dict[str, Path], ptdp: 
 
 
 def test_training_begins_with_a_file(written: dict[str, Path], ptdp: Run) -> None:
-    options = ["--config", str(written["file"].parents[4] / "tiny.yaml"), STRATEGY, "--init_from", str(written["file"])]
+    options = [
+        "--config",
+        str(written["file"].parents[4] / "tiny.yaml"),
+        STRATEGY,
+        "--init_from",
+        str(written["file"]),
+    ]
     code, _, err = ptdp("fit", *options, "--trainer.max_steps", "1")
     assert code == 0, err
     code, _, err = ptdp("fit", *options, "--model.config.hidden_size", "64")
@@ -108,7 +143,11 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
 
-    content = {"state_dict": {"w": torch.zeros(2)}, "hyper_parameters": {"x": Runs()}, "lightning_ptdp_parameters": []}
+    content = {
+        "state_dict": {"w": torch.zeros(2)},
+        "hyper_parameters": {"x": Runs()},
+        "lightning_ptdp_parameters": [],
+    }
     torch.save(content, tmp_path / "last.ckpt", pickle_module=pickle)
     with pytest.raises(CheckpointError, match="only tensors and plain values are loaded"):
         convert(tmp_path / "last.ckpt", tmp_path / "hf")

@@ -20,7 +20,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_picture_and_the_trace_are_written_unless_asked_otherwise(ptdp: Run, tmp_path: Path) -> None:
+def test_the_picture_and_the_trace_are_written_unless_asked_otherwise(
+    ptdp: Run, tmp_path: Path
+) -> None:
     sizes = ["--pp", "4", "--vpp", "2", "--microbatches", "8", "--schedule", "interleaved_1f1b"]
     code, out, _ = ptdp("timeline", *sizes)
     assert code == 0
@@ -32,12 +34,29 @@ def test_the_picture_and_the_trace_are_written_unless_asked_otherwise(ptdp: Run,
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "timeline.png"]
     assert ptdp("timeline", *sizes, "--output", "a.json", "--output", "b.json")[0] == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "b.json", "timeline.json", "timeline.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.json",
+        "b.json",
+        "timeline.json",
+        "timeline.png",
+    ]
 
 
 def test_schedules_are_compared_at_the_same_work(ptdp: Run) -> None:
     names = "gpipe,1f1b, interleaved_1f1b,zb_h1,zb_v,dualpipe_v"
-    _, out, _ = ptdp("timeline", "--pp", "4", "--vpp", "4", "--microbatches", "8", "--compare", names, "--output", "t.json")
+    _, out, _ = ptdp(
+        "timeline",
+        "--pp",
+        "4",
+        "--vpp",
+        "4",
+        "--microbatches",
+        "8",
+        "--compare",
+        names,
+        "--output",
+        "t.json",
+    )
     rows = [line.split() for line in out.splitlines()[1:7]]
     assert [(name, v, time) for name, v, time, *_ in rows] == [
         ("gpipe", "1", "33"),
@@ -69,9 +88,21 @@ def test_costs(ptdp: Run) -> None:
 
 
 def test_a_schedule_from_a_file(ptdp: Run) -> None:
-    schedule = build_schedule("zb_v", pipeline_parallel_size=2, virtual_pipeline_size=2, num_microbatches=4)
+    schedule = build_schedule(
+        "zb_v", pipeline_parallel_size=2, virtual_pipeline_size=2, num_microbatches=4
+    )
     dump_schedule(schedule, "mine.csv")
-    code, out, err = ptdp("timeline", "--pp", "2", "--microbatches", "4", "--schedule", "mine.csv", "--output", "t.json")
+    code, out, err = ptdp(
+        "timeline",
+        "--pp",
+        "2",
+        "--microbatches",
+        "4",
+        "--schedule",
+        "mine.csv",
+        "--output",
+        "t.json",
+    )
     assert (code, err) == (0, "")
     assert "  2  " in out.splitlines()[1]
 
@@ -99,7 +130,9 @@ def test_mistakes(ptdp: Run, arguments: list[str], words: str, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_trace_is_offered(ptdp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_trace_is_offered(
+    ptdp: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = ptdp("timeline", "--pp", "2", "--microbatches", "2")
     assert code == 2
@@ -114,6 +147,8 @@ assert main(["timeline", "--pp", "2", "--microbatches", "2", "--output", "t.json
 assert main(["timeline", "--help"]) == 0
 print([name for name in ("matplotlib", "PIL") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"
     assert "usage: ptdp timeline" in done.stdout

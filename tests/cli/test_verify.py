@@ -15,7 +15,10 @@ CONFIG = {
         "accelerator": "cpu",
         "devices": 2,
         "max_steps": 20,
-        "strategy": {"class_path": "lightning_ptdp.PTDPStrategy", "init_args": {"num_microbatches": 2}},
+        "strategy": {
+            "class_path": "lightning_ptdp.PTDPStrategy",
+            "init_args": {"num_microbatches": 2},
+        },
         "default_root_dir": "written",
         "callbacks": [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint"}],
     },
@@ -25,11 +28,20 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(("model", "code"), [("Lit", 0), ("Summed", 1)])
-def test_the_exit_code_says_whether_they_are_equal(ptdp: Run, tmp_path: Path, model: str, code: int) -> None:
+def test_the_exit_code_says_whether_they_are_equal(
+    ptdp: Run, tmp_path: Path, model: str, code: int
+) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({**CONFIG, "model": {"class_path": f"tests.verification.toys.{model}"}}))
+    config.write_text(
+        yaml.safe_dump({**CONFIG, "model": {"class_path": f"tests.verification.toys.{model}"}})
+    )
     ended, said, errors = ptdp(
-        "verify", "--config", str(config), "--steps", "1", f"--trainer.default_root_dir={tmp_path / 'written'}"
+        "verify",
+        "--config",
+        str(config),
+        "--steps",
+        "1",
+        f"--trainer.default_root_dir={tmp_path / 'written'}",
     )
     assert ended == code, said + errors
     assert ("is equal to one process in 1 steps" in said) == (code == 0)

@@ -14,9 +14,11 @@ from tests.conformance.toys import Place, make_trainer
 
 VOCABULARY, WIDTH, DEPTH, LENGTH = 24, 8, 4, 5
 PLAN = ParallelPlan(
-    blocks="h", tensor={"wte": "vocabulary", "h.*.up": "column", "h.*.down": "row", "head": "vocabulary"},
-    before=("wte",), after=("norm", "head"),
-)  # fmt: skip
+    blocks="h",
+    tensor={"wte": "vocabulary", "h.*.up": "column", "h.*.down": "row", "head": "vocabulary"},
+    before=("wte",),
+    after=("norm", "head"),
+)
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2, "plan": PLAN}
 T2 = {"tensor_parallel_size": 2, "plan": PLAN}
 ONE = Place(reference="auto")
@@ -26,7 +28,9 @@ LAYOUTS = {
     "t2": Place(world_size=2, layout=T2),
     "t2p2": Place(world_size=4, layout={**P2, **T2}),
     "d2 sharded": Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}),
-    "d2p2 sharded": Place(world_size=4, layout={**P2, "num_microbatches": 1, "shard_optimizer": True}),
+    "d2p2 sharded": Place(
+        world_size=4, layout={**P2, "num_microbatches": 1, "shard_optimizer": True}
+    ),
 }
 
 
@@ -54,7 +58,9 @@ class LitBlocks(L.LightningModule):
         x = self.wte(batch[:, :-1])
         for block in self.h:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten()
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -67,7 +73,9 @@ class LitBlocks(L.LightningModule):
 
 def batches(place: Place, rank: int, count: int = 32) -> DataLoader:
     """This replica's part of batches that are the same in all places."""
-    data = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(4))
+    data = torch.randint(
+        0, VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(4)
+    )
     t, p = (place.layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
     replicas = place.world_size // (t * p)
     own = [row for index, row in enumerate(data) if index % replicas == rank // t % replicas]

@@ -17,7 +17,11 @@ SCRIPT = Path(__file__).with_name("script.py")
 
 
 def started(
-    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), inside: Sequence[str] = (), **env: str
+    folder: Path,
+    settings: dict[str, Any],
+    prefix: Sequence[str] = (),
+    inside: Sequence[str] = (),
+    **env: str,
 ) -> contextlib.AbstractContextManager[Session]:
     """The script as a process of its own session; ``inside`` runs it elsewhere."""
     command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]

@@ -1,4 +1,5 @@
-"""A user's script, run by the launcher tests: ``script.py {json of settings} {folder for results}``.
+"""A user's script, run by the launcher tests: ``script.py {json of settings} {folder for
+results}``.
 
 It does not import lightning_ptdp unless a setting asks for it.
 """
@@ -31,11 +32,16 @@ class Even(torch.nn.Linear):
 
 def flat_net(layer=torch.nn.Linear):
     width = 8
-    return torch.nn.Sequential(layer(width, width), torch.nn.Tanh(), layer(width, width), layer(width, 1))
+    return torch.nn.Sequential(
+        layer(width, width), torch.nn.Tanh(), layer(width, width), layer(width, 1)
+    )
 
 
 def deep_net():
-    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)) for _ in range(4)]
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+        for _ in range(4)
+    ]
     return torch.nn.Sequential(*blocks)
 
 
@@ -55,12 +61,18 @@ class LitScript(L.LightningModule):
     def configure_parallel(self):
         from lightning_ptdp.tensor_parallel import ParallelPlan
 
-        return ParallelPlan(tensor={"net.*.0": "column", "net.*.2": "row"} if SETTINGS.get("deep") else {})
+        return ParallelPlan(
+            tensor={"net.*.0": "column", "net.*.2": "row"} if SETTINGS.get("deep") else {}
+        )
 
     def training_step(self, batch, batch_idx):
-        if self.global_step == 2 and torch.distributed.get_rank() in SETTINGS.get("fail_on_ranks", []):
+        if self.global_step == 2 and torch.distributed.get_rank() in SETTINGS.get(
+            "fail_on_ranks", []
+        ):
             raise ZeroDivisionError("the user's own mistake")
-        if self.global_step == 2 and torch.distributed.get_rank() in SETTINGS.get("terminate_ranks", []):
+        if self.global_step == 2 and torch.distributed.get_rank() in SETTINGS.get(
+            "terminate_ranks", []
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
         if SETTINGS.get("collective"):
             eval(SETTINGS["collective"], {"self": self})
@@ -69,7 +81,11 @@ class LitScript(L.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean(), sync_dist=True)
+        self.log(
+            "val_loss",
+            self.net(batch[0]).sub(batch[0].sum(-1, keepdim=True)).square().mean(),
+            sync_dist=True,
+        )
 
     test_step = validation_step
 
@@ -94,14 +110,19 @@ def strategy():
 def main() -> None:
     L.seed_everything(1, verbose=False)
     module = LitScript()
-    data = DataLoader(TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))), batch_size=4)
+    data = DataLoader(
+        TensorDataset(torch.randn(16, 8, generator=torch.Generator().manual_seed(1))), batch_size=4
+    )
     trainer = L.Trainer(
         strategy=strategy(),
         accelerator="cpu",
         devices=2,
         num_nodes=SETTINGS.get("num_nodes", 1),
         max_steps=SETTINGS.get("max_steps", 6),
-        callbacks=[getattr(L.callbacks, name)(**options) for name, options in SETTINGS.get("callbacks", {}).items()],
+        callbacks=[
+            getattr(L.callbacks, name)(**options)
+            for name, options in SETTINGS.get("callbacks", {}).items()
+        ],
         logger=False,
         enable_checkpointing="callbacks" in SETTINGS,
         enable_progress_bar=False,
@@ -119,9 +140,13 @@ def main() -> None:
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
     }
     if SETTINGS.get("evaluate"):
-        result["evaluated"] = getattr(trainer, SETTINGS["evaluate"])(module, data, verbose=False)[0]["val_loss"]
+        result["evaluated"] = getattr(trainer, SETTINGS["evaluate"])(module, data, verbose=False)[
+            0
+        ]["val_loss"]
     if SETTINGS.get("deep"):
-        result["whole"] = {name: value.tolist() for name, value in trainer.strategy.gather_state_dict().items()}
+        result["whole"] = {
+            name: value.tolist() for name, value in trainer.strategy.gather_state_dict().items()
+        }
     (FOLDER / f"rank{trainer.global_rank}.json").write_text(json.dumps(result))
 
 

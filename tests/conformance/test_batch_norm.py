@@ -25,7 +25,9 @@ def evaluate(rank: int, place: Place, sync: bool) -> Any:
     L.seed_everything(1, verbose=False)
     trainer, module = make_trainer(place, sync_batchnorm=sync), LitNormalized()
     (found,) = trainer.validate(module, loader(), verbose=False)
-    groups = [child.process_group for child in module.modules() if isinstance(child, nn.SyncBatchNorm)]
+    groups = [
+        child.process_group for child in module.modules() if isinstance(child, nn.SyncBatchNorm)
+    ]
     members = [torch.distributed.get_process_group_ranks(group) for group in groups]
     return found["val_loss"], members
 
@@ -35,7 +37,9 @@ def evaluate(rank: int, place: Place, sync: bool) -> Any:
     [(Place(world_size=2), [[0, 1]] * 2), (Place(world_size=4, layout=P2), [[0, 1], [2, 3]])],
     ids=["d2", "d2p2"],
 )
-def test_layers_are_synchronized_over_the_replicas(place: Place, members: list[list[int]], pool: Pool) -> None:
+def test_layers_are_synchronized_over_the_replicas(
+    place: Place, members: list[list[int]], pool: Pool
+) -> None:
     expected = pool.run(evaluate, world_size=place.world_size, args=(place, False))
     found = pool.run(evaluate, world_size=place.world_size, args=(place, True))
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected])
@@ -51,5 +55,7 @@ def fit(rank: int) -> list[str]:
 
 def test_layers_that_are_not_synchronized_are_told(pool: Pool) -> None:
     (first, others) = pool.run(fit, world_size=2)
-    assert len(first) == 1 and first[0].startswith("net.1, net.8 normalize over the batch, which here is the part of one replica")
+    assert len(first) == 1 and first[0].startswith(
+        "net.1, net.8 normalize over the batch, which here is the part of one replica"
+    )
     assert others == []

@@ -11,12 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import read_full
-from tests.conformance.toys import DDP, P2, LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.conformance.toys import (
+    DDP,
+    P2,
+    LitNet,
+    Place,
+    assert_weights,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 
 class LitStatistics(LitNet):
-    """Running statistics in a block, a codebook of the module's own, and one that no state holds."""
+    """Running statistics in a block, a codebook of the module's own, and one that no state
+    holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +59,11 @@ def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
     trainer.fit(module, loader(batch_size=4), loader(batch_size=4))
     if folder:
         trainer.save_checkpoint(folder)
-    return {"final": weights(trainer), "buffers": buffers.seen, "val": float(trainer.callback_metrics["val_loss"])}
+    return {
+        "final": weights(trainer),
+        "buffers": buffers.seen,
+        "val": float(trainer.callback_metrics["val_loss"]),
+    }
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -68,7 +82,12 @@ def test_as_under_ddp(accumulate: int, pool: Pool) -> None:
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(2, {}), (2, {"num_microbatches": 2}), (4, P2), (4, {**P2, "tensor_parallel_size": 1, "virtual_pipeline_size": 2})],
+    [
+        (2, {}),
+        (2, {"num_microbatches": 2}),
+        (4, P2),
+        (4, {**P2, "tensor_parallel_size": 1, "virtual_pipeline_size": 2}),
+    ],
     ids=["d2", "d2 m2", "d2 p2", "d2 p2 v2"],
 )
 def test_a_checkpoint_has_those_of_rank_zero(
@@ -79,8 +98,16 @@ def test_a_checkpoint_has_those_of_rank_zero(
     found = pool.run(fit, world_size=size, args=(place, 1, folder))
     saved = torch.load(folder)["state_dict"] if Path(folder).is_file() else read_full(folder)
     stages = size // 2
-    first = {name: value for stage in range(stages) for name, value in found[stage * 2]["buffers"][-1].items()}
-    other = {name: value for stage in range(stages) for name, value in found[stage * 2 + 1]["buffers"][-1].items()}
+    first = {
+        name: value
+        for stage in range(stages)
+        for name, value in found[stage * 2]["buffers"][-1].items()
+    }
+    other = {
+        name: value
+        for stage in range(stages)
+        for name, value in found[stage * 2 + 1]["buffers"][-1].items()
+    }
     for name in ("mean", "net.1.running_mean", "net.5.running_var", "net.5.num_batches_tracked"):
         torch.testing.assert_close(saved[name], first[name])
         assert name.endswith("tracked") or not torch.equal(first[name], other[name])
@@ -89,7 +116,8 @@ def test_a_checkpoint_has_those_of_rank_zero(
 
 def test_each_replica_may_keep_its_own(pool: Pool) -> None:
     with_broadcast, without = (
-        pool.run(fit, world_size=2, args=(Place(world_size=2, layout={"broadcast_buffers": flag}),)) for flag in (True, False)
+        pool.run(fit, world_size=2, args=(Place(world_size=2, layout={"broadcast_buffers": flag}),))
+        for flag in (True, False)
     )
     own = [rank["buffers"][-1]["mean"] for rank in without]
     shared = [rank["buffers"][-1]["mean"] for rank in with_broadcast]

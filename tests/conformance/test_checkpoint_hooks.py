@@ -8,18 +8,37 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor
 
 from lightning_ptdp.checkpoint import CheckpointError, read_full
-from tests.conformance.toys import P2, PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    P2,
+    PLACES,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 WHOLE = {
     "one": PLACES["one"],
     "m4": (Place(layout={"num_microbatches": 4}), Place(reference="auto")),
     "d2": PLACES["d2"],
-    "d2 in the background": (Place(world_size=2, layout={"async_save": True}), Place(world_size=2, reference="ddp")),
+    "d2 in the background": (
+        Place(world_size=2, layout={"async_save": True}),
+        Place(world_size=2, reference="ddp"),
+    ),
     "d2 sharded": (
         Place(world_size=2, layout={"shard_optimizer": True, "overlap_parameter_gather": True}),
         Place(world_size=2, reference="ddp"),
@@ -57,27 +76,51 @@ def average(rank: int, place: Place, folder: str, callback: Any, path: str) -> A
     for name, resume in (("whole", None), ("resumed", here / "whole" / "0.ckpt")):
         L.seed_everything(1, verbose=False)
         losses = Losses()
-        saver = ModelCheckpoint(dirpath=here / name, filename="{epoch}", auto_insert_metric_name=False, save_top_k=-1)
-        trainer = make_trainer(place, callbacks=[losses, callback(), saver], enable_checkpointing=True, max_epochs=3)
+        saver = ModelCheckpoint(
+            dirpath=here / name, filename="{epoch}", auto_insert_metric_name=False, save_top_k=-1
+        )
+        trainer = make_trainer(
+            place, callbacks=[losses, callback(), saver], enable_checkpointing=True, max_epochs=3
+        )
         trainer.fit(LitNet(), loader(), loader(), ckpt_path=resume)
         trainer.strategy.barrier()
         epochs = sorted(p.name for p in (here / name).iterdir() if p.name != "latest")
         val_loss = float(trainer.callback_metrics["val_loss"])
-        found.append((losses.values, val_loss, weights(trainer), [stored(here / name / epoch) for epoch in epochs]))
+        found.append(
+            (
+                losses.values,
+                val_loss,
+                weights(trainer),
+                [stored(here / name / epoch) for epoch in epochs],
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("callback", [ema, WeightAveraging, swa])
-def test_averaged_weights_are_stored_and_averaging_goes_on(name: str, callback: Any, pool: Pool, tmp_path: Path) -> None:
+def test_averaged_weights_are_stored_and_averaging_goes_on(
+    name: str, callback: Any, pool: Pool, tmp_path: Path
+) -> None:
     ours, reference = WHOLE[name]
-    found = pool.run(average, world_size=ours.world_size, args=(ours, "ours", callback, str(tmp_path)))
-    expected = pool.run(average, world_size=reference.world_size, args=(reference, "reference", callback, str(tmp_path)))
+    found = pool.run(
+        average, world_size=ours.world_size, args=(ours, "ours", callback, str(tmp_path))
+    )
+    expected = pool.run(
+        average,
+        world_size=reference.world_size,
+        args=(reference, "reference", callback, str(tmp_path)),
+    )
     for mine, theirs in zip(found, expected, strict=True):
-        for (losses, val_loss, final, files), (other_losses, other_val, other_final, other_files) in zip(
-            mine, theirs, strict=True
-        ):
-            if name != "m4":  # ours is the replica's mean; DDP's callback sees the rank's own loss as well
+        for (losses, val_loss, final, files), (
+            other_losses,
+            other_val,
+            other_final,
+            other_files,
+        ) in zip(mine, theirs, strict=True):
+            if (
+                name != "m4"
+            ):  # ours is the replica's mean; DDP's callback sees the rank's own loss as well
                 assert losses == pytest.approx(other_losses, rel=1e-4)
             assert val_loss == pytest.approx(other_val, rel=1e-4)
             assert_weights(final, other_final)
@@ -90,16 +133,23 @@ def test_averaged_weights_are_stored_and_averaging_goes_on(name: str, callback: 
 
 
 class LitHooked(LitNet):
-    """Saves less, more and other than it has, and undoes it when it loads; does not know where it runs."""
+    """Saves less, more and other than it has, and undoes it when it loads; does not know where it
+    runs."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
         del state["net.0.bias"]
         state["net.0.weight"] = state["net.0.weight"] * 2
-        checkpoint["state_dict"] = {f"old.{name}": value for name, value in state.items()} | {"extra": torch.arange(3)}
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in state.items()} | {
+            "extra": torch.arange(3)
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = {name.removeprefix("old."): value for name, value in checkpoint["state_dict"].items() if name != "extra"}
+        state = {
+            name.removeprefix("old."): value
+            for name, value in checkpoint["state_dict"].items()
+            if name != "extra"
+        }
         assert torch.equal(checkpoint["state_dict"]["extra"], torch.arange(3))
         state["net.0.weight"] = state["net.0.weight"] / 2
         state["net.0.bias"] = torch.full((16,), 0.25)
@@ -118,10 +168,18 @@ def hooked(rank: int, place: Place, folder: str, path: str, module: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_hooks_make_of_the_state_dict_is_saved_and_loaded(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_what_hooks_make_of_the_state_dict_is_saved_and_loaded(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     ours, reference = WHOLE[name]
-    found = pool.run(hooked, world_size=ours.world_size, args=(ours, "ours", str(tmp_path), LitHooked))
-    expected = pool.run(hooked, world_size=reference.world_size, args=(reference, "reference", str(tmp_path), LitHooked))
+    found = pool.run(
+        hooked, world_size=ours.world_size, args=(ours, "ours", str(tmp_path), LitHooked)
+    )
+    expected = pool.run(
+        hooked,
+        world_size=reference.world_size,
+        args=(reference, "reference", str(tmp_path), LitHooked),
+    )
     for (file, final), (other_file, other_final) in zip(found, expected, strict=True):
         assert_weights(file, other_file)
         assert_weights(final, other_final)
@@ -165,7 +223,9 @@ class LitHalves(LitNet):
     """Saves what there is in half precision, and something more."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = {name: value.half() for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {
+            name: value.half() for name, value in checkpoint["state_dict"].items()
+        }
         checkpoint["state_dict"]["extra"] = torch.zeros(1)
 
 
@@ -178,8 +238,12 @@ def change_a_part(rank: int, place: Place, path: str) -> str:
     return str(error.value)
 
 
-def test_where_no_rank_holds_the_model_a_change_is_an_error_that_names_the_entry(pool: Pool, tmp_path: Path) -> None:
-    for message in pool.run(change_a_part, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))):
+def test_where_no_rank_holds_the_model_a_change_is_an_error_that_names_the_entry(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for message in pool.run(
+        change_a_part, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))
+    ):
         assert 'checkpoint["state_dict"]' in message
         assert "'extra' was added" in message
         assert "pipeline_parallel_size=1" in message
@@ -203,6 +267,8 @@ class LitLateLoads(LitLate, LitLoads):
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 @pytest.mark.parametrize("module", [LitLate, LitLateLoads])
-def test_a_module_built_late_takes_the_checkpoints_values(name: str, module: Any, pool: Pool, tmp_path: Path) -> None:
+def test_a_module_built_late_takes_the_checkpoints_values(
+    name: str, module: Any, pool: Pool, tmp_path: Path
+) -> None:
     for found, expected in both(pool, late, name, str(tmp_path), module):
         assert_weights(found, expected)

@@ -1,4 +1,5 @@
-"""Optimizers that evaluate the loss several times in a step: LBFGS, and others whose step takes a closure."""
+"""Optimizers that evaluate the loss several times in a step: LBFGS, and others whose step takes a
+closure."""
 
 from __future__ import annotations
 
@@ -11,10 +12,23 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.conformance.toys import ONE, P2, LitNet, Losses, Place, assert_weights, loader, make_trainer, weights
+from tests.conformance.toys import (
+    ONE,
+    P2,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
-M4, D2M4 = Place(layout={"num_microbatches": 4}), Place(world_size=2, layout={"num_microbatches": 4})
+M4, D2M4 = (
+    Place(layout={"num_microbatches": 4}),
+    Place(world_size=2, layout={"num_microbatches": 4}),
+)
 D2, PIPELINE = Place(world_size=2), Place(world_size=2, layout=P2)
 
 
@@ -53,13 +67,17 @@ class LitClosure(LitNet):
         if self.optimizer == "ascends":
             return Ascends(self.parameters())
         search = "strong_wolfe" if self.optimizer == "searching" else None
-        return torch.optim.LBFGS(self.parameters(), lr=0.3, max_iter=5, history_size=4, line_search_fn=search)
+        return torch.optim.LBFGS(
+            self.parameters(), lr=0.3, max_iter=5, history_size=4, line_search_fn=search
+        )
 
 
 def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> Any:
     L.seed_everything(1, verbose=False)
     losses = Losses()
-    trainer = make_trainer(place, callbacks=[losses], **({"precision": "64-true", "max_epochs": 4} | settings))
+    trainer = make_trainer(
+        place, callbacks=[losses], **({"precision": "64-true", "max_epochs": 4} | settings)
+    )
     # All samples are one batch, so that it does not matter which of them a replica gets.
     trainer.fit(LitClosure(optimizer), loader(batch_size=32 // place.world_size))
     return weights(trainer), losses.values
@@ -74,15 +92,27 @@ def test_every_evaluation_is_that_of_one_device(optimizer: str, place: Place, po
         assert_weights(weights_of_rank, expected, tolerance=1e-7)
     assert losses[-1] < losses[0]
     if optimizer != "weighted":
-        assert torch.tensor([values for _, values in found]).mean(0).tolist() == pytest.approx(losses, rel=1e-5)
+        assert torch.tensor([values for _, values in found]).mean(0).tolist() == pytest.approx(
+            losses, rel=1e-5
+        )
 
 
 def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
     for epochs in (2, 4):
         L.seed_everything(1, verbose=False)
         save = ModelCheckpoint(dirpath=folder, save_last=True)
-        trainer = make_trainer(place, precision="64-true", max_epochs=epochs, enable_checkpointing=True, callbacks=[save])
-        trainer.fit(LitClosure("plain"), loader(batch_size=32 // place.world_size), ckpt_path="last" if epochs == 4 else None)
+        trainer = make_trainer(
+            place,
+            precision="64-true",
+            max_epochs=epochs,
+            enable_checkpointing=True,
+            callbacks=[save],
+        )
+        trainer.fit(
+            LitClosure("plain"),
+            loader(batch_size=32 // place.world_size),
+            ckpt_path="last" if epochs == 4 else None,
+        )
         assert trainer.global_step == epochs
     return weights(trainer)
 

@@ -1,4 +1,5 @@
-"""``trainer.fit(torch.compile(module))``: where ranks hold the whole model it trains as the module does, elsewhere it is refused."""
+"""``trainer.fit(torch.compile(module))``: where ranks hold the whole model it trains as the module
+does, elsewhere it is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    P2,
+    LitNet,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 
@@ -49,7 +59,9 @@ LAYOUTS = {"p2": P2, "t2": {"tensor_parallel_size": 2}, "c2": {"context_parallel
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_that_would_be_cut_is_refused_before_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_would_be_cut_is_refused_before_launch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.multiprocessing.start_processes", None)
     trainer = make_trainer(Place(world_size=2, layout={**LAYOUTS[name], "start_method": "fork"}))
     with pytest.raises(Exception, match=r"given torch.compile\(module\).*compile='blocks'"):

@@ -1,4 +1,5 @@
-"""``configure_model`` may build nothing but buffers, which are as much without values as parameters are."""
+"""``configure_model`` may build nothing but buffers, which are as much without values as parameters
+are."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def test_buffers_that_are_built_late_are_restored(tmp_path: Path) -> None:
     trainer.save_checkpoint(path)
     found = LitStatistics()
     make_trainer(Place()).validate(found, loader(), ckpt_path=path, verbose=False)
-    assert torch.equal(found.state_dict()["norm.running_mean"], module.state_dict()["norm.running_mean"])
+    assert torch.equal(
+        found.state_dict()["norm.running_mean"], module.state_dict()["norm.running_mean"]
+    )
     assert found.state_dict()["norm.running_mean"].abs().sum() > 0
 
 
@@ -45,12 +48,16 @@ class LitBuffer(LitNet):
 
 
 def test_what_nothing_gives_a_value_is_the_error_that_is_shown() -> None:
-    with pytest.raises(ValueError, match=r"LitBuffer.*meta device.*reset_parameters.*meta_init=False"):
+    with pytest.raises(
+        ValueError, match=r"LitBuffer.*meta device.*reset_parameters.*meta_init=False"
+    ):
         make_trainer(Place()).fit(LitBuffer(), loader())
 
 
 def test_it_is_known_before_launch_where_the_model_is_cut() -> None:
-    with pytest.raises(ValueError, match=r"^LitBuffer.*meta device.*reset_parameters.*meta_init=False"):
+    with pytest.raises(
+        ValueError, match=r"^LitBuffer.*meta device.*reset_parameters.*meta_init=False"
+    ):
         make_trainer(Place(world_size=2, layout=P2)).fit(LitBuffer(), loader())
 
 
@@ -74,10 +81,16 @@ def _fit_late(rank: int, place: Place, trains: bool) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize(("place", "trains"), [(Place(), True), (Place(world_size=2, layout=P2), False)], ids=["one", "p2"])
+@pytest.mark.parametrize(
+    ("place", "trains"),
+    [(Place(), True), (Place(world_size=2, layout=P2), False)],
+    ids=["one", "p2"],
+)
 def test_a_parameter_that_was_not_laid_out_is_named(place: Place, trains: bool, pool: Pool) -> None:
     for told in pool.run(_fit_late, world_size=place.world_size, args=(place, trains)):
-        assert told.startswith("teacher.weight, teacher.bias: made or replaced after the model was laid out")
+        assert told.startswith(
+            "teacher.weight, teacher.bias: made or replaced after the model was laid out"
+        )
 
 
 def test_what_is_frozen_and_the_same_everywhere_may_come_late() -> None:

@@ -1,4 +1,5 @@
-"""A precision plugin may put other modules and parameters into the model, as those for float8 and quantized layers do."""
+"""A precision plugin may put other modules and parameters into the model, as those for float8 and
+quantized layers do."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 
 from lightning_ptdp import ParallelPlan
-from tests.conformance.toys import ONE, PLACES, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
+from tests.conformance.toys import (
+    ONE,
+    PLACES,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    layers,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 
@@ -20,7 +32,10 @@ class Scaled(nn.Linear):
 
     def __init__(self, old: nn.Linear) -> None:
         super().__init__(old.in_features, old.out_features, device=old.weight.device)
-        self.weight, self.bias = nn.Parameter(old.weight.detach().clone()), nn.Parameter(old.bias.detach().clone())
+        self.weight, self.bias = (
+            nn.Parameter(old.weight.detach().clone()),
+            nn.Parameter(old.bias.detach().clone()),
+        )
         self.scale = nn.Parameter(torch.full_like(self.bias, 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +61,8 @@ class Converts(Precision):
 
 
 class Copies(Converts):
-    """Makes layers with memory of their own and copies the values, as Transformer Engine's plugin does."""
+    """Makes layers with memory of their own and copies the values, as Transformer Engine's plugin
+    does."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         for name, child in list(module.named_modules()):
@@ -59,7 +75,10 @@ class Copies(Converts):
 
 def fresh(old: nn.Linear) -> nn.Linear:
     new = Fresh(old.in_features, old.out_features, device=old.weight.device)
-    new.weight, new.bias = nn.Parameter(old.weight.detach().clone()), nn.Parameter(old.bias.detach().clone())
+    new.weight, new.bias = (
+        nn.Parameter(old.weight.detach().clone()),
+        nn.Parameter(old.bias.detach().clone()),
+    )
     return new
 
 
@@ -83,7 +102,9 @@ def run(rank: int, place: Place, kind: type[nn.Linear]) -> Any:
 
 @pytest.mark.parametrize("name", ["d2", "d2 sharded", "p2", "one m2", "t2"])
 @pytest.mark.parametrize("kind", [Scaled, Fresh])
-def test_replaced_parameters_train_as_on_one_device(kind: type[nn.Linear], name: str, pool: Pool) -> None:
+def test_replaced_parameters_train_as_on_one_device(
+    kind: type[nn.Linear], name: str, pool: Pool
+) -> None:
     ours, reference = (T2, ONE) if name == "t2" else PLACES[name]
     if kind is Scaled and name == "t2":
         return
@@ -93,10 +114,14 @@ def test_replaced_parameters_train_as_on_one_device(kind: type[nn.Linear], name:
         assert_weights(found, expected)
 
 
-def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch.multiprocessing.start_processes", None)
     place = Place(world_size=2, layout={**T2.layout, "start_method": "fork"})
-    with pytest.raises(ValueError, match=r"'net.2' is a Scaled.* its forward is not that of nn.Linear"):
+    with pytest.raises(
+        ValueError, match=r"'net.2' is a Scaled.* its forward is not that of nn.Linear"
+    ):
         make_trainer(place, plugins=[Converts(Scaled)]).fit(LitSplit(), loader())
 
 
@@ -117,7 +142,10 @@ def grow(rank: int, place: Place) -> str:
 @pytest.mark.parametrize("name", ["d2", "p2", "one m2"])
 def test_a_parameter_that_was_made_too_late_is_named(name: str, pool: Pool) -> None:
     place, _ = PLACES[name]
-    assert all("__init__ or configure_model" in text for text in pool.run(grow, world_size=place.world_size, args=(place,)))
+    assert all(
+        "__init__ or configure_model" in text
+        for text in pool.run(grow, world_size=place.world_size, args=(place,))
+    )
 
 
 class LitLate(LitSplit):
@@ -130,7 +158,9 @@ class LitLate(LitSplit):
             self.net = layers()
 
 
-def run_late(rank: int, place: Place, plugin: type[Converts] | None, module: type[LitSplit] = LitLate) -> Any:
+def run_late(
+    rank: int, place: Place, plugin: type[Converts] | None, module: type[LitSplit] = LitLate
+) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, plugins=[plugin(Fresh)] if plugin is not None else None)
     trainer.fit(module(), loader())

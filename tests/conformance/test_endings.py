@@ -1,4 +1,5 @@
-"""A save that has begun in the background is whole when the process has ended, however it ends (ci/endings.py does the same at length)."""
+"""A save that has begun in the background is whole when the process has ended, however it ends
+(ci/endings.py does the same at length)."""
 
 from __future__ import annotations
 
@@ -17,15 +18,25 @@ pytestmark = pytest.mark.timeout(600)  # several starts, each of minutes beside 
 
 @pytest.mark.parametrize("launcher", ["one", "ranks", "fork"])
 def test_no_save_that_has_begun_is_lost(launcher: str, tmp_path: Path) -> None:
-    with session([sys.executable, str(PROGRAM), "--runs", "4", "--launchers", launcher], folder=tmp_path) as endings:
+    with session(
+        [sys.executable, str(PROGRAM), "--runs", "4", "--launchers", launcher], folder=tmp_path
+    ) as endings:
         assert endings.finish(550) == 0, endings.output
     assert "4 runs in" in endings.output
 
 
 @pytest.mark.parametrize("way", ["Ctrl-C", "Ctrl-C to one"])
 def test_ctrl_c_under_lightnings_launcher(way: str, tmp_path: Path) -> None:
-    case = {"launcher": "popen", "way": way, "hook": "on_train_batch_end", "on_ranks": [1], "saves": True}
-    with session([sys.executable, str(PROGRAM), "--only", json.dumps(case), str(tmp_path)], folder=tmp_path) as script:
+    case = {
+        "launcher": "popen",
+        "way": way,
+        "hook": "on_train_batch_end",
+        "on_ranks": [1],
+        "saves": True,
+    }
+    with session(
+        [sys.executable, str(PROGRAM), "--only", json.dumps(case), str(tmp_path)], folder=tmp_path
+    ) as script:
         assert script.finish(400) == 1, script.output
     assert "Ctrl-C: saves after this step and ends" in script.output or way == "Ctrl-C to one"
     assert f"Ctrl-C: saved {tmp_path}/on_signal.ckpt" in script.output

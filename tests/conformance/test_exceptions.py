@@ -1,5 +1,5 @@
-"""Behaviour 23: an exception of the user's is the error that is shown, callbacks that save on it do not hang, and collectives that only
-one stage would enter are refused where they are."""
+"""Behaviour 23: an exception of the user's is the error that is shown, callbacks that save on it do
+not hang, and collectives that only one stage would enter are refused where they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_ptdp.strategy import interruption
-from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    P2,
+    LitNet,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 D2, P2D2 = Place(world_size=2), Place(world_size=4, layout=P2)
@@ -39,7 +48,10 @@ class Mistake(L.Callback):
 def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> Any:
     """The error of this rank and its warnings."""
     interruption._PATIENCE_S = 1.0
-    savers = [OnExceptionCheckpoint(path), ModelCheckpoint(path, filename="model", save_on_exception=True, every_n_epochs=9)]
+    savers = [
+        OnExceptionCheckpoint(path),
+        ModelCheckpoint(path, filename="model", save_on_exception=True, every_n_epochs=9),
+    ]
     trainer = make_trainer(place, callbacks=[Mistake(ranks), *savers], enable_checkpointing=True)
     L.seed_everything(1, verbose=False)
     with (
@@ -60,14 +72,21 @@ def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
     outcomes = pool.run(interrupted, world_size=2, args=(place, (rank,), str(tmp_path)))
     error, said = outcomes[rank]
     assert error == "ZeroDivisionError: the user's own mistake"
-    assert "on_exception.ckpt is not saved: the exception did not end all ranks at the same step" in said[0]
+    assert (
+        "on_exception.ckpt is not saved: the exception did not end all ranks at the same step"
+        in said[0]
+    )
     error, _ = outcomes[1 - rank]
     cause = f"The cause is on rank {rank}: ZeroDivisionError: the user's own mistake (test_exceptions.py, line "
-    assert error.startswith(f"PeerError: {cause}"), "the cause comes first, not what the network said"
+    assert error.startswith(f"PeerError: {cause}"), (
+        "the cause comes first, not what the network said"
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_holds_everything_saves_on_an_exception_of_another(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_holds_everything_saves_on_an_exception_of_another(
+    pool: Pool, tmp_path: Path
+) -> None:
     outcomes = pool.run(interrupted, world_size=2, args=(PLACES["d2"], (1,), str(tmp_path)))
     assert outcomes[0][0].startswith("PeerError: The cause is on rank 1") and not outcomes[0][1]
     assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
@@ -83,8 +102,12 @@ def interrupted_and_resumed(rank: int, place: Place, folder: str, path: str) -> 
 
 
 @pytest.mark.parametrize("name", ["p2", "d2"])
-def test_an_exception_of_all_ranks_is_saved_and_resumed(name: str, pool: Pool, tmp_path: Path) -> None:
-    for (outcome, files, found), (_, expected_files, expected) in both(pool, interrupted_and_resumed, name, str(tmp_path)):
+def test_an_exception_of_all_ranks_is_saved_and_resumed(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
+    for (outcome, files, found), (_, expected_files, expected) in both(
+        pool, interrupted_and_resumed, name, str(tmp_path)
+    ):
         assert outcome == ("ZeroDivisionError: the user's own mistake", [])
         assert set(expected_files) == {"on_exception.ckpt", "model.ckpt"}
         assert set(files) - {"latest"} == set(expected_files), "beside folders there is a link"
@@ -103,8 +126,13 @@ class FailsOnOne(LitNet):
 
 def forked(rank: int, path: str) -> str:
     place = Place(world_size=2, layout={**P2, "start_method": "fork"})
-    trainer = make_trainer(place, callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True)
-    with pytest.raises(Exception, match="the user's own mistake") as info, pytest.warns(UserWarning, match="not in this process"):
+    trainer = make_trainer(
+        place, callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True
+    )
+    with (
+        pytest.raises(Exception, match="the user's own mistake") as info,
+        pytest.warns(UserWarning, match="not in this process"),
+    ):
         trainer.fit(FailsOnOne(), loader())
     return str(info.value)
 
@@ -117,7 +145,9 @@ def fresh() -> Iterator[Pool]:
     workers.close()
 
 
-def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing(fresh: Pool, tmp_path: Path) -> None:
+def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing(
+    fresh: Pool, tmp_path: Path
+) -> None:
     (error,) = fresh.run(forked, world_size=1, args=(str(tmp_path),), limit=60.0)
     *_, said, where = error.rstrip().splitlines()
     assert said == "ZeroDivisionError: the user's own mistake", error
@@ -176,10 +206,13 @@ def communicates(rank: int, place: Place, hook: str, name: str) -> str:
         ("validation_step", "reduce"),
     ],
 )
-def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(hook: str, name: str, pool: Pool) -> None:
+def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(
+    hook: str, name: str, pool: Pool
+) -> None:
     first, last = pool.run(communicates, world_size=2, args=(PLACES["p2"], hook, name))
     assert last.startswith(
-        f"MisconfigurationException: {name} in {hook}: with pipeline_parallel_size=2 a step runs to its end on"
+        f"MisconfigurationException: {name} in {hook}: with pipeline_parallel_size=2 a step runs "
+        "to its end on"
     )
     assert "self.log(..., sync_dist=True)" in last
     assert f"The cause is on rank 1: MisconfigurationException: {name} in {hook}" in first
@@ -195,7 +228,9 @@ class Gathers(LitNet):
     """Gathers in a hook what the steps returned."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.gathered = self.all_gather({"loss": outputs["loss"].detach(), "pair": torch.arange(2.0) + self.trainer.global_rank})
+        self.gathered = self.all_gather(
+            {"loss": outputs["loss"].detach(), "pair": torch.arange(2.0) + self.trainer.global_rank}
+        )
 
 
 def gathers(rank: int, place: Place) -> Any:

@@ -10,7 +10,17 @@ import pytest
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch.utils.data import DataLoader, Subset
 
-from tests.conformance.toys import PLACES, LitBackbone, LitNet, Losses, Place, assert_weights, make_trainer, samples, weights
+from tests.conformance.toys import (
+    PLACES,
+    LitBackbone,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    make_trainer,
+    samples,
+    weights,
+)
 from tests.pool import Pool
 
 ONE = Place(reference="auto")
@@ -19,7 +29,10 @@ ONE = Place(reference="auto")
 def own(rank: int, place: Place) -> DataLoader:
     """This replica's part of batches that are the same in all places."""
     replicas = 1 if "pipeline_parallel_size" in place.layout else place.world_size
-    return DataLoader(Subset(samples(), range(rank if replicas > 1 else 0, 32, replicas)), batch_size=8 // replicas)
+    return DataLoader(
+        Subset(samples(), range(rank if replicas > 1 else 0, 32, replicas)),
+        batch_size=8 // replicas,
+    )
 
 
 class Turns(L.Callback):
@@ -49,10 +62,14 @@ def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> An
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(0.05, 1), (None, 2)])
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2", "p2"])
-def test_layers_that_are_frozen_in_turn(name: str, clip: float | None, accumulate: int, pool: Pool) -> None:
+def test_layers_that_are_frozen_in_turn(
+    name: str, clip: float | None, accumulate: int, pool: Pool
+) -> None:
     place = PLACES[name][0]
     ((losses, expected),) = pool.run(in_turns, world_size=1, args=(ONE, clip, accumulate))
-    for other, found in pool.run(in_turns, world_size=place.world_size, args=(place, clip, accumulate)):
+    for other, found in pool.run(
+        in_turns, world_size=place.world_size, args=(place, clip, accumulate)
+    ):
         if not name.startswith("d2"):
             assert other == pytest.approx(losses, rel=1e-5)
         assert_weights(found, expected)
@@ -62,12 +79,18 @@ def unfreeze(rank: int, place: Place, path: str) -> Any:
     file = Path(path, "half.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(
-        place, use_distributed_sampler=False, max_epochs=2, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+        place,
+        use_distributed_sampler=False,
+        max_epochs=2,
+        callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)],
     )
     first.fit(LitBackbone(), own(rank, place))
     first.save_checkpoint(file)
     second = make_trainer(
-        place, use_distributed_sampler=False, max_epochs=3, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+        place,
+        use_distributed_sampler=False,
+        max_epochs=3,
+        callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)],
     )
     second.fit(LitBackbone(), own(rank, place), ckpt_path=file)
     sizes = [sum(p.numel() for p in group["params"]) for group in second.optimizers[0].param_groups]
@@ -79,7 +102,9 @@ def test_a_backbone_that_is_unfrozen_trains(name: str, pool: Pool, tmp_path: Pat
     place = PLACES[name][0]
     (tmp_path / "one").mkdir()
     ((groups, expected),) = pool.run(unfreeze, world_size=1, args=(ONE, str(tmp_path / "one")))
-    for sizes, found in pool.run(unfreeze, world_size=place.world_size, args=(place, str(tmp_path))):
+    for sizes, found in pool.run(
+        unfreeze, world_size=place.world_size, args=(place, str(tmp_path))
+    ):
         assert sizes == groups
         assert len(sizes) == 2
         assert_weights(found, expected)

@@ -20,14 +20,21 @@ class LitClips(LitNet):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
-        norm = strategy.compute_gradient_norm() if hasattr(strategy, "compute_gradient_norm") else self.plain_norm()
+        norm = (
+            strategy.compute_gradient_norm()
+            if hasattr(strategy, "compute_gradient_norm")
+            else self.plain_norm()
+        )
         self.log("norm", norm)
 
     def plain_norm(self) -> Any:
         return grad_norm(self, norm_type=2)["grad_2.0_norm_total"]
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 

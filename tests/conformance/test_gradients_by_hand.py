@@ -1,4 +1,5 @@
-"""Gradients that users' hooks look at and change are the whole model's, or the hook is refused by name."""
+"""Gradients that users' hooks look at and change are the whole model's, or the hook is refused by
+name."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class LitClipsPieces(LitHook):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms.append(float(clip_grad_norm_(self.h.parameters(), 0.01, norm_type=float("inf"))))
         for block in self.h:
-            self.norms.append(float(torch.nn.utils.clip_grad_norm_(block.parameters(), 0.05, norm_type=1)))
+            self.norms.append(
+                float(torch.nn.utils.clip_grad_norm_(block.parameters(), 0.05, norm_type=1))
+            )
         gradients = [p.grad for p in self.h.parameters() if p.grad is not None]
         self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
@@ -111,15 +114,21 @@ class LitLooksForNaN(LitHook):
 
 def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
     try:
-        make_trainer(place, use_distributed_sampler=False, max_epochs=1).fit(kind(), batches(place, rank))
+        make_trainer(place, use_distributed_sampler=False, max_epochs=1).fit(
+            kind(), batches(place, rank)
+        )
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)])
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)]
+)
 def test_numbers_of_a_part_are_refused(layout: str, kind: type[LitHook], pool: Pool) -> None:
     place = LAYOUTS[layout]
     for message in pool.run(refused, world_size=place.world_size, args=(place, kind)):
-        assert message.startswith("PartialModelError: a hook computes a number from the gradient of '")
+        assert message.startswith(
+            "PartialModelError: a hook computes a number from the gradient of '"
+        )
         assert "self.clip_gradients" in message

@@ -35,7 +35,14 @@ def _recording(base: type, names: list[str], who: str) -> Any:
 
 
 def _public(*classes: type) -> list[str]:
-    return sorted({name for c in classes for name, f in vars(c).items() if inspect.isfunction(f) and not name.startswith("_")})
+    return sorted(
+        {
+            name
+            for c in classes
+            for name, f in vars(c).items()
+            if inspect.isfunction(f) and not name.startswith("_")
+        }
+    )
 
 
 CALLBACK_HOOKS = [n for n in _public(L.Callback) if n not in ("state_dict", "load_state_dict")]
@@ -50,7 +57,13 @@ NOT_CALLED = (
 MODULE_HOOKS = [
     *(name for name in _public(ModelHooks, DataHooks, CheckpointHooks) if name not in NOT_CALLED),
     *STEPS,
-    *("configure_optimizers", "configure_gradient_clipping", "lr_scheduler_step", "optimizer_step", "optimizer_zero_grad"),
+    *(
+        "configure_optimizers",
+        "configure_gradient_clipping",
+        "lr_scheduler_step",
+        "optimizer_step",
+        "optimizer_zero_grad",
+    ),
 ]
 
 
@@ -63,7 +76,11 @@ def record(rank: int, place: Place, folder: str, path: str) -> dict[str, list[st
     module.__dict__["events"] = callback.events = events
     checkpoint = ModelCheckpoint(dirpath=Path(path, folder), every_n_train_steps=2)
     trainer = make_trainer(
-        place, callbacks=[callback, checkpoint], enable_checkpointing=True, gradient_clip_val=0.1, accumulate_grad_batches=2
+        place,
+        callbacks=[callback, checkpoint],
+        enable_checkpointing=True,
+        gradient_clip_val=0.1,
+        accumulate_grad_batches=2,
     )
     seen = {}
     for name, run in (
@@ -98,7 +115,9 @@ def record_resumed(rank: int, place: Place, folder: str, path: str) -> dict[str,
     seen = {}
     for name in ("fit", "validate"):
         module = _recording(LitNet, MODULE_HOOKS, "module")()
-        callback = _recording(L.Callback, [*CALLBACK_HOOKS, "state_dict", "load_state_dict"], "callback")()
+        callback = _recording(
+            L.Callback, [*CALLBACK_HOOKS, "state_dict", "load_state_dict"], "callback"
+        )()
         module.__dict__["events"] = callback.events = events
         trainer = make_trainer(place, callbacks=[callback])
         if name == "fit":
@@ -111,7 +130,9 @@ def record_resumed(rank: int, place: Place, folder: str, path: str) -> dict[str,
 
 
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_hooks_of_a_resumed_run_fire_in_lightnings_order(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_hooks_of_a_resumed_run_fire_in_lightnings_order(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     for found, expected in both(pool, record_resumed, name, str(tmp_path)):
         for stage, events in expected.items():
             assert "callback.on_load_checkpoint" in events, "the reference recorded nothing"
@@ -120,4 +141,8 @@ def test_hooks_of_a_resumed_run_fire_in_lightnings_order(name: str, pool: Pool, 
 
 def _once(events: list[str]) -> list[str]:
     """Repeated calls of one step in a row count as one."""
-    return [e for name, run in groupby(events) for e in ([name] if name.split(".")[1] in STEPS else list(run))]
+    return [
+        e
+        for name, run in groupby(events)
+        for e in ([name] if name.split(".")[1] in STEPS else list(run))
+    ]

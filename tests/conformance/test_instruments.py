@@ -15,7 +15,11 @@ from torch.distributed import ReduceOp
 from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer, metrics
 from tests.pool import Pool
 
-D2, D2M2, P2D2 = Place(world_size=2), Place(world_size=2, layout={"num_microbatches": 2}), Place(world_size=4, layout=P2)
+D2, D2M2, P2D2 = (
+    Place(world_size=2),
+    Place(world_size=2, layout={"num_microbatches": 2}),
+    Place(world_size=4, layout=P2),
+)
 
 
 class LogsOnRankZero(LitNet):
@@ -42,7 +46,9 @@ def log_on_rank_zero(rank: int, place: Place) -> Any:
     return metrics(trainer)["callback_metrics"], trainer.global_rank
 
 
-@pytest.mark.parametrize("place", [Place(world_size=2, layout=P2), D2, D2M2, P2D2], ids=["p2", "d2", "d2 m2", "d2 p2"])
+@pytest.mark.parametrize(
+    "place", [Place(world_size=2, layout=P2), D2, D2M2, P2D2], ids=["p2", "d2", "d2 m2", "d2 p2"]
+)
 def test_a_value_of_rank_zero_only_is_logged(place: Place, pool: Pool) -> None:
     replicas = place.world_size // place.layout.get("pipeline_parallel_size", 1)
     reference = Place(world_size=replicas, reference="ddp" if replicas > 1 else "auto")
@@ -65,8 +71,12 @@ class Reduces(L.Callback):
         for op in ("sum", ReduceOp.SUM, "mean", "max"):
             own = torch.tensor([replica + 1.0])
             self.found[str(op)] = (float(strategy.reduce(own, reduce_op=op)), float(own))
-        self.found["own"] = (float(strategy.reduce(torch.tensor(trainer.global_rank + 1), reduce_op="sum")),)
-        self.found["world"] = (float(strategy.reduce(torch.tensor(trainer.global_rank + 1), world, "sum")),)
+        self.found["own"] = (
+            float(strategy.reduce(torch.tensor(trainer.global_rank + 1), reduce_op="sum")),
+        )
+        self.found["world"] = (
+            float(strategy.reduce(torch.tensor(trainer.global_rank + 1), world, "sum")),
+        )
 
 
 def reduce(rank: int, place: Place) -> Any:
@@ -81,7 +91,8 @@ def test_a_sum_adds_one_value_of_each_replica(pool: Pool) -> None:
         assert result["sum"] == result[str(ReduceOp.SUM)] == (3.0, 3.0)
         assert result["mean"] == (1.5, 1.5) and result["max"] == (2.0, 2.0)
         assert result["world"] == (10,)
-    # Values that differ inside a replica are added to those of the same rank of the other one, and not averaged.
+    # Values that differ inside a replica are added to those of the same rank of the other one, and
+    # not averaged.
     assert [result["own"] for result in found] == [(3,), (3,), (7,), (7,)]
 
 
@@ -92,22 +103,40 @@ def test_a_sum_over_one_replica_is_its_value(pool: Pool) -> None:
 
 
 def profile(rank: int, place: Place, folder: str) -> Any:
-    profiler = PyTorchProfiler(folder, filename="profile", sort_by_key="cpu_time_total", row_limit=1000, export_to_chrome=False)
+    profiler = PyTorchProfiler(
+        folder,
+        filename="profile",
+        sort_by_key="cpu_time_total",
+        row_limit=1000,
+        export_to_chrome=False,
+    )
     trainer = make_trainer(place, max_epochs=1, profiler=profiler)
     trainer.fit(LitNet(), loader(), loader())
     return [
         path.read_text()
-        for path in sorted(Path(folder).glob("fit-profile.txt" if place.world_size == 1 else f"fit-profile-{rank}.txt"))
+        for path in sorted(
+            Path(folder).glob(
+                "fit-profile.txt" if place.world_size == 1 else f"fit-profile-{rank}.txt"
+            )
+        )
     ]
 
 
-@pytest.mark.parametrize("place", [Place(), D2, Place(world_size=2, layout=P2)], ids=["one", "d2", "p2"])
-def test_the_profiler_sees_the_modules_of_its_rank(place: Place, pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place", [Place(), D2, Place(world_size=2, layout=P2)], ids=["one", "d2", "p2"]
+)
+def test_the_profiler_sees_the_modules_of_its_rank(
+    place: Place, pool: Pool, tmp_path: Path
+) -> None:
     tables = pool.run(profile, world_size=place.world_size, args=(place, str(tmp_path)))
     assert all(len(table) == 1 for table in tables)
     seen = [{index for index in range(7) if f"net.{index} " in table} for (table,) in tables]
     whole = set(range(7))
-    assert seen == [whole] * place.world_size if not place.layout else seen[0] | seen[1] == whole and not seen[0] & seen[1]
+    assert (
+        seen == [whole] * place.world_size
+        if not place.layout
+        else seen[0] | seen[1] == whole and not seen[0] & seen[1]
+    )
 
 
 class LitExample(LitNet):
@@ -131,11 +160,17 @@ def log_graph(rank: int, place: Place, folder: str) -> str:
 
 
 @pytest.mark.parametrize("place", [Place(), D2], ids=["one", "d2"])
-def test_a_graph_is_logged_where_the_model_is_whole(place: Place, pool: Pool, tmp_path: Path) -> None:
+def test_a_graph_is_logged_where_the_model_is_whole(
+    place: Place, pool: Pool, tmp_path: Path
+) -> None:
     assert not any(pool.run(log_graph, world_size=place.world_size, args=(place, str(tmp_path))))
     assert any(b"Linear[6]" in path.read_bytes() for path in tmp_path.rglob("events*"))
 
 
 def test_a_graph_of_a_cut_model_is_refused_before_launch(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(log_graph, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))):
-        assert told.startswith("MisconfigurationException: log_graph=True") and told.endswith("True")
+    for told in pool.run(
+        log_graph, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))
+    ):
+        assert told.startswith("MisconfigurationException: log_graph=True") and told.endswith(
+            "True"
+        )

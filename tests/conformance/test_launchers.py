@@ -1,4 +1,5 @@
-"""Behaviours 19, 21, 23 and 24: every way of starting the processes, and of ending them (fork is in test_names.py)."""
+"""Behaviours 19, 21, 23 and 24: every way of starting the processes, and of ending them (fork is in
+test_names.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def run(folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str) -> list[dict[str, Any]]:
+def run(
+    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str
+) -> list[dict[str, Any]]:
     with started(folder, settings, prefix, **env) as script:
         assert script.finish() == 0, script.output
     return results(folder)
@@ -52,7 +55,9 @@ def test_torchrun_in_the_other_namespace(tmp_path: Path) -> None:
     assert ranks[0]["parameters"] != ranks[1]["parameters"], "every rank holds its own stage"
 
 
-def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(tmp_path: Path) -> None:
+def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(
+    tmp_path: Path,
+) -> None:
     settings = {"strategy": "ptdp", "import_package": True}
     common = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -67,7 +72,9 @@ def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(tm
     }
     with contextlib.ExitStack() as stack:
         tasks = [
-            stack.enter_context(started(tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)))
+            stack.enter_context(
+                started(tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+            )
             for i in range(2)
         ]
         codes = [task.finish() for task in tasks]
@@ -77,7 +84,9 @@ def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(tm
 
 def flat_net() -> torch.nn.Module:
     """The script's own."""
-    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+    )
 
 
 def even_net() -> torch.nn.Module:
@@ -89,26 +98,37 @@ def even_net() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("start_method", "configure_model", "then"), [("spawn", False, "test"), ("forkserver", True, "validate")]
+    ("start_method", "configure_model", "then"),
+    [("spawn", False, "test"), ("forkserver", True, "validate")],
 )
 def test_started_ranks_bring_the_whole_trained_model_home(
     start_method: str, configure_model: bool, then: str, tmp_path: Path
 ) -> None:
-    settings = {"layout": {**P2, "start_method": start_method}, "configure_model": configure_model, "evaluate": then}
+    settings = {
+        "layout": {**P2, "start_method": start_method},
+        "configure_model": configure_model,
+        "evaluate": then,
+    }
     (result,) = run(tmp_path, settings)
     assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is not whole"
     net = flat_net()
     alone = trained_alone(even_net if configure_model else flat_net)
     for name, value in alone.items():
-        torch.testing.assert_close(torch.tensor(result["weights"][name]), value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(result["weights"][name]), value, rtol=1e-5, atol=1e-6
+        )
         net.get_parameter(name.removeprefix("net.")).data.copy_(value)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     loss = net(x).sub(x.sum(-1, keepdim=True)).square().mean().item()
-    assert result["evaluated"] == pytest.approx(loss, rel=1e-5), "a further call of the same Trainer sees another model"
+    assert result["evaluated"] == pytest.approx(loss, rel=1e-5), (
+        "a further call of the same Trainer sees another model"
+    )
 
 
 def wait_until_running(folder: Path, script: Session) -> None:
-    script.wait_until(lambda: len(list(folder.glob("running-*"))) == 2, "both ranks made three steps")
+    script.wait_until(
+        lambda: len(list(folder.glob("running-*"))) == 2, "both ranks made three steps"
+    )
 
 
 def test_on_one_machine_only_loopback_is_listened_on(tmp_path: Path) -> None:
@@ -129,7 +149,9 @@ def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) ->
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
-        os.killpg(script.process.pid, signal.SIGINT)  # a terminal sends it to the whole process group
+        os.killpg(
+            script.process.pid, signal.SIGINT
+        )  # a terminal sends it to the whole process group
         assert script.finish(40) != 0
 
 
@@ -140,12 +162,22 @@ def test_sigterm_to_the_first_process_ends_all(tmp_path: Path) -> None:
         script.finish(40)
 
 
-@pytest.mark.parametrize(("ranks", "start_method"), [([0], "popen"), ([1], "fork"), ([0, 1], "fork")], ids=str)
-def test_sigterm_while_another_stage_waits_for_this_one(tmp_path: Path, ranks: list[int], start_method: str) -> None:
-    settings = {"layout": {**P2, "start_method": start_method}, "max_steps": -1, "terminate_ranks": ranks}
+@pytest.mark.parametrize(
+    ("ranks", "start_method"), [([0], "popen"), ([1], "fork"), ([0, 1], "fork")], ids=str
+)
+def test_sigterm_while_another_stage_waits_for_this_one(
+    tmp_path: Path, ranks: list[int], start_method: str
+) -> None:
+    settings = {
+        "layout": {**P2, "start_method": start_method},
+        "max_steps": -1,
+        "terminate_ranks": ranks,
+    }
     with started(tmp_path, settings) as script:
         script.finish()
-    assert [(tmp_path / f"step-{rank}").read_text() for rank in range(2)] == ["4", "4"], script.output
+    assert [(tmp_path / f"step-{rank}").read_text() for rank in range(2)] == ["4", "4"], (
+        script.output
+    )
     assert not results(tmp_path), "fit returned as if it was done"
 
 

@@ -1,4 +1,5 @@
-"""Behaviours 8, 9 and 30: what is logged is seen by everyone, and is what Lightning logs on one device."""
+"""Behaviours 8, 9 and 30: what is logged is seen by everyone, and is what Lightning logs on one
+device."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ class LogsEverything(LitNet):
     def __init__(self) -> None:
         super().__init__()
         self.metric, self.val_metric = MeanSquaredError(), MeanSquaredError()
-        self.collection = MetricCollection({"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)})
-        self.called = MetricCollection({"pearson": PearsonCorrCoef(), "step_rmse": MeanSquaredError(squared=False)})
+        self.collection = MetricCollection(
+            {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
+        )
+        self.called = MetricCollection(
+            {"pearson": PearsonCorrCoef(), "step_rmse": MeanSquaredError(squared=False)}
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -36,10 +41,23 @@ class LogsEverything(LitNet):
         self.log("bar", loss, True, False)
         self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.log("weighted", loss, on_step=False, on_epoch=True, batch_size=len(x), sync_dist=True)
-        self.log("most", prediction.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True)
-        self.log("least", prediction.min(), on_step=False, on_epoch=True, reduce_fx=torch.min, sync_dist=True)
-        self.log("weighted_step", loss, on_step=True, on_epoch=True, batch_size=len(x), sync_dist=True)
-        self.log("count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log(
+            "most", prediction.max(), on_step=False, on_epoch=True, reduce_fx="max", sync_dist=True
+        )
+        self.log(
+            "least",
+            prediction.min(),
+            on_step=False,
+            on_epoch=True,
+            reduce_fx=torch.min,
+            sync_dist=True,
+        )
+        self.log(
+            "weighted_step", loss, on_step=True, on_epoch=True, batch_size=len(x), sync_dist=True
+        )
+        self.log(
+            "count", float(len(x)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True
+        )
         self.metric(prediction, y)
         self.log("metric", self.metric, on_step=True, on_epoch=True)
         self.called(prediction, y)
@@ -53,7 +71,12 @@ class LogsEverything(LitNet):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y = batch
         prediction = self.net(x)
-        self.log("val_loss", torch.nn.functional.mse_loss(prediction, y), batch_size=len(x), sync_dist=True)
+        self.log(
+            "val_loss",
+            torch.nn.functional.mse_loss(prediction, y),
+            batch_size=len(x),
+            sync_dist=True,
+        )
         self.val_metric(prediction, y)
         self.log("val_metric", self.val_metric)
         self.collection(prediction, y)
@@ -90,15 +113,23 @@ def assert_same_metrics(found: Any, expected: Any) -> None:
         for kind, values in there.items():
             assert here[kind].keys() == values.keys(), kind
             for name, value in values.items():
-                assert here[kind][name] == pytest.approx(value, rel=1e-5, abs=1e-7), f"{kind} {name}"
+                assert here[kind][name] == pytest.approx(value, rel=1e-5, abs=1e-7), (
+                    f"{kind} {name}"
+                )
 
 
 @pytest.mark.parametrize("name", ["one", "m3", "d2", "p2"])
 def test_every_kind_of_log_call(name: str, pool: Pool) -> None:
     for found, expected in both(pool, log_everything, name):
-        assert {"both_step", "both_epoch", "metric_step", "pearson", "val_loss", "rmse", "from_hook"} <= expected[-1][
-            "callback_metrics"
-        ].keys()
+        assert {
+            "both_step",
+            "both_epoch",
+            "metric_step",
+            "pearson",
+            "val_loss",
+            "rmse",
+            "from_hook",
+        } <= expected[-1]["callback_metrics"].keys()
         assert_same_metrics(found, expected)
 
 
@@ -121,7 +152,11 @@ def monitor(rank: int, place: Place, folder: str) -> dict[str, float]:
     trainer = make_trainer(place, callbacks=[callback], logger=CSVLogger(folder))
     trainer.fit(Counted(), loader())
     logged = metrics(trainer)["logged_metrics"]
-    return {name.removeprefix("train/"): value for name, value in logged.items() if name.startswith("train/")}
+    return {
+        name.removeprefix("train/"): value
+        for name, value in logged.items()
+        if name.startswith("train/")
+    }
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
@@ -130,7 +165,9 @@ def test_lightnings_monitor_counts_replicas(name: str, pool: Pool) -> None:
     assert found.keys() == expected.keys() > {"device/samples_per_sec", "device/mfu"}
     if name == "d2":
         assert found["samples_per_sec"] == pytest.approx(2 * found["device/samples_per_sec"])
-    assert found["device/flops_per_sec"] == pytest.approx(found["device/mfu"] * (2 if name == "p2" else 1) * 1e12)
+    assert found["device/flops_per_sec"] == pytest.approx(
+        found["device/mfu"] * (2 if name == "p2" else 1) * 1e12
+    )
 
 
 class CountsValidation(L.Callback):
@@ -159,7 +196,9 @@ def validate_often(rank: int, place: Place, folder: str, settings: dict[str, Any
     ],
     ids=["twice an epoch", "every second epoch", "every third batch"],
 )
-def test_validation_runs_when_asked_with_several_loaders(name: str, settings: dict[str, Any], pool: Pool) -> None:
+def test_validation_runs_when_asked_with_several_loaders(
+    name: str, settings: dict[str, Any], pool: Pool
+) -> None:
     for (found_at, found), (expected_at, expected) in both(pool, validate_often, name, settings):
         assert found_at == expected_at
         assert "val_loss/dataloader_idx_1" in expected[0]["callback_metrics"]
@@ -192,5 +231,7 @@ def test_loggers_write_once_and_the_same_values(pool: Pool, tmp_path: Path) -> N
     (folder,) = tmp_path.glob("tensorboard/version_*")
     events = EventAccumulator(str(folder)).Reload()
     assert [e.value for e in events.Scalars("train_loss")] == pytest.approx(losses)
-    history = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_metric_history(run_id, "train_loss")
+    history = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_metric_history(
+        run_id, "train_loss"
+    )
     assert [m.value for m in sorted(history, key=lambda m: m.step)] == pytest.approx(losses)

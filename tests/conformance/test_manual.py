@@ -1,4 +1,5 @@
-"""Manual optimization without microbatches is Lightning's own: two optimizers, toggled, saved and continued, on any number of replicas."""
+"""Manual optimization without microbatches is Lightning's own: two optimizers, toggled, saved and
+continued, on any number of replicas."""
 
 from __future__ import annotations
 
@@ -11,12 +12,22 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_ptdp.data_parallel import ManualOptimizationError
-from tests.conformance.toys import FEATURES, ONE, LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.conformance.toys import (
+    FEATURES,
+    ONE,
+    LitNet,
+    Place,
+    assert_weights,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 
 class LitGAN(LitNet):
-    """A generator and a critic that share the batch, not the optimizer; closures, schedulers and gradient accumulation by hand."""
+    """A generator and a critic that share the batch, not the optimizer; closures, schedulers and
+    gradient accumulation by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +70,9 @@ class LitGAN(LitNet):
         return [generator, critic], [torch.optim.lr_scheduler.ExponentialLR(generator, 0.5)]
 
 
-def fit(place: Place, path: Any, *, epochs: int, resume: bool = False, **settings: Any) -> L.Trainer:
+def fit(
+    place: Place, path: Any, *, epochs: int, resume: bool = False, **settings: Any
+) -> L.Trainer:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=epochs, **settings)
     trainer.fit(LitGAN(), loader(), ckpt_path=path if resume else None)
@@ -85,7 +98,8 @@ def test_two_optimizers_train_and_continue_as_lightnings_own(precision: str, tmp
 
 
 class LitRouted(LitGAN):
-    """Without toggling, with accumulation over two batches, and a part that only some replicas use."""
+    """Without toggling, with accumulation over two batches, and a part that only some replicas
+    use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,18 +139,24 @@ def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -
     """Every replica has the rows of one process's batch that are its own."""
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=3)
-    sampler = torch.utils.data.DistributedSampler(range(32), num_replicas=place.world_size, rank=rank, shuffle=False)  # type: ignore[arg-type]
+    sampler = torch.utils.data.DistributedSampler(
+        range(32), num_replicas=place.world_size, rank=rank, shuffle=False
+    )  # type: ignore[arg-type]
     trainer.fit(module(), loader(batch_size=8 // place.world_size, sampler=sampler))
     if saves:
         trainer.save_checkpoint(path)
-    return weights(trainer), {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return weights(trainer), {
+        name: float(value) for name, value in trainer.callback_metrics.items()
+    }
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_replicas_train_like_one_process(world_size: int, pool: Pool, tmp_path: Any) -> None:
     args = (LitGAN, str(tmp_path / "a.ckpt"), True)
     expected, _ = pool.run(fit_replicas, world_size=1, args=(ONE, *args))[0]
-    found = pool.run(fit_replicas, world_size=world_size, args=(Place(world_size=world_size), *args))
+    found = pool.run(
+        fit_replicas, world_size=world_size, args=(Place(world_size=world_size), *args)
+    )
     for one, _ in found:
         assert_weights(one, expected)
         assert_weights(one, found[0][0], tolerance=0)
@@ -148,7 +168,9 @@ def test_parts_that_some_replicas_use_and_accumulation_are_ddps(pool: Pool, tmp_
     reference = Place(world_size=2, reference="ddp_find_unused_parameters_true")
     expected = pool.run(fit_replicas, world_size=2, args=(reference, *args))
     for (one, logged), (other, wanted) in zip(
-        pool.run(fit_replicas, world_size=2, args=(Place(world_size=2), *args)), expected, strict=True
+        pool.run(fit_replicas, world_size=2, args=(Place(world_size=2), *args)),
+        expected,
+        strict=True,
     ):
         assert_weights(one, other)
         assert logged == pytest.approx(wanted, rel=1e-5)
@@ -163,14 +185,22 @@ def see_nothing(rank: int) -> str:
 
 
 def test_a_backward_that_replicas_cannot_follow_is_refused(pool: Pool) -> None:
-    assert all("call self.manual_backward(loss) instead" in told for told in pool.run(see_nothing, world_size=2))
+    assert all(
+        "call self.manual_backward(loss) instead" in told
+        for told in pool.run(see_nothing, world_size=2)
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "word"),
-    [({"shard_optimizer": True}, "shard_optimizer=True"), ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16'")],
+    [
+        ({"shard_optimizer": True}, "shard_optimizer=True"),
+        ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16'"),
+    ],
 )
-def test_what_replicas_cannot_do_by_hand_is_refused_before_launch(layout: dict[str, Any], word: str) -> None:
+def test_what_replicas_cannot_do_by_hand_is_refused_before_launch(
+    layout: dict[str, Any], word: str
+) -> None:
     trainer = make_trainer(Place(world_size=2, layout=layout | {"start_method": "fork"}))
     with pytest.raises(MisconfigurationException, match=rf"manual optimization\) with {word}"):
         trainer.fit(LitGAN(), loader())

@@ -17,12 +17,19 @@ class Told(ModelSummary):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         found = self._summary(trainer, pl_module)
-        self.told = (str(found._get_summary_data()), found.total_parameters, found.trainable_parameters, found.model_size)
+        self.told = (
+            str(found._get_summary_data()),
+            found.total_parameters,
+            found.trainable_parameters,
+            found.model_size,
+        )
 
 
 def _fit(rank: int, place: Place, name: str, folder: str) -> Any:
     told = Told(max_depth=2)
-    trainer = make_trainer(place, max_steps=1, callbacks=[told], enable_model_summary=True, default_root_dir=folder)
+    trainer = make_trainer(
+        place, max_steps=1, callbacks=[told], enable_model_summary=True, default_root_dir=folder
+    )
     trainer.fit(LitNet(), loader())
     return told.told
 

@@ -1,4 +1,5 @@
-"""Behaviours 19 (fork), 20, 21, 22 and 23: the strategy's names, copies of a Trainer, and processes forked by it."""
+"""Behaviours 19 (fork), 20, 21, 22 and 23: the strategy's names, copies of a Trainer, and processes
+forked by it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_ptdp.checkpoint.save_agreement import own_rank
 from lightning_ptdp.strategy import PTDPStrategy, strategy_class
-from tests.conformance.toys import FEATURES, P2, LitNet, Losses, Place, assert_weights, layers, loader, make_trainer, weights
+from tests.conformance.toys import (
+    FEATURES,
+    P2,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    layers,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool, WorkerFailure
 
 QUIET = {
@@ -62,10 +74,16 @@ def other_namespace(rank: int, strategy: Any, devices: int) -> Any:
     assert not isinstance(trainer.strategy, PTDPStrategy)
     pickle.loads(pickle.dumps(trainer))
     trainer.fit(LitOther(), loader())
-    return type(trainer.strategy).__name__, trainer.global_step, "train_loss" in trainer.callback_metrics
+    return (
+        type(trainer.strategy).__name__,
+        trainer.global_step,
+        "train_loss" in trainer.callback_metrics,
+    )
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("ptdp", 1), ("ptdp", 2), (P2, 2)], ids=["one", "d2", "p2"])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ptdp", 1), ("ptdp", 2), (P2, 2)], ids=["one", "d2", "p2"]
+)
 def test_the_other_namespace_by_name_and_by_class(strategy: Any, devices: int, pool: Pool) -> None:
     steps = 4 if strategy == P2 or devices == 1 else 2
     for found in pool.run(other_namespace, world_size=devices, args=(strategy, devices)):
@@ -79,7 +97,9 @@ def by_name(rank: int, name: str) -> Any:
     return isinstance(trainer.strategy, PTDPStrategy), trainer.strategy.config.start_method
 
 
-@pytest.mark.parametrize(("name", "method"), [("ptdp", "popen"), ("ptdp_spawn", "spawn"), ("ptdp_fork", "fork")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("ptdp", "popen"), ("ptdp_spawn", "spawn"), ("ptdp_fork", "fork")]
+)
 def test_names_with_one_device(name: str, method: str, fresh: Pool) -> None:
     assert fresh.run(by_name, world_size=1, args=(name,)) == [(True, method)]
 
@@ -112,7 +132,9 @@ class LitFails(LitNet):
 def in_a_batch_script(rank: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", "7")
-        trainer = L.Trainer(strategy="ptdp", devices=1, plugins=[SLURMEnvironment(auto_requeue=False)], **QUIET)
+        trainer = L.Trainer(
+            strategy="ptdp", devices=1, plugins=[SLURMEnvironment(auto_requeue=False)], **QUIET
+        )
         trainer.fit(LitNet(), loader())
         assert trainer.world_size == 1
     return trainer.global_step
@@ -125,10 +147,14 @@ def test_one_device_in_a_slurm_job_without_srun(pool: Pool) -> None:
 def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "ps1", ">>> ", raising=False)
-        patch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+        patch.setattr(
+            "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True
+        )
         try:
             trainer = L.Trainer(
-                strategy=PTDPStrategy(**strategy) if isinstance(strategy, dict) else strategy, devices=devices, **QUIET
+                strategy=PTDPStrategy(**strategy) if isinstance(strategy, dict) else strategy,
+                devices=devices,
+                **QUIET,
             )
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -142,9 +168,14 @@ def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:
         (
             "ptdp",
             2,
-            "MisconfigurationException: start_method='popen' cannot start processes from a notebook or an interactive prompt",
+            "MisconfigurationException: start_method='popen' cannot start processes from a "
+            "notebook or an interactive prompt",
         ),
-        ({**P2, "start_method": "spawn"}, 2, "MisconfigurationException: start_method='spawn' cannot"),
+        (
+            {**P2, "start_method": "spawn"},
+            2,
+            "MisconfigurationException: start_method='spawn' cannot",
+        ),
         ("ptdp", 1, "1 epoch"),
         ("ptdp_fork", 2, "1 epoch"),
     ],
@@ -159,12 +190,15 @@ def test_a_notebook_is_told_of_fork(strategy: Any, devices: int, answer: str, fr
 @pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
 def test_fabric_is_told_of_the_trainer(namespace: str) -> None:
     fabric = importlib.import_module(namespace)
-    with pytest.raises(ValueError, match=r"'ptdp' does not work with Fabric.*Use lightning.pytorch.Trainer"):
+    with pytest.raises(
+        ValueError, match=r"'ptdp' does not work with Fabric.*Use lightning.pytorch.Trainer"
+    ):
         fabric.Fabric(strategy="ptdp", accelerator="cpu", devices=1)
 
 
 def forked(rank: int, place: Place, module: Any) -> Any:
-    """Lightning starts the processes itself: the worker only looks like one that was started by somebody."""
+    """Lightning starts the processes itself: the worker only looks like one that was started by
+    somebody."""
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     L.seed_everything(1, verbose=False)
@@ -217,7 +251,9 @@ def one_process(rank: int, start_method: str) -> None:
     trainer.fit(net, loader(), loader())
     assert net.pid == os.getpid()
     assert len(trainer.predict(net, loader())) > 0
-    assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}, "a later Trainer would see it"
+    assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}, (
+        "a later Trainer would see it"
+    )
 
 
 @pytest.mark.parametrize("start_method", ["popen", "fork", "spawn"])

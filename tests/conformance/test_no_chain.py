@@ -1,4 +1,5 @@
-"""Models whose blocks are no chain are refused before a process starts: U-Net, N-BEATS, the temporal fusion transformer."""
+"""Models whose blocks are no chain are refused before a process starts: U-Net, N-BEATS, the
+temporal fusion transformer."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ class LitSeries(L.LightningModule):
 
 
 def convolutions(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.Conv2d(outputs, outputs, 3, padding=1))
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+    )
 
 
 class UNet(LitSeries):
@@ -87,7 +92,11 @@ class NBeats(LitSeries):
 class Gated(nn.Module):
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
-        self.first, self.second, self.gate = nn.Linear(inputs, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 2 * hidden)
+        self.first, self.second, self.gate = (
+            nn.Linear(inputs, hidden),
+            nn.Linear(hidden, hidden),
+            nn.Linear(hidden, 2 * hidden),
+        )
         self.skip, self.norm = nn.Linear(inputs, hidden), nn.LayerNorm(hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,8 +124,15 @@ class FusionTransformer(LitSeries):
     def __init__(self, hidden: int = 16) -> None:
         super().__init__()
         self.select = nn.ModuleDict({name: Gated(1, hidden) for name in "abc"})
-        self.past, self.future = nn.LSTM(hidden, hidden, batch_first=True), nn.LSTM(hidden, hidden, batch_first=True)
-        self.enrich, self.attention, self.behind = Gated(hidden, hidden), Heads(hidden), Gated(hidden, hidden)
+        self.past, self.future = (
+            nn.LSTM(hidden, hidden, batch_first=True),
+            nn.LSTM(hidden, hidden, batch_first=True),
+        )
+        self.enrich, self.attention, self.behind = (
+            Gated(hidden, hidden),
+            Heads(hidden),
+            Gated(hidden, hidden),
+        )
         self.head = nn.Linear(hidden, 3)
 
 
@@ -140,15 +156,38 @@ class AloneUNet(LitSeries):
     [
         (
             UNet,
-            ["pipeline_parallel_size=2", "block 'up.0'", "'down' and 'up'", "skip connections", "use pipeline_parallel_size=1"],
+            [
+                "pipeline_parallel_size=2",
+                "block 'up.0'",
+                "'down' and 'up'",
+                "skip connections",
+                "use pipeline_parallel_size=1",
+            ],
         ),
-        (NBeats, ["pipeline_parallel_size=2", "before block 'stacks.2'", "into the blocks", "use pipeline_parallel_size=1"]),
+        (
+            NBeats,
+            [
+                "pipeline_parallel_size=2",
+                "before block 'stacks.2'",
+                "into the blocks",
+                "use pipeline_parallel_size=1",
+            ],
+        ),
         (AloneNBeats, ["before block 'stacks.2'", "use pipeline_parallel_size=1"]),
         (AloneUNet, ["block 'net.up.0'", "use pipeline_parallel_size=1"]),
-        (FusionTransformer, ["no repeated container", "'attention.queries'", "trains with pipeline_parallel_size=1"]),
+        (
+            FusionTransformer,
+            [
+                "no repeated container",
+                "'attention.queries'",
+                "trains with pipeline_parallel_size=1",
+            ],
+        ),
     ],
 )
-def test_it_is_refused_before_a_process_starts(module: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_before_a_process_starts(
+    module: Any, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 

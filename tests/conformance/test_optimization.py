@@ -1,4 +1,5 @@
-"""Behaviours 7, 10 to 12 and 32: groups, schedulers, accumulation, clipping and precision give Lightning's numbers."""
+"""Behaviours 7, 10 to 12 and 32: groups, schedulers, accumulation, clipping and precision give
+Lightning's numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +8,25 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+)
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ptdp.checkpoint.save_agreement import own_rank
-from tests.conformance.toys import PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    PLACES,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 ALL = ["one", "d2", "p2"]
@@ -28,25 +43,48 @@ class LitGroups(LitNet):
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() <= 1]
         optimizer = torch.optim.SGD(
-            [{"params": matrices, "weight_decay": 0.1, "lr": 0.1}, {"params": vectors, "momentum": 0.9}], lr=0.05
+            [
+                {"params": matrices, "weight_decay": 0.1, "lr": 0.1},
+                {"params": vectors, "momentum": 0.9},
+            ],
+            lr=0.05,
         )
         schedulers = torch.optim.lr_scheduler
         if self.schedule == "plateau":
             plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+            }
         scheduler = schedulers.ExponentialLR(optimizer, 0.8)
         return [optimizer], [
-            {"scheduler": scheduler, "interval": self.schedule, "frequency": 2 if self.schedule == "step" else 1}
+            {
+                "scheduler": scheduler,
+                "interval": self.schedule,
+                "frequency": 2 if self.schedule == "step" else 1,
+            }
         ]
 
 
-def run(rank: int, place: Place, folder: str, module: Any, settings: dict[str, Any], callbacks: list[Any]) -> Any:
+def run(
+    rank: int,
+    place: Place,
+    folder: str,
+    module: Any,
+    settings: dict[str, Any],
+    callbacks: list[Any],
+) -> Any:
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(place, callbacks=[losses, *callbacks], **({"max_epochs": 3} | settings))
     trainer.fit(module(), loader(), loader())
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    return {"losses": losses.values, "weights": weights(trainer), "steps": trainer.global_step, "rates": rates}
+    return {
+        "losses": losses.values,
+        "weights": weights(trainer),
+        "steps": trainer.global_step,
+        "rates": rates,
+    }
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
@@ -108,7 +146,8 @@ def test_clipping_counts_what_the_optimizer_steps_on(name: str, pool: Pool) -> N
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)]
+    ("precision", "tolerance"),
+    [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)],
 )
 def test_precision_strings(name: str, precision: str, tolerance: float, pool: Pool) -> None:
     for found, expected in both(pool, run, name, EachStep, {"precision": precision}, []):
@@ -142,12 +181,16 @@ class LitInfinite(LitNet):
 
     def factor(self) -> float:
         last = own_rank() == self.trainer.world_size - 1
-        return float("inf") if self.trainer.fit_loop.epoch_loop.total_batch_idx == 6 and last else 1.0
+        return (
+            float("inf") if self.trainer.fit_loop.epoch_loop.total_batch_idx == 6 and last else 1.0
+        )
 
 
 def meet_infinity(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
-    stop = EarlyStopping("agreed_loss", check_finite=True, check_on_train_epoch_end=True, patience=100)
+    stop = EarlyStopping(
+        "agreed_loss", check_finite=True, check_on_train_epoch_end=True, patience=100
+    )
     trainer = make_trainer(place, callbacks=[stop], gradient_clip_val=1.0, max_epochs=9)
     trainer.fit(LitInfinite(), loader())
     broken = sorted(name for name, value in weights(trainer).items() if not value.isfinite().all())

@@ -1,4 +1,5 @@
-"""Behaviours 15, 16, 26, 27, 28, 29 and 31: what comes out of one Trainer, and goes into another."""
+"""Behaviours 15, 16, 26, 27, 28, 29 and 31: what comes out of one Trainer, and goes into
+another."""
 
 from __future__ import annotations
 
@@ -14,7 +15,18 @@ from torch import Tensor, nn
 from lightning_ptdp.checkpoint import read_full, to_lightning_file
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.stage import StageError
-from tests.conformance.toys import P2, LitNet, Place, assert_weights, both, layers, loader, make_trainer, samples, weights
+from tests.conformance.toys import (
+    P2,
+    LitNet,
+    Place,
+    assert_weights,
+    both,
+    layers,
+    loader,
+    make_trainer,
+    samples,
+    weights,
+)
 from tests.pool import Pool
 
 PIPELINE = Place(world_size=2, layout=P2)
@@ -25,7 +37,10 @@ def all_stages_of_a_trainer(rank: int, place: Place, folder: str) -> Any:
     trainer = make_trainer(place, max_epochs=1)
     module = LitNet()
     trainer.fit(module, loader(), loader())
-    results = [trainer.validate(module, loader(20), verbose=False), trainer.test(module, loader(12), verbose=False)]
+    results = [
+        trainer.validate(module, loader(20), verbose=False),
+        trainer.test(module, loader(12), verbose=False),
+    ]
     predictions = trainer.predict(module, loader(20))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(), loader())
@@ -34,9 +49,12 @@ def all_stages_of_a_trainer(rank: int, place: Place, folder: str) -> Any:
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 def test_fit_validate_test_predict_and_fit_again(name: str, pool: Pool) -> None:
-    for (results, predictions, found, step), (other, expected_predictions, expected, expected_step) in both(
-        pool, all_stages_of_a_trainer, name
-    ):
+    for (results, predictions, found, step), (
+        other,
+        expected_predictions,
+        expected,
+        expected_step,
+    ) in both(pool, all_stages_of_a_trainer, name):
         assert step == expected_step
         for mine, theirs in zip(results, other, strict=True):
             assert mine[0] == pytest.approx(theirs[0], rel=1e-5)
@@ -52,12 +70,21 @@ class Writer(BasePredictionWriter):
         self.folder, self.epoch, self.indices = Path(folder), [], []
 
     def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, _: int
+        self,
+        trainer: Any,
+        module: Any,
+        prediction: Any,
+        indices: Any,
+        batch: Any,
+        index: int,
+        _: int,
     ) -> None:
         torch.save(prediction, self.folder / f"{trainer.global_rank}-{index}.pt")
         self.indices.extend(indices)
 
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+    def write_on_epoch_end(
+        self, trainer: Any, module: Any, predictions: Any, batch_indices: Any
+    ) -> None:
         self.epoch = predictions
 
 
@@ -126,7 +153,9 @@ class LitReturnsMore(LitNet):
 def outputs_of_batches(rank: int, place: Place, folder: str) -> Any:
     L.seed_everything(1, verbose=False)
     module = LitReturnsMore()
-    make_trainer(place, max_epochs=1).fit(module, loader(20, batch_size=7), loader(11, batch_size=4))
+    make_trainer(place, max_epochs=1).fit(
+        module, loader(20, batch_size=7), loader(11, batch_size=4)
+    )
     return module.seen
 
 
@@ -136,7 +165,10 @@ def test_hooks_get_the_outputs_of_the_batch(name: str, pool: Pool) -> None:
         for mine, theirs in zip(found, expected, strict=True):
             words = ("names", "part")
             assert [mine.get(key) for key in words] == [theirs.get(key) for key in words]
-            numbers = [{key: value for key, value in outputs.items() if key not in words} for outputs in (mine, theirs)]
+            numbers = [
+                {key: value for key, value in outputs.items() if key not in words}
+                for outputs in (mine, theirs)
+            ]
             torch.testing.assert_close(*numbers, rtol=1e-5, atol=1e-6)
 
 
@@ -158,8 +190,11 @@ def two_calls(rank: int, place: Place, folder: str) -> str:
 
 
 def test_two_forward_calls_in_one_step_are_refused(pool: Pool) -> None:
-    # The other rank waits for a message that does not come; the workers of a pool do not end, so it waits its limit out.
-    messages = pool.run(two_calls, world_size=2, args=(Place(world_size=2, layout={**P2, "timeout_s": 6}), ""))
+    # The other rank waits for a message that does not come; the workers of a pool do not end, so it
+    # waits its limit out.
+    messages = pool.run(
+        two_calls, world_size=2, args=(Place(world_size=2, layout={**P2, "timeout_s": 6}), "")
+    )
     assert messages[0].startswith("PeerError")
     assert messages[1].startswith("StageError")
     assert "calls the repeated blocks more than once" in messages[1]
@@ -190,7 +225,9 @@ def configure_twice(rank: int, place: Place) -> Any:
 
 
 def test_configure_model_is_called_again_and_keeps_the_weights(pool: Pool) -> None:
-    for configured, built, before, after in pool.run(configure_twice, world_size=2, args=(PIPELINE,)):
+    for configured, built, before, after in pool.run(
+        configure_twice, world_size=2, args=(PIPELINE,)
+    ):
         assert (configured, built) == (2, 1)
         assert_weights(after, before, tolerance=0)
 
@@ -199,7 +236,9 @@ def load_before_fit(rank: int, place: Place, folder: str) -> Any:
     L.seed_everything(1 + rank, verbose=False)
     module = LitNet()
     generator = torch.Generator().manual_seed(11)
-    module.load_state_dict({k: torch.randn(v.shape, generator=generator) * 0.2 for k, v in module.state_dict().items()})
+    module.load_state_dict(
+        {k: torch.randn(v.shape, generator=generator) * 0.2 for k, v in module.state_dict().items()}
+    )
     trainer = make_trainer(place, max_epochs=1)
     trainer.fit(module, loader())
     return weights(trainer)
@@ -222,10 +261,18 @@ def save_around_fit(rank: int, place: Place, path: str) -> Any:
     trainer.save_checkpoint(here / "weights.ckpt", weights_only=True)
     other = make_trainer(place)
     result = other.validate(LitNet(), loader(), ckpt_path=here / "weights.ckpt", verbose=False)
-    return initial, trained, float(trainer.callback_metrics["val_loss"]), result[0]["val_loss"], weights(other)
+    return (
+        initial,
+        trained,
+        float(trainer.callback_metrics["val_loss"]),
+        result[0]["val_loss"],
+        weights(other),
+    )
 
 
-def test_checkpoints_saved_after_fit_load_elsewhere_and_on_one_device(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints_saved_after_fit_load_elsewhere_and_on_one_device(
+    pool: Pool, tmp_path: Path
+) -> None:
     for initial, trained, val_loss, loaded_val_loss, loaded in pool.run(
         save_around_fit, world_size=2, args=(PIPELINE, str(tmp_path))
     ):
@@ -272,7 +319,9 @@ class LitTied(LitNet):
 
     def loss(self, batch: Any) -> Tensor:
         tokens = (batch[0] * 3).long().remainder(11)
-        return nn.functional.cross_entropy(self.head(self.net(self.words(tokens))).flatten(0, 1), tokens.roll(1, -1).flatten())
+        return nn.functional.cross_entropy(
+            self.head(self.net(self.words(tokens))).flatten(0, 1), tokens.roll(1, -1).flatten()
+        )
 
 
 def train_tied(rank: int, place: Place, folder: str) -> Any:

@@ -1,4 +1,5 @@
-"""Parameter groups of a cut model are those of the uncut one: members, options, order and schedules."""
+"""Parameter groups of a cut model are those of the uncut one: members, options, order and
+schedules."""
 
 from __future__ import annotations
 
@@ -20,15 +21,24 @@ ADAM = {"lr": 1e-2, "eps": 1e-5}
 
 
 class LitLayerwise(LitBlocks):
-    """Learning rates that shrink with the distance from the head, each with a schedule of its own."""
+    """Learning rates that shrink with the distance from the head, each with a schedule of its
+    own."""
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": list(self.wte.parameters()), "lr": 1e-3}]
         for depth, block in enumerate(self.h):
-            groups.append({"params": list(block.parameters()), "lr": 1e-2 * 0.5 ** (len(self.h) - depth), "depth": depth})
+            groups.append(
+                {
+                    "params": list(block.parameters()),
+                    "lr": 1e-2 * 0.5 ** (len(self.h) - depth),
+                    "depth": depth,
+                }
+            )
         groups.append({"params": list(self.norm.parameters()), "lr": 2e-2})
         optimizer = torch.optim.Adam(groups, **ADAM)
-        schedule = LambdaLR(optimizer, [lambda step, i=i: 1 / (1 + step * i) for i in range(len(groups))])
+        schedule = LambdaLR(
+            optimizer, [lambda step, i=i: 1 / (1 + step * i) for i in range(len(groups))]
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -41,15 +51,25 @@ class LitNamed(LitBlocks):
             parameter.scale = 3.0
 
     def configure_optimizers(self) -> Any:
-        linear = {f"{name}.weight" for name, child in self.named_modules() if isinstance(child, nn.Linear)}
+        linear = {
+            f"{name}.weight" for name, child in self.named_modules() if isinstance(child, nn.Linear)
+        }
         groups: dict[Any, list[Any]] = {}
         for name, parameter in self.named_parameters():
             block = re.match(r"h\.(\d+)", name)
-            key = (name in linear, int(block[1]) % 3 if block else -1, getattr(parameter, "scale", 1.0))
+            key = (
+                name in linear,
+                int(block[1]) % 3 if block else -1,
+                getattr(parameter, "scale", 1.0),
+            )
             groups.setdefault(key, []).append(parameter)
         return torch.optim.AdamW(
             [
-                {"params": members, "lr": 1e-3 * (2 + key[1]) * key[2], "weight_decay": 0.5 * key[0]}
+                {
+                    "params": members,
+                    "lr": 1e-3 * (2 + key[1]) * key[2],
+                    "weight_decay": 0.5 * key[0],
+                }
                 for key, members in groups.items()
             ],
             eps=1e-5,
@@ -61,10 +81,16 @@ class LitSized(LitBlocks):
 
     def configure_optimizers(self) -> Any:
         tall = [p for p in self.parameters() if p.dim() == 2 and p.shape[0] > 2 * p.shape[1]]
-        large = [p for p in self.parameters() if all(p is not q for q in tall) and p.data.numel() > WIDE]
+        large = [
+            p for p in self.parameters() if all(p is not q for q in tall) and p.data.numel() > WIDE
+        ]
         rest = [p for p in self.parameters() if all(p is not q for q in (*tall, *large))]
         return torch.optim.Adagrad(
-            [{"params": tall, "lr": 0.3}, {"params": large, "lr": 0.1}, {"params": rest, "lr": 0.01}],
+            [
+                {"params": tall, "lr": 0.3},
+                {"params": large, "lr": 0.1},
+                {"params": rest, "lr": 0.01},
+            ],
             initial_accumulator_value=0.1,
         )
 
@@ -78,7 +104,9 @@ class LitFrozen(LitBlocks):
     def configure_optimizers(self) -> Any:
         self.requires_grad_(False)
         self.h[3].requires_grad_(True)
-        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.3, momentum=0.9)
+        return torch.optim.SGD(
+            filter(lambda p: p.requires_grad, self.parameters()), lr=0.3, momentum=0.9
+        )
 
 
 class LitSome(LitBlocks):
@@ -108,9 +136,14 @@ CASES = [
 def train(rank: int, place: Place, kind: type[LitBlocks], clip: float | None) -> Any:
     L.seed_everything(1, verbose=False)
     losses = Losses()
-    trainer = make_trainer(place, callbacks=[losses], use_distributed_sampler=False, gradient_clip_val=clip)
+    trainer = make_trainer(
+        place, callbacks=[losses], use_distributed_sampler=False, gradient_clip_val=clip
+    )
     trainer.fit(kind(), batches(place, rank))
-    options = [{key: value for key, value in g.items() if "param" not in key} for g in trainer.optimizers[0].param_groups]
+    options = [
+        {key: value for key, value in g.items() if "param" not in key}
+        for g in trainer.optimizers[0].param_groups
+    ]
     return losses.values, weights(trainer), options
 
 
@@ -118,7 +151,9 @@ def train(rank: int, place: Place, kind: type[LitBlocks], clip: float | None) ->
 def test_groups_train_as_in_one_process(layout: str, kind: type[LitBlocks], pool: Pool) -> None:
     place = LAYOUTS[layout]
     ((losses, expected, options),) = pool.run(train, world_size=1, args=(ONE, kind, 0.2))
-    for found_losses, found, found_options in pool.run(train, world_size=place.world_size, args=(place, kind, 0.2)):
+    for found_losses, found, found_options in pool.run(
+        train, world_size=place.world_size, args=(place, kind, 0.2)
+    ):
         assert found_options == options
         assert_weights(found, expected)
         if not layout.startswith("d2"):
@@ -137,15 +172,25 @@ def save_and_resume(rank: int, place: Place, kind: type[LitBlocks], path: str, l
 
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
-    [("p2v2", "t2", LitLayerwise), ("t2p2", "d2 sharded", LitSized), ("d2p2 sharded", "p2", LitLayerwise)],
+    [
+        ("p2v2", "t2", LitLayerwise),
+        ("t2p2", "d2 sharded", LitSized),
+        ("d2p2 sharded", "p2", LitLayerwise),
+    ],
 )
-def test_groups_are_resumed_in_another_layout(first: str, second: str, kind: Any, pool: Pool, tmp_path: Path) -> None:
+def test_groups_are_resumed_in_another_layout(
+    first: str, second: str, kind: Any, pool: Pool, tmp_path: Path
+) -> None:
     (tmp_path / "one").mkdir()
     places, results = {False: LAYOUTS[first], True: LAYOUTS[second]}, []
     for load in (False, True):
-        ((expected, rates),) = pool.run(save_and_resume, world_size=1, args=(ONE, kind, str(tmp_path / "one"), load))
+        ((expected, rates),) = pool.run(
+            save_and_resume, world_size=1, args=(ONE, kind, str(tmp_path / "one"), load)
+        )
         place = places[load]
-        results = pool.run(save_and_resume, world_size=place.world_size, args=(place, kind, str(tmp_path), load))
+        results = pool.run(
+            save_and_resume, world_size=place.world_size, args=(place, kind, str(tmp_path), load)
+        )
     for found, found_rates in results:
         assert found_rates == pytest.approx(rates)
         assert_weights(found, expected)
@@ -189,17 +234,44 @@ class LitClipping(LitBlocks):
 @pytest.mark.parametrize(
     ("kind", "layout", "words"),
     [
-        (LitRankwise, "p2", "OptimizerGroupsError: parameter group 1 of SGD has 'h.0.norm.weight' on rank 0, but not on rank 1"),
-        (LitRates, "d2 sharded", "OptimizerGroupsError: parameter group 0 of SGD has lr=0.1 on rank 0, but 0.2 on rank 1"),
-        (LitMuon, "t2p2", "MixingOptimizerError: tensor_parallel_size=2 cuts parameters into pieces, but Muon"),
-        (LitMuon, "d2p2 sharded", "MixingOptimizerError: shard_optimizer=True cuts parameters into pieces, but Muon"),
+        (
+            LitRankwise,
+            "p2",
+            "OptimizerGroupsError: parameter group 1 of SGD has 'h.0.norm.weight' on rank 0, but "
+            "not on rank 1",
+        ),
+        (
+            LitRates,
+            "d2 sharded",
+            "OptimizerGroupsError: parameter group 0 of SGD has lr=0.1 on rank 0, but 0.2 on rank "
+            "1",
+        ),
+        (
+            LitMuon,
+            "t2p2",
+            "MixingOptimizerError: tensor_parallel_size=2 cuts parameters into pieces, but Muon",
+        ),
+        (
+            LitMuon,
+            "d2p2 sharded",
+            "MixingOptimizerError: shard_optimizer=True cuts parameters into pieces, but Muon",
+        ),
         (
             LitClipping,
             "p2",
-            "MixingOptimizerError: pipeline_parallel_size=2 leaves each rank with some of the parameters, but Clip",
+            "MixingOptimizerError: pipeline_parallel_size=2 leaves each rank with some of the "
+            "parameters, but Clip",
         ),
-        (LitComputes, "t2", "PartialModelError: configure_optimizers computes a number from the values of"),
-        (LitComputes, "p2", "PartialModelError: configure_optimizers computes a number from the values of"),
+        (
+            LitComputes,
+            "t2",
+            "PartialModelError: configure_optimizers computes a number from the values of",
+        ),
+        (
+            LitComputes,
+            "p2",
+            "PartialModelError: configure_optimizers computes a number from the values of",
+        ),
     ],
 )
 def test_groups_and_optimizers_that_would_train_otherwise_are_refused(

@@ -1,4 +1,5 @@
-"""Parameters that a rank has not are missed by name in a step, in averages and in gradient hooks."""
+"""Parameters that a rank has not are missed by name in a step, in averages and in gradient
+hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class LitBlocksPenalty(LitBlocks):
 
 class LitLogsNorm(LitBlocks):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("norm", torch.stack([p.norm() for p in self.parameters()]).norm() + 0 * self.loss(batch))
+        self.log(
+            "norm", torch.stack([p.norm() for p in self.parameters()]).norm() + 0 * self.loss(batch)
+        )
 
 
 def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
@@ -46,15 +49,20 @@ def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
         (LitLogsNorm, "t2", "validation_step loops over self.parameters()"),
     ],
 )
-def test_loops_over_parameters_in_a_step_are_refused(kind: Any, layout: str, call: str, pool: Pool) -> None:
+def test_loops_over_parameters_in_a_step_are_refused(
+    kind: Any, layout: str, call: str, pool: Pool
+) -> None:
     place = LAYOUTS[layout]
-    with pytest.raises(WorkerFailure) as error:  # under a pipeline the stages before the last one leave the step before the loop
+    with pytest.raises(
+        WorkerFailure
+    ) as error:  # under a pipeline the stages before the last one leave the step before the loop
         pool.run(run, world_size=place.world_size, args=(place, kind))
     assert f"PartialModelError: {call}, of which this rank holds a part" in str(error.value)
 
 
 class LitRemedy(LitBlocks):
-    """The penalty of ``LitPenalty`` as the message recommends it; asks for a device and a dtype as many do."""
+    """The penalty of ``LitPenalty`` as the message recommends it; asks for a device and a dtype as
+    many do."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         first = next(self.parameters())
@@ -79,7 +87,9 @@ def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
 @pytest.mark.parametrize("layout", ["t2p2", "d2p2 sharded"])
 def test_the_recommended_penalty_trains_as_one_process_with_a_loop(layout: str, pool: Pool) -> None:
     (expected,) = pool.run(train, world_size=1, args=(ONE, LitPlainPenalty))
-    for found in pool.run(train, world_size=LAYOUTS[layout].world_size, args=(LAYOUTS[layout], LitRemedy)):
+    for found in pool.run(
+        train, world_size=LAYOUTS[layout].world_size, args=(LAYOUTS[layout], LitRemedy)
+    ):
         assert_weights(found, expected)
 
 
@@ -94,7 +104,7 @@ class LitAveraged(LitBlocks):
 
 EVERYWHERE = ParallelPlan(
     blocks="h", tensor=PLAN.tensor, before=PLAN.before, after=PLAN.after, everywhere=("average",)
-)  # fmt: skip
+)
 
 
 def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(pool: Pool) -> None:
@@ -139,5 +149,7 @@ def test_gradient_hooks_of_whole_parameters_are_called(layout: str, kind: Any, p
 
 
 def test_a_gradient_hook_of_a_split_parameter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"
+    ):
         make_trainer(LAYOUTS["t2"]).strategy.check(LitHookedBlock())

@@ -1,4 +1,5 @@
-"""Behaviours 12, 17, 18 and 25: what a cut model cannot do is refused with the reason; without a cut it works as ever."""
+"""Behaviours 12, 17, 18 and 25: what a cut model cannot do is refused with the reason; without a
+cut it works as ever."""
 
 from __future__ import annotations
 
@@ -26,7 +27,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ptdp import ParallelPlan
 from lightning_ptdp.base.requirements import RequirementError
-from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    P2,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 PIPELINE = Place(world_size=2, layout={**P2, "start_method": "fork"})
@@ -67,15 +78,24 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"callbacks": [StochasticWeightAveraging(1e-2)]}, ["StochasticWeightAveraging", "pipeline_parallel_size=1"]),
+        (
+            {"callbacks": [StochasticWeightAveraging(1e-2)]},
+            ["StochasticWeightAveraging", "pipeline_parallel_size=1"],
+        ),
         ({"callbacks": [EMAWeightAveraging()]}, ["EMAWeightAveraging", "pipeline_parallel_size=1"]),
         ({"callbacks": [LearningRateFinder()]}, ["LearningRateFinder", "pipeline_parallel_size=1"]),
         ({"callbacks": [BatchSizeFinder()]}, ["BatchSizeFinder", "pipeline_parallel_size=1"]),
         ({"callbacks": [ModelPruning("l1_unstructured")]}, ["ModelPruning", "before fit"]),
         ({"sync_batchnorm": True}, ["sync_batchnorm=True on the CPU"]),
         ({"plugins": [OwnLayerSync()]}, ["OwnLayerSync", "sync_batchnorm=True"]),
-        ({"plugins": [OwnCheckpointIO()], "enable_checkpointing": True}, ["OwnCheckpointIO", "on_save_checkpoint"]),
-        ({"plugins": [AsyncCheckpointIO()], "enable_checkpointing": True}, ["AsyncCheckpointIO", "async_save=True"]),
+        (
+            {"plugins": [OwnCheckpointIO()], "enable_checkpointing": True},
+            ["OwnCheckpointIO", "on_save_checkpoint"],
+        ),
+        (
+            {"plugins": [AsyncCheckpointIO()], "enable_checkpointing": True},
+            ["AsyncCheckpointIO", "async_save=True"],
+        ),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
@@ -89,11 +109,18 @@ def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: l
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("place", "settings"),
-    [(Place(world_size=2, layout={"shard_optimizer": True, "start_method": "fork"}), {}), (Place(), {"precision": "bf16-true"})],
+    [
+        (Place(world_size=2, layout={"shard_optimizer": True, "start_method": "fork"}), {}),
+        (Place(), {"precision": "bf16-true"}),
+    ],
 )
-def test_pruning_of_what_the_optimizer_has_copies_of_is_refused(place: Place, settings: dict[str, Any]) -> None:
+def test_pruning_of_what_the_optimizer_has_copies_of_is_refused(
+    place: Place, settings: dict[str, Any]
+) -> None:
     with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard_optimizer=False"):
-        make_trainer(place, callbacks=[ModelPruning("l1_unstructured")], **settings).fit(LitTunable(), loader())
+        make_trainer(place, callbacks=[ModelPruning("l1_unstructured")], **settings).fit(
+            LitTunable(), loader()
+        )
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -110,13 +137,17 @@ def test_unfreezing_what_the_optimizer_has_copies_or_parts_of_is_refused(
 ) -> None:
     place = Place(world_size=2, layout={**layout, "start_method": "fork"})
     with pytest.raises(MisconfigurationException, match=f"BackboneFinetuning.*{words}"):
-        make_trainer(place, callbacks=[BackboneFinetuning()], **settings).fit(LitTunable(), loader())
+        make_trainer(place, callbacks=[BackboneFinetuning()], **settings).fit(
+            LitTunable(), loader()
+        )
 
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_float16_without_masters_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="'16-true' with master_weights=False"):
-        make_trainer(Place(world_size=2, layout={"master_weights": False}), precision="16-true").fit(LitTunable(), loader())
+        make_trainer(
+            Place(world_size=2, layout={"master_weights": False}), precision="16-true"
+        ).fit(LitTunable(), loader())
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -141,11 +172,23 @@ class LitBackward(LitNet):
         (LitManual, {"num_microbatches": 4}, {}, ["manual optimization", "num_microbatches=4"]),
         (LitManual, {"micro_batch_size": 4}, {}, ["manual optimization", "micro_batch_size=4"]),
         (LitManual, {"check_finite": "raise"}, {}, ["manual optimization", "check_finite='raise'"]),
-        (LitManual, {}, {"precision": "bf16-true"}, ["manual optimization", "master_weights=False"]),
-        (LitBackward, {"num_microbatches": 4}, {}, ["LightningModule.backward", "on_after_backward"]),
+        (
+            LitManual,
+            {},
+            {"precision": "bf16-true"},
+            ["manual optimization", "master_weights=False"],
+        ),
+        (
+            LitBackward,
+            {"num_microbatches": 4},
+            {},
+            ["LightningModule.backward", "on_after_backward"],
+        ),
     ],
 )
-def test_who_runs_the_backward_decides(module: Any, layout: Any, settings: Any, words: list[str]) -> None:
+def test_who_runs_the_backward_decides(
+    module: Any, layout: Any, settings: Any, words: list[str]
+) -> None:
     with pytest.raises(MisconfigurationException) as error:
         make_trainer(Place(layout=layout), **settings).fit(module(), loader())
     for word in words:
@@ -172,12 +215,16 @@ class LitIteratesValidation(LitNet):
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_an_iterator_over_batches_cannot_be_cut() -> None:
-    with pytest.raises(MisconfigurationException, match=r"training_step\(dataloader_iter\).*\(batch, batch_idx\)"):
+    with pytest.raises(
+        MisconfigurationException, match=r"training_step\(dataloader_iter\).*\(batch, batch_idx\)"
+    ):
         make_trainer(Place(layout={"num_microbatches": 2})).fit(LitIterates(), loader())
     with pytest.raises(MisconfigurationException, match=r"validation_step\(dataloader_iter\)"):
         make_trainer(PIPELINE).fit(LitIteratesValidation(), loader(), loader())
     make_trainer(Place(), max_epochs=1).fit(LitIterates(), loader())
-    make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(LitIteratesValidation(), loader(), loader())
+    make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
+        LitIteratesValidation(), loader(), loader()
+    )
 
 
 class LitManual(LitNet):
@@ -241,9 +288,18 @@ def test_an_optimizer_of_other_parameters_is_refused(kind: Any, place: Place, po
     assert any("make the optimizer in configure_optimizers" in text for text in found)
 
 
-@pytest.mark.parametrize("place", [Place(), Place(layout={"num_microbatches": 2}), Place(world_size=2)], ids=["one", "m2", "d2"])
-def test_an_optimizer_that_was_made_before_trains_where_the_model_is_whole(place: Place, pool: Pool) -> None:
-    assert pool.run(step_on_others, world_size=place.world_size, args=(place, LitMadeBefore)) == [""] * place.world_size
+@pytest.mark.parametrize(
+    "place",
+    [Place(), Place(layout={"num_microbatches": 2}), Place(world_size=2)],
+    ids=["one", "m2", "d2"],
+)
+def test_an_optimizer_that_was_made_before_trains_where_the_model_is_whole(
+    place: Place, pool: Pool
+) -> None:
+    assert (
+        pool.run(step_on_others, world_size=place.world_size, args=(place, LitMadeBefore))
+        == [""] * place.world_size
+    )
 
 
 class LitNormalized(LitNet):
@@ -254,11 +310,14 @@ class LitNormalized(LitNet):
 
 def test_batch_normalization_of_a_microbatch_is_told() -> None:
     with pytest.warns(UserWarning, match="net.1 normalize over the batch"):
-        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(LitNormalized(), loader())
+        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
+            LitNormalized(), loader()
+        )
 
 
 class LitLate(LitNet):
-    """Built in ``configure_model``, a part of it in ``__init__``; its layers' number is a question of the layout."""
+    """Built in ``configure_model``, a part of it in ``__init__``; its layers' number is a question
+    of the layout."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -267,7 +326,9 @@ class LitLate(LitNet):
     def configure_model(self) -> None:
         if self.net is None:
             assert not self.trainer_attached(), "the trainer's module was built before launch"
-            self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(self.depth)), torch.nn.Linear(8, 1))
+            self.net = torch.nn.Sequential(
+                *(torch.nn.Linear(8, 8) for _ in range(self.depth)), torch.nn.Linear(8, 1)
+            )
 
     def trainer_attached(self) -> bool:
         return self._trainer is not None
@@ -330,7 +391,9 @@ def find_rate(rank: int, place: Place, folder: str) -> Any:
     return found.suggestion(), found.results["loss"]
 
 
-def test_learning_rate_finder_without_a_cut(pool: Pool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_rate_finder_without_a_cut(
+    pool: Pool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for (rate, losses), (other_rate, other_losses) in both(pool, find_rate, "one"):
         assert rate == pytest.approx(other_rate)
@@ -375,7 +438,11 @@ class KeepsData(L.LightningDataModule):
 
 
 def test_hyperparameters_that_are_objects_are_left_out_by_name(tmp_path: Any) -> None:
-    saves: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 1}
+    saves: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "default_root_dir": tmp_path,
+        "max_epochs": 1,
+    }
     place = Place(layout={"checkpoint_format": "folder"})
     trainer = make_trainer(place, **saves)
     given = torch.nn.Linear(2, 1)
@@ -383,37 +450,54 @@ def test_hyperparameters_that_are_objects_are_left_out_by_name(tmp_path: Any) ->
         trainer.fit(LitKeeps(given, 4), datamodule=KeepsData(DictConfig()))
     texts = [str(one.message) for one in told if "are objects" in str(one.message)]
     assert len(texts) == 2
-    assert "hyperparameters of LitKeeps" in texts[0] and "'given' (a torch.nn.modules.linear.Linear)" in texts[0]
-    assert "hyperparameters of KeepsData" in texts[1] and "'given' (a omegaconf.dictconfig.DictConfig)" in texts[1]
+    assert (
+        "hyperparameters of LitKeeps" in texts[0]
+        and "'given' (a torch.nn.modules.linear.Linear)" in texts[0]
+    )
+    assert (
+        "hyperparameters of KeepsData" in texts[1]
+        and "'given' (a omegaconf.dictconfig.DictConfig)" in texts[1]
+    )
     path = trainer.checkpoint_callback.best_model_path
-    with pytest.warns(UserWarning, match=r"without these hyper_parameters, which are objects: given \(a torch"):
+    with pytest.warns(
+        UserWarning, match=r"without these hyper_parameters, which are objects: given \(a torch"
+    ):
         found = LitKeeps.load_from_checkpoint(path)
     assert dict(found.hparams) == {"width": 4, "given": None}
     assert LitKeeps.load_from_checkpoint(path, given=3).hparams.given == 3
     trusted = LitKeeps.load_from_checkpoint(path, weights_only=False)
     assert torch.equal(trusted.hparams.given.weight, given.weight)
-    make_trainer(place, **{**saves, "max_epochs": 2}).fit(LitKeeps(given, 4), loader(), ckpt_path=path)
+    make_trainer(place, **{**saves, "max_epochs": 2}).fit(
+        LitKeeps(given, 4), loader(), ckpt_path=path
+    )
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("place", [PIPELINE, Place(layout={"checkpoint_format": "folder"})], ids=["p2", "one"])
+@pytest.mark.parametrize(
+    "place", [PIPELINE, Place(layout={"checkpoint_format": "folder"})], ids=["p2", "one"]
+)
 def test_places_that_other_ranks_do_not_see_are_refused(place: Place) -> None:
     with pytest.raises(MisconfigurationException, match="memory://bucket is not on a file system"):
-        make_trainer(place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]).fit(
-            LitNet(), loader()
-        )
+        make_trainer(
+            place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]
+        ).fit(LitNet(), loader())
 
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s3://bucket/last.ckpt", "s3://bucket/last.ckpt is read by s3fs, which is not installed: pip install s3fs"),
+        (
+            "s3://bucket/last.ckpt",
+            "s3://bucket/last.ckpt is read by s3fs, which is not installed: pip install s3fs",
+        ),
         ("gs://bucket/last.ckpt", "is read by gcsfs, which is not installed: pip install gcsfs"),
         ("tape://7/last.ckpt", "fsspec knows no URLs that begin with tape://"),
     ],
 )
-def test_a_checkpoint_at_a_url_without_its_library_is_refused(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_at_a_url_without_its_library_is_refused(
+    url: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for library in ("s3fs", "gcsfs"):
         monkeypatch.setitem(sys.modules, library, None)
     for run in ("fit", "validate"):
@@ -439,8 +523,12 @@ class Counted(torch.nn.Linear):
 def test_extra_state_that_is_no_tensor_is_refused(tmp_path: Any) -> None:
     module = LitNet()
     module.net[2] = Counted(16, 16)
-    with pytest.raises(MisconfigurationException, match=r"get_extra_state\(\) of 'net\.2' \(Counted\) gives a int"):
-        make_trainer(PIPELINE, enable_checkpointing=True, default_root_dir=tmp_path).fit(module, loader())
+    with pytest.raises(
+        MisconfigurationException, match=r"get_extra_state\(\) of 'net\.2' \(Counted\) gives a int"
+    ):
+        make_trainer(PIPELINE, enable_checkpointing=True, default_root_dir=tmp_path).fit(
+            module, loader()
+        )
 
 
 class LitStores(LitNet):
@@ -454,7 +542,9 @@ class LitStores(LitNet):
 
 def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> str:
     steps = Losses()
-    trainer = make_trainer(place, enable_checkpointing=saves, default_root_dir=path, callbacks=[steps], max_epochs=1)
+    trainer = make_trainer(
+        place, enable_checkpointing=saves, default_root_dir=path, callbacks=[steps], max_epochs=1
+    )
     try:
         trainer.fit(LitStores(make), loader())
     except ValueError as error:
@@ -463,17 +553,30 @@ def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> 
     return f"{len(steps.values)} steps"
 
 
-def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_step(pool: Pool, tmp_path: Any) -> None:
+def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_step(
+    pool: Pool, tmp_path: Any
+) -> None:
     (message,) = pool.run(
         fit_and_save,
         world_size=1,
-        args=(Place(layout={"checkpoint_format": "folder"}), str(tmp_path), torch.optim.Adafactor, True),
+        args=(
+            Place(layout={"checkpoint_format": "folder"}),
+            str(tmp_path),
+            torch.optim.Adafactor,
+            True,
+        ),
     )
     assert "Adafactor cannot be checkpointed: its state 'row_var'" in message
     assert "enable_checkpointing=False" in message
     # Lightning's single file takes any optimizer.
-    for make, saves in ((torch.optim.Adafactor, False), (torch.optim.Adafactor, True), (torch.optim.Adam, True)):
-        assert pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, saves)) == ["4 steps"]
+    for make, saves in (
+        (torch.optim.Adafactor, False),
+        (torch.optim.Adafactor, True),
+        (torch.optim.Adam, True),
+    ):
+        assert pool.run(fit_and_save, world_size=1, args=(Place(), str(tmp_path), make, saves)) == [
+            "4 steps"
+        ]
 
 
 def fit_without_validation(rank: int) -> None:

@@ -37,13 +37,17 @@ class Groups(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         groups = trainer.optimizers[0].param_groups
-        self.seen.append([(group["lr"], sum(p.numel() for p in group["params"])) for group in groups])
+        self.seen.append(
+            [(group["lr"], sum(p.numel() for p in group["params"])) for group in groups]
+        )
 
 
 def unfreeze(rank: int, place: Place, folder: str, path: str, stop: int) -> Any:
     file = Path(path, folder, f"{stop}.ckpt")
     L.seed_everything(1, verbose=False)
-    first = make_trainer(place, max_epochs=stop, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)])
+    first = make_trainer(
+        place, max_epochs=stop, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)]
+    )
     first.fit(LitBackbone(), loader())
     first.save_checkpoint(file)
     groups, losses = Groups(), Losses()
@@ -54,10 +58,16 @@ def unfreeze(rank: int, place: Place, folder: str, path: str, stop: int) -> Any:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_backbone_is_unfrozen_at_its_epoch_after_a_resume(stop: int, pool: Pool, tmp_path: Path) -> None:
-    for (groups, losses, found), (other_groups, other_losses, expected) in both(pool, unfreeze, "one", str(tmp_path), stop):
+def test_a_backbone_is_unfrozen_at_its_epoch_after_a_resume(
+    stop: int, pool: Pool, tmp_path: Path
+) -> None:
+    for (groups, losses, found), (other_groups, other_losses, expected) in both(
+        pool, unfreeze, "one", str(tmp_path), stop
+    ):
         assert len(other_groups[-1]) == 2, "the reference unfroze nothing"
-        assert [[size for _, size in step] for step in groups] == [[size for _, size in step] for step in other_groups]
+        assert [[size for _, size in step] for step in groups] == [
+            [size for _, size in step] for step in other_groups
+        ]
         for step, other in zip(groups, other_groups, strict=True):
             assert [rate for rate, _ in step] == pytest.approx([rate for rate, _ in other])
         assert losses == pytest.approx(other_losses, rel=1e-5)
@@ -93,7 +103,9 @@ def out_of_time(rank: int, place: Place, folder: str, path: str, minutes: int) -
 
 @pytest.mark.parametrize("minutes", [3, 5])
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_a_timer_stops_a_resumed_run_at_the_same_batch(name: str, minutes: int, pool: Pool, tmp_path: Path) -> None:
+def test_a_timer_stops_a_resumed_run_at_the_same_batch(
+    name: str, minutes: int, pool: Pool, tmp_path: Path
+) -> None:
     for found, expected in both(pool, out_of_time, name, str(tmp_path), minutes):
         assert found == expected
         assert found[0] >= 2
@@ -105,15 +117,23 @@ def urls_and_nothing(rank: int, place: Place, folder: str, path: str) -> Any:
     first = make_trainer(place, max_epochs=1)
     first.fit(LitNet(), loader())
     first.save_checkpoint(
-        (here / "named by a url.ckpt").as_posix() if folder == "reference" else f"file://{here}/named by a url.ckpt"
+        (here / "named by a url.ckpt").as_posix()
+        if folder == "reference"
+        else f"file://{here}/named by a url.ckpt"
     )
     second = make_trainer(place, max_epochs=2)
     second.fit(LitNet(), loader(), ckpt_path=f"file://{here}/named by a url.ckpt")
-    results = second.validate(LitNet(), loader(), ckpt_path=f"file://{here}/named by a url.ckpt", verbose=False)
+    results = second.validate(
+        LitNet(), loader(), ckpt_path=f"file://{here}/named by a url.ckpt", verbose=False
+    )
     with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
         second.fit(LitNet(), loader(), ckpt_path=here / "missing.ckpt")
     if folder == "ours":
-        why = "is not on a file system" if place.layout else r"failed: ValueError: Protocol not known: nowhere"
+        why = (
+            "is not on a file system"
+            if place.layout
+            else r"failed: ValueError: Protocol not known: nowhere"
+        )
         with pytest.raises(CheckpointError, match=rf"nowhere://bucket/one\.ckpt {why}"):
             first.save_checkpoint("nowhere://bucket/one.ckpt")
     return second.global_step, results[0]["val_loss"]
@@ -121,7 +141,9 @@ def urls_and_nothing(rank: int, place: Place, folder: str, path: str) -> Any:
 
 @pytest.mark.parametrize("name", ["one", "p2"])
 def test_file_urls_and_missing_checkpoints(name: str, pool: Pool, tmp_path: Path) -> None:
-    for (step, val_loss), (expected_step, expected_loss) in both(pool, urls_and_nothing, name, str(tmp_path)):
+    for (step, val_loss), (expected_step, expected_loss) in both(
+        pool, urls_and_nothing, name, str(tmp_path)
+    ):
         assert step == expected_step
         assert val_loss == pytest.approx(expected_loss, rel=1e-5)
     written = tmp_path / "ours" / "named by a url.ckpt"
@@ -151,7 +173,8 @@ class LitCounting(LitNet):
 
 
 def count(rank: int, place: Place, folder: str, path: str, first: bool = False) -> Any:
-    """Counts after one epoch, and after what follows it: two more, or with ``first`` one that begins with the weights."""
+    """Counts after one epoch, and after what follows it: two more, or with ``first`` one that
+    begins with the weights."""
     file = Path(path, folder, "counted.ckpt")
     L.seed_everything(1, verbose=False)
     counts = []
@@ -166,14 +189,20 @@ def count(rank: int, place: Place, folder: str, path: str, first: bool = False) 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 def test_extra_state_goes_on(name: str, pool: Pool, tmp_path: Path) -> None:
-    counted = [found for found, _ in both(pool, count, name, str(tmp_path)) if any(found)]  # a stage counts its microbatches
+    counted = [
+        found for found, _ in both(pool, count, name, str(tmp_path)) if any(found)
+    ]  # a stage counts its microbatches
     assert counted
     for before, after in counted:
         assert after == 3 * before > 0
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_training_begins_with_the_extra_state_of_weights(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_training_begins_with_the_extra_state_of_weights(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     place, _ = PLACES[name]
-    for before, after in pool.run(count, world_size=place.world_size, args=(place, "ours", str(tmp_path), True)):
+    for before, after in pool.run(
+        count, world_size=place.world_size, args=(place, "ours", str(tmp_path), True)
+    ):
         assert after == 2 * before

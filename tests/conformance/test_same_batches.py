@@ -47,7 +47,9 @@ def augment(rank: int, place: Place) -> Any:
     np.random.seed(rank)
     torch.manual_seed(rank)
     seen = Seen()
-    make_trainer(place, callbacks=[seen], max_epochs=1).fit(LitNet(), DataLoader(Augmented(), batch_size=4))
+    make_trainer(place, callbacks=[seen], max_epochs=1).fit(
+        LitNet(), DataLoader(Augmented(), batch_size=4)
+    )
     return seen.batches
 
 
@@ -67,7 +69,12 @@ def worker_ranks(rank: int, place: Place) -> int:
 
 
 def test_workers_are_seeded_by_the_replica(pool: Pool) -> None:
-    assert pool.run(worker_ranks, world_size=4, args=(Place(world_size=4, layout=P2),)) == [0, 1, 0, 1]
+    assert pool.run(worker_ranks, world_size=4, args=(Place(world_size=4, layout=P2),)) == [
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 class Drifting(Dataset):
@@ -96,7 +103,9 @@ def drift(rank: int, place: Place, drifting: int, validates: bool) -> tuple[str,
 
 @pytest.mark.parametrize("validates", [False, True], ids=["training", "validation"])
 @pytest.mark.parametrize("layout", [P2, {**P2, "virtual_pipeline_size": 2}], ids=["p2", "p2v2"])
-def test_ranks_that_drift_apart_are_found_at_that_step(layout: dict[str, Any], validates: bool, pool: Pool) -> None:
+def test_ranks_that_drift_apart_are_found_at_that_step(
+    layout: dict[str, Any], validates: bool, pool: Pool
+) -> None:
     found = pool.run(drift, world_size=2, args=(Place(world_size=2, layout=layout), 1, validates))
     assert all("replica 0 read different batches" in text for text, _ in found)
     assert [count for _, count in found] == [0 if validates else 3] * 2
@@ -109,10 +118,18 @@ def test_all_replicas_are_told(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [torch.randn(3), torch.randn(2, 3).bfloat16(), torch.tensor([True, False]), torch.arange(4), torch.randn(2).to(torch.complex64),
-     torch.tensor(float("nan")), torch.empty(0), torch.randn(300, 301)],
+    [
+        torch.randn(3),
+        torch.randn(2, 3).bfloat16(),
+        torch.tensor([True, False]),
+        torch.arange(4),
+        torch.randn(2).to(torch.complex64),
+        torch.tensor(float("nan")),
+        torch.empty(0),
+        torch.randn(300, 301),
+    ],
     ids=lambda value: str(value.dtype),
-)  # fmt: skip
+)
 def test_a_checksum_is_of_the_bits(value: torch.Tensor) -> None:
     def checksum(batch: Any) -> list[int]:
         return batch_sums(batch, replica=1, replicas=2, device=torch.device("cpu")).tolist()

@@ -10,7 +10,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, samples, weights
+from tests.conformance.toys import (
+    P2,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    samples,
+    weights,
+)
 from tests.pool import Pool
 
 
@@ -21,7 +32,9 @@ class SeenSamples(L.Callback):
         self.epochs: list[list[list[float]]] = []
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
-        torch.rand(trainer.global_rank + 1)  # every process has drawn something else: the order may not depend on it
+        torch.rand(
+            trainer.global_rank + 1
+        )  # every process has drawn something else: the order may not depend on it
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self.epochs.append([])
@@ -42,12 +55,16 @@ def read_twice(rank: int, place: Place, _: str) -> list[Any]:
     L.seed_everything(1, verbose=False)
     seen = SeenSamples()
     for _ in range(2):
-        make_trainer(place, callbacks=[seen], max_epochs=1).fit(LitNet(), loader(32, batch_size=4, shuffle=True))
+        make_trainer(place, callbacks=[seen], max_epochs=1).fit(
+            LitNet(), loader(32, batch_size=4, shuffle=True)
+        )
     return seen.epochs
 
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
-def test_a_second_training_goes_on_with_random_numbers_where_lightning_does(name: str, pool: Pool) -> None:
+def test_a_second_training_goes_on_with_random_numbers_where_lightning_does(
+    name: str, pool: Pool
+) -> None:
     for found, expected in both(pool, read_twice, name):
         assert found == expected
 
@@ -65,7 +82,9 @@ def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(name: str, 
     layout = place.strategy.config.layout(place.world_size)
     ranks = pool.run(read, world_size=place.world_size, args=(place, True))
     for replica in layout.groups("model"):
-        assert all(ranks[rank] == ranks[replica[0]] for rank in replica), "ranks of one replica read different orders"
+        assert all(ranks[rank] == ranks[replica[0]] for rank in replica), (
+            "ranks of one replica read different orders"
+        )
     everything = sorted(samples(32).tensors[1].flatten().tolist())
     for epoch in range(2):
         firsts = [ranks[replica[0]][epoch] for replica in layout.groups("model")]
@@ -108,12 +127,19 @@ def train(rank: int, place: Place, folder: str, data: str) -> Any:
     losses = Losses()
     trainer = make_trainer(place, callbacks=[losses])
     trainer.fit(LitNet(), LOADERS[data](), LOADERS[data]())
-    return losses.values, weights(trainer), trainer.global_step, float(trainer.callback_metrics["val_loss"])
+    return (
+        losses.values,
+        weights(trainer),
+        trainer.global_step,
+        float(trainer.callback_metrics["val_loss"]),
+    )
 
 
 @pytest.mark.parametrize("data", LOADERS)
 def test_uneven_batches_and_streams(data: str, pool: Pool) -> None:
-    for (losses, found, step, val_loss), (other_losses, expected, other_step, other_val) in both(pool, train, "p2", data):
+    for (losses, found, step, val_loss), (other_losses, expected, other_step, other_val) in both(
+        pool, train, "p2", data
+    ):
         assert step == other_step
         assert losses == pytest.approx(other_losses, rel=1e-5)
         assert val_loss == pytest.approx(other_val, rel=1e-5)

@@ -8,7 +8,16 @@ import lightning.pytorch as L
 import pytest
 from torch import Tensor
 
-from tests.conformance.toys import LitNet, Place, assert_weights, both, loader, make_trainer, metrics, weights
+from tests.conformance.toys import (
+    LitNet,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    metrics,
+    weights,
+)
 from tests.pool import Pool
 
 

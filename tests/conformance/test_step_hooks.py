@@ -1,4 +1,5 @@
-"""``optimizer_step`` and ``optimizer_zero_grad`` overridden as Lightning documents: gradients are cleared when it says so."""
+"""``optimizer_step`` and ``optimizer_zero_grad`` overridden as Lightning documents: gradients are
+cleared when it says so."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp import ParallelPlan
-from tests.conformance.toys import ONE, PLACES, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    ONE,
+    PLACES,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 EVERYWHERE = list(PLACES)
@@ -29,14 +41,19 @@ class LitPlain(LitNet):
         self.seen.append(float(torch.nn.utils.get_total_norm(gradients)))
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": [p for p in self.parameters() if (p.dim() > 1) is matrices]} for matrices in (True, False)]
+        groups = [
+            {"params": [p for p in self.parameters() if (p.dim() > 1) is matrices]}
+            for matrices in (True, False)
+        ]
         return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
 
 
 class LitEverySecond(LitPlain):
     """From Lightning's documentation of ``optimizer_step``."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]
+    ) -> None:
         if batch_idx % 2 == 0:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -70,7 +87,8 @@ class LitPartly(LitEverySecond):
 
 
 class LitDrops(LitPlain):
-    """Throws away the gradients of a batch in the middle of an accumulation, as one does with those that are not finite."""
+    """Throws away the gradients of a batch in the middle of an accumulation, as one does with those
+    that are not finite."""
 
     def on_after_backward(self) -> None:
         super().on_after_backward()
@@ -78,7 +96,9 @@ class LitDrops(LitPlain):
             self.zero_grad()
 
 
-def run(rank: int, place: Place, folder: str, module: type[LitPlain], settings: dict[str, Any]) -> dict[str, Any]:
+def run(
+    rank: int, place: Place, folder: str, module: type[LitPlain], settings: dict[str, Any]
+) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     losses, lit = Losses(), module()
     trainer = make_trainer(place, callbacks=[losses], **({"max_epochs": 2} | settings))
@@ -88,7 +108,9 @@ def run(rank: int, place: Place, folder: str, module: type[LitPlain], settings: 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitEverySecond, LitKeeps, LitTells, LitZeroes, LitPartly])
-def test_gradients_are_cleared_when_lightning_says_so(module: type[LitPlain], name: str, pool: Pool) -> None:
+def test_gradients_are_cleared_when_lightning_says_so(
+    module: type[LitPlain], name: str, pool: Pool
+) -> None:
     for found, expected in both(pool, run, name, module, {"gradient_clip_val": 0.3}):
         assert_weights(found["weights"], expected["weights"])
         if name in ("one", "d2", "one m2", "d2 m2"):
@@ -97,8 +119,12 @@ def test_gradients_are_cleared_when_lightning_says_so(module: type[LitPlain], na
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitKeeps, LitPartly])
-def test_accumulation_in_windows_that_are_not_cleared(module: type[LitPlain], name: str, pool: Pool) -> None:
-    for found, expected in both(pool, run, name, module, {"accumulate_grad_batches": 2, "max_epochs": 3}):
+def test_accumulation_in_windows_that_are_not_cleared(
+    module: type[LitPlain], name: str, pool: Pool
+) -> None:
+    for found, expected in both(
+        pool, run, name, module, {"accumulate_grad_batches": 2, "max_epochs": 3}
+    ):
         assert_weights(found["weights"], expected["weights"])
 
 
@@ -113,12 +139,21 @@ def run_in_half(rank: int, place: Place, module: type[LitPlain], precision: str)
 
 
 @pytest.mark.parametrize("name", ["p2", "one m2", "d2 m2 sharded"])
-@pytest.mark.parametrize(("module", "precision"), [(LitEverySecond, "16-true"), (LitKeeps, "bf16-true"), (LitZeroes, "16-true")])
-def test_copies_in_full_precision(module: type[LitPlain], precision: str, name: str, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("module", "precision"),
+    [(LitEverySecond, "16-true"), (LitKeeps, "bf16-true"), (LitZeroes, "16-true")],
+)
+def test_copies_in_full_precision(
+    module: type[LitPlain], precision: str, name: str, pool: Pool
+) -> None:
     place, reference = PLACES[name]
-    whole = Place(world_size=reference.world_size)  # Lightning's own has no copies and no loss scale
+    whole = Place(
+        world_size=reference.world_size
+    )  # Lightning's own has no copies and no loss scale
     expected = pool.run(run_in_half, world_size=whole.world_size, args=(whole, module, precision))
-    for rank, found in enumerate(pool.run(run_in_half, world_size=place.world_size, args=(place, module, precision))):
+    for rank, found in enumerate(
+        pool.run(run_in_half, world_size=place.world_size, args=(place, module, precision))
+    ):
         assert_weights(found["weights"], expected[rank % len(expected)]["weights"], tolerance=2e-2)
 
 

@@ -12,7 +12,14 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection, MinMaxMetric, PearsonCorrCoef
+from torchmetrics import (
+    CatMetric,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    MinMaxMetric,
+    PearsonCorrCoef,
+)
 
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import Pool
@@ -44,9 +51,18 @@ class Collects(LitNet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_error, self.errors = MeanSquaredError(), nn.ModuleDict({"val": MeanSquaredError()})
-        self.collection = MetricCollection({"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)})
-        self.pearson, self.range, self.cat = PearsonCorrCoef(), MinMaxMetric(MeanMetric()), CatMetric()
+        self.train_error, self.errors = (
+            MeanSquaredError(),
+            nn.ModuleDict({"val": MeanSquaredError()}),
+        )
+        self.collection = MetricCollection(
+            {"mse": MeanSquaredError(), "rmse": MeanSquaredError(squared=False)}
+        )
+        self.pearson, self.range, self.cat = (
+            PearsonCorrCoef(),
+            MinMaxMetric(MeanMetric()),
+            CatMetric(),
+        )
         self.losses: list[Tensor] = []
         self.by_loader: dict[int, list[Tensor]] = defaultdict(list)
         self.seen, self.seen_before, self.recent = 0, 0, deque[int](maxlen=3)
@@ -85,12 +101,23 @@ class Collects(LitNet):
         self.average.add(errors)
         self.seen += len(x)
         self.recent.append(float(x[-1, 0]))
-        self.greatest = errors.max() if self.greatest is None else torch.maximum(self.greatest, errors.max())
+        self.greatest = (
+            errors.max() if self.greatest is None else torch.maximum(self.greatest, errors.max())
+        )
 
     def on_validation_epoch_end(self) -> None:
-        values = {"seen": self.seen, "seen_before": self.seen_before, "mean": self.average.sum / self.average.count}
-        self.log_dict({**values, "recent": self.recent[-1], "greatest": self.greatest}, sync_dist=True)
-        self.log_dict({f"loader{key}": torch.cat(found).mean() for key, found in self.by_loader.items()}, sync_dist=True)
+        values = {
+            "seen": self.seen,
+            "seen_before": self.seen_before,
+            "mean": self.average.sum / self.average.count,
+        }
+        self.log_dict(
+            {**values, "recent": self.recent[-1], "greatest": self.greatest}, sync_dist=True
+        )
+        self.log_dict(
+            {f"loader{key}": torch.cat(found).mean() for key, found in self.by_loader.items()},
+            sync_dist=True,
+        )
         self.log("val_error", self.errors["val"].compute())
         self.log_dict(self.collection.compute())
         self.log("spread", self.cat.compute().std())
@@ -115,16 +142,22 @@ def collect(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     values, module = Values(), Collects()
     trainer = make_trainer(place, callbacks=[values])
-    trainer.fit(module, loader(28, batch_size=4), [loader(24, batch_size=6), loader(14, batch_size=4)])
+    trainer.fit(
+        module, loader(28, batch_size=4), [loader(24, batch_size=6), loader(14, batch_size=4)]
+    )
     return values.seen, len(module.losses)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_a_step_collects_is_on_every_rank(name: str, pool: Pool) -> None:
     world_size, layout = LAYOUTS[name]
-    reference = Place(world_size=2, reference="ddp") if name.startswith("d2") else Place(reference="auto")
+    reference = (
+        Place(world_size=2, reference="ddp") if name.startswith("d2") else Place(reference="auto")
+    )
     expected, _ = pool.run(collect, world_size=reference.world_size, args=(reference,))[0]
-    for found, left in pool.run(collect, world_size=world_size, args=(Place(world_size=world_size, layout=layout),)):
+    for found, left in pool.run(
+        collect, world_size=world_size, args=(Place(world_size=world_size, layout=layout),)
+    ):
         assert left == 0
         for epoch, there in zip(found, expected, strict=True):
             assert epoch.keys() == there.keys()

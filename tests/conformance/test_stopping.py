@@ -13,7 +13,16 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_ptdp.checkpoint import CheckpointError
-from tests.conformance.toys import LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 ALL = ["one", "d2", "p2"]
@@ -45,7 +54,8 @@ class LitScheduled(LitNet):
 
 
 def interrupted(rank: int, place: Place, folder: str, path: str) -> Any:
-    """Stop by max_steps inside the second epoch, resume from the file in a new Trainer, and go on."""
+    """Stop by max_steps inside the second epoch, resume from the file in a new Trainer, and go
+    on."""
     here = Path(path, folder)
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_steps=6, max_epochs=None, callbacks=[Counter()])
@@ -59,13 +69,20 @@ def interrupted(rank: int, place: Place, folder: str, path: str) -> Any:
     return {
         "weights": weights(second),
         "losses": losses.values,
-        "where": (second.global_step, second.current_epoch, counter.batches, second.fit_loop.epoch_loop.batch_idx),
+        "where": (
+            second.global_step,
+            second.current_epoch,
+            counter.batches,
+            second.fit_loop.epoch_loop.batch_idx,
+        ),
         "schedule": (schedule.last_epoch, schedule.get_last_lr()),
     }
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_resume_in_the_middle_of_an_epoch_with_callback_and_scheduler_state(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_resume_in_the_middle_of_an_epoch_with_callback_and_scheduler_state(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     for found, expected in both(pool, interrupted, name, str(tmp_path)):
         assert found["where"] == expected["where"]
         assert found["where"][0] == found["where"][2] == 11
@@ -83,7 +100,9 @@ def train_until_stopped(rank: int, place: Place, folder: str) -> Any:
     ]
     trainer = make_trainer(place, callbacks=stops, max_epochs=40)
     trainer.fit(LitNet(), loader(), loader())
-    return trainer.global_step, [(s.stopped_epoch, s.wait_count, float(s.best_score)) for s in stops]
+    return trainer.global_step, [
+        (s.stopped_epoch, s.wait_count, float(s.best_score)) for s in stops
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -104,8 +123,12 @@ def stop_and_resume(rank: int, place: Place, folder: str, path: str) -> Any:
         # No epoch is good enough: it waits from the first one on, over the interruption.
         stop = EarlyStopping("val_loss", patience=5, min_delta=10.0)
         save = ModelCheckpoint(dirpath=here, save_last=True, save_top_k=0)
-        trainer = make_trainer(place, callbacks=[stop, save], enable_checkpointing=True, max_epochs=epochs)
-        trainer.fit(LitNet(), loader(), loader(), ckpt_path=None if resume is None else here / resume)
+        trainer = make_trainer(
+            place, callbacks=[stop, save], enable_checkpointing=True, max_epochs=epochs
+        )
+        trainer.fit(
+            LitNet(), loader(), loader(), ckpt_path=None if resume is None else here / resume
+        )
         states.append((stop.wait_count, stop.stopped_epoch, trainer.current_epoch))
     return states
 
@@ -143,12 +166,16 @@ def loads_by_itself(rank: int, place: Place, folder: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_a_load_state_dict_of_the_modules_own_is_called(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_load_state_dict_of_the_modules_own_is_called(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     for found, expected in both(pool, loads_by_itself, name, str(tmp_path)):
         assert_weights(found, expected)
 
 
-def test_a_load_state_dict_of_the_modules_own_is_refused_where_no_rank_has_the_model(pool: Pool, tmp_path: Path) -> None:
+def test_a_load_state_dict_of_the_modules_own_is_refused_where_no_rank_has_the_model(
+    pool: Pool, tmp_path: Path
+) -> None:
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2})
     for found in pool.run(loads_by_itself, world_size=2, args=(place, "ours", str(tmp_path))):
         assert "LitRenames.load_state_dict is overridden" in found
@@ -159,7 +186,12 @@ CHECKPOINTS = {
     "top_k": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{step}-{val_loss:.4f}"},
     "max": {"monitor": "val_loss", "mode": "max", "save_top_k": 1},
     "every_n": {"every_n_train_steps": 3, "save_top_k": -1, "save_last": True},
-    "monitor_in_step": {"monitor": "train_loss", "every_n_train_steps": 2, "save_top_k": 3, "filename": "{train_loss:.3f}"},
+    "monitor_in_step": {
+        "monitor": "train_loss",
+        "every_n_train_steps": 2,
+        "save_top_k": 3,
+        "filename": "{train_loss:.3f}",
+    },
     "interval": {"train_time_interval": timedelta(0), "save_top_k": -1},
     "last_link": {"save_last": "link", "every_n_epochs": 1, "save_top_k": 1},
     "weights": {"save_weights_only": True, "save_on_train_epoch_end": True, "every_n_epochs": 2},
@@ -169,23 +201,36 @@ CHECKPOINTS = {
 def write_checkpoints(rank: int, place: Place, folder: str, path: str) -> Any:
     L.seed_everything(1, verbose=False)
     here = Path(path, folder)
-    savers = {name: ModelCheckpoint(dirpath=here / name, **options) for name, options in CHECKPOINTS.items()}
-    trainer = make_trainer(place, callbacks=list(savers.values()), enable_checkpointing=True, max_epochs=4)
+    savers = {
+        name: ModelCheckpoint(dirpath=here / name, **options)
+        for name, options in CHECKPOINTS.items()
+    }
+    trainer = make_trainer(
+        place, callbacks=list(savers.values()), enable_checkpointing=True, max_epochs=4
+    )
     trainer.fit(LitNet(), loader(), loader())
     trainer.strategy.barrier()
     files = sorted(str(p.relative_to(here)) for name in savers for p in (here / name).iterdir())
     best = {name: Path(s.best_model_path).name for name, s in savers.items()}
-    scores = {name: float(s.best_model_score) for name, s in savers.items() if s.best_model_score is not None}
+    scores = {
+        name: float(s.best_model_score)
+        for name, s in savers.items()
+        if s.best_model_score is not None
+    }
     return files, best, scores
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_model_checkpoint_writes_what_lightning_writes(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_model_checkpoint_writes_what_lightning_writes(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     for (files, best, scores), (expected_files, expected_best, expected_scores) in both(
         pool, write_checkpoints, name, str(tmp_path)
     ):
         assert len(expected_files) >= 20
-        links = [name for name in files if name.endswith("/latest")]  # ours, beside what Lightning writes
+        links = [
+            name for name in files if name.endswith("/latest")
+        ]  # ours, beside what Lightning writes
         assert len(links) == (len(CHECKPOINTS) if files != expected_files else 0)
         assert [name for name in files if name not in links] == expected_files
         assert best == expected_best

@@ -47,21 +47,35 @@ def hosts() -> Iterator[list[str]]:
 
 def deep_net() -> torch.nn.Module:
     """The script's own."""
-    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8)) for _ in range(4)]
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+        for _ in range(4)
+    ]
     return torch.nn.Sequential(*blocks)
 
 
-def test_tensor_parallel_inside_a_host_and_the_pipeline_across(hosts: list[str], tmp_path: Path) -> None:
+def test_tensor_parallel_inside_a_host_and_the_pipeline_across(
+    hosts: list[str], tmp_path: Path
+) -> None:
     settings = {"layout": LAYOUT, "num_nodes": 2, "deep": True}
     folders = [tmp_path / f"host{host}" for host in range(2)]
     with contextlib.ExitStack() as stack:
         nodes = []
         for host, (name, folder) in enumerate(zip(hosts, folders, strict=True)):
             folder.mkdir()
-            rendezvous = ["--nnodes=2", f"--node-rank={host}", f"--master-addr={ADDRESSES[0]}", "--master-port=29500"]
+            rendezvous = [
+                "--nnodes=2",
+                f"--node-rank={host}",
+                f"--master-addr={ADDRESSES[0]}",
+                "--master-port=29500",
+            ]
             torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *rendezvous]
             inside = ["ip", "netns", "exec", name]
-            nodes.append(stack.enter_context(started(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")))
+            nodes.append(
+                stack.enter_context(
+                    started(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")
+                )
+            )
         codes = [node.finish() for node in nodes]
         assert codes == [0, 0], "\n".join(node.output for node in nodes)
     here, there = (results(folder) for folder in folders)

@@ -15,7 +15,8 @@ from tests.pool import Pool
 
 
 class Ahead(L.Callback):
-    """From batch 2 on the clock of rank 1 says that it is time, from batch 4 on that of rank 0 too."""
+    """From batch 2 on the clock of rank 1 says that it is time, from batch 4 on that of rank 0
+    too."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.validated_behind = rank, list[int]()
@@ -32,7 +33,11 @@ def validate(rank: int, place: Place) -> list[int]:
     L.seed_everything(1, verbose=False)
     clock = Ahead(rank)
     trainer = make_trainer(
-        place, max_epochs=1, val_check_interval=timedelta(seconds=1000), callbacks=[clock], num_sanity_val_steps=0
+        place,
+        max_epochs=1,
+        val_check_interval=timedelta(seconds=1000),
+        callbacks=[clock],
+        num_sanity_val_steps=0,
     )
     trainer.fit(LitNet(), loader(128), loader(16))
     return clock.validated_behind

@@ -1,4 +1,5 @@
-"""Checkpoints of weights alone, and checkpoints that a callback loads beside the one that is resumed."""
+"""Checkpoints of weights alone, and checkpoints that a callback loads beside the one that is
+resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError
-from tests.conformance.toys import P2, LitNet, Losses, Place, assert_weights, both, loader, make_trainer, weights
+from tests.conformance.toys import (
+    P2,
+    LitNet,
+    Losses,
+    Place,
+    assert_weights,
+    both,
+    loader,
+    make_trainer,
+    weights,
+)
 from tests.pool import Pool
 
 PLACES = {"one": Place(), "d2": Place(world_size=2), "p2": Place(world_size=2, layout=P2)}
@@ -25,7 +36,9 @@ def begin_from_weights(rank: int, place: Place, path: str) -> Any:
     first.fit(LitNet(), loader())
     first.save_checkpoint(Path(path, "by hand.ckpt"), weights_only=True)
     L.seed_everything(2, verbose=False)
-    begun = make_trainer(place, limit_train_batches=0, max_epochs=1, callbacks=[InitFrom(saver.best_model_path)])
+    begun = make_trainer(
+        place, limit_train_batches=0, max_epochs=1, callbacks=[InitFrom(saver.best_model_path)]
+    )
     begun.fit(LitNet(), loader())
     with pytest.raises(CheckpointError, match=r"holds weights and no state of training.*InitFrom"):
         make_trainer(place).fit(LitNet(), loader(), ckpt_path=saver.best_model_path)
@@ -33,7 +46,9 @@ def begin_from_weights(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_weights_alone_begin_a_training_and_load_anywhere(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_weights_alone_begin_a_training_and_load_anywhere(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     place = PLACES[name]
     found = pool.run(begin_from_weights, world_size=place.world_size, args=(place, str(tmp_path)))
     for trained, begun, _ in found:
@@ -74,8 +89,12 @@ def resume_beside(rank: int, place: Place, folder: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_a_checkpoint_that_a_callback_loads_is_not_the_one_that_is_resumed(name: str, pool: Pool, tmp_path: Path) -> None:
-    for (read, losses, found), (other_read, other_losses, expected) in both(pool, resume_beside, name, str(tmp_path)):
+def test_a_checkpoint_that_a_callback_loads_is_not_the_one_that_is_resumed(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
+    for (read, losses, found), (other_read, other_losses, expected) in both(
+        pool, resume_beside, name, str(tmp_path)
+    ):
         assert read == pytest.approx(other_read, rel=1e-4)
         assert losses == pytest.approx(other_losses, rel=1e-5)
         assert_weights(found, expected)
@@ -96,12 +115,18 @@ def resume_with_init(rank: int, place: Place, path: str) -> Any:
         trainer.fit(LitNet(), loader())
         trainer.save_checkpoint(Path(path, f"{name}.ckpt"))
     init = Undecided(Path(path, "start.ckpt"))
-    make_trainer(place, max_epochs=2, callbacks=[init]).fit(LitNet(), loader(), ckpt_path=Path(path, "reached.ckpt"))
+    make_trainer(place, max_epochs=2, callbacks=[init]).fit(
+        LitNet(), loader(), ckpt_path=Path(path, "reached.ckpt")
+    )
     return init.begun, weights(trainer)
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_resumed_run_keeps_the_weights_that_it_had_reached(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_weights_that_it_had_reached(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     place = PLACES[name]
-    for begun, reached in pool.run(resume_with_init, world_size=place.world_size, args=(place, str(tmp_path))):
+    for begun, reached in pool.run(
+        resume_with_init, world_size=place.world_size, args=(place, str(tmp_path))
+    ):
         assert_weights(begun, reached, tolerance=0)

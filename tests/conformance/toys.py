@@ -22,7 +22,8 @@ FEATURES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A strategy on a number of processes. ``reference`` is Lightning's own strategy that must give the same answer."""
+    """A strategy on a number of processes. ``reference`` is Lightning's own strategy that must give
+    the same answer."""
 
     world_size: int = 1
     reference: str | None = None
@@ -43,15 +44,21 @@ PLACES = {
     "one m2": (Place(layout={"num_microbatches": 2}), ONE),
     "d2 m2": (Place(world_size=2, layout={"num_microbatches": 2}), DDP),
     "d2 sharded": (Place(world_size=2, layout={"shard_optimizer": True}), DDP),
-    "d2 m2 sharded": (Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}), DDP),
+    "d2 m2 sharded": (
+        Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}),
+        DDP,
+    ),
 }
 
 
 def both(pool: Pool, function: Callable[..., Any], name: str, *args: Any) -> list[tuple[Any, Any]]:
-    """For every rank of the place: what it returned and what it should have; ``function(rank, place, folder, *args)``."""
+    """For every rank of the place: what it returned and what it should have; ``function(rank,
+    place, folder, *args)``."""
     ours, reference = PLACES[name]
     found = pool.run(function, world_size=ours.world_size, args=(ours, "ours", *args))
-    expected = pool.run(function, world_size=reference.world_size, args=(reference, "reference", *args))
+    expected = pool.run(
+        function, world_size=reference.world_size, args=(reference, "reference", *args)
+    )
     if len(expected) < len(found):
         expected = expected * len(found)
     return list(zip(found, expected, strict=True))
@@ -61,7 +68,9 @@ def samples(count: int = 32) -> TensorDataset:
     """A regression problem; rows differ, so that a wrong order or a wrong share is seen."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(count, FEATURES, generator=generator)
-    return TensorDataset(x, x[:, :3].sum(-1, keepdim=True).tanh() + 0.1 * torch.arange(count)[:, None] / count)
+    return TensorDataset(
+        x, x[:, :3].sum(-1, keepdim=True).tanh() + 0.1 * torch.arange(count)[:, None] / count
+    )
 
 
 def loader(count: int = 32, batch_size: int = 8, **kwargs: Any) -> DataLoader:
@@ -70,9 +79,14 @@ def loader(count: int = 32, batch_size: int = 8, **kwargs: Any) -> DataLoader:
 
 def layers(width: int = 16) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
         nn.Linear(width, 1),
-    )  # fmt: skip
+    )
 
 
 class LitNet(L.LightningModule):
@@ -124,14 +138,19 @@ def make_trainer(place: Place, **kwargs: Any) -> L.Trainer:
         "max_epochs": 2,
         "log_every_n_steps": 1,
     }
-    return L.Trainer(strategy=place.strategy, accelerator="cpu", devices=place.world_size, **(quiet | kwargs))
+    return L.Trainer(
+        strategy=place.strategy, accelerator="cpu", devices=place.world_size, **(quiet | kwargs)
+    )
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
     """The whole model, wherever it is."""
     if hasattr(trainer.strategy, "gather_state_dict"):
         return trainer.strategy.gather_state_dict()
-    return {name: value.detach().clone() for name, value in trainer.lightning_module.state_dict().items()}
+    return {
+        name: value.detach().clone()
+        for name, value in trainer.lightning_module.state_dict().items()
+    }
 
 
 def metrics(trainer: Any) -> dict[str, dict[str, float]]:
@@ -140,10 +159,18 @@ def metrics(trainer: Any) -> dict[str, dict[str, float]]:
     return {kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds}
 
 
-def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-5) -> None:
+def assert_weights(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-5
+) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
 
 
 class LitBackbone(LitNet):
@@ -157,4 +184,6 @@ class LitBackbone(LitNet):
         return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2, eps=1e-5)
+        return torch.optim.Adam(
+            filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2, eps=1e-5
+        )

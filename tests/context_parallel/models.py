@@ -22,11 +22,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, **attention: Any) -> Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, **attention).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, **attention).transpose(1, 2).flatten(2)
+        )
 
 
 class Toy(nn.Module):
-    """Two layers between an embedding and a head; what ``recompute`` names is run under an activation checkpoint."""
+    """Two layers between an embedding and a head; what ``recompute`` names is run under an
+    activation checkpoint."""
 
     def __init__(self, *, recompute: Any = None, **attention: Any) -> None:
         super().__init__()
@@ -35,13 +38,19 @@ class Toy(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY)
         self.attention, self.recompute = attention, recompute
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1))
         x = self.tokens(input_ids) + self.places(position_ids)
         attention = self.attention if mask is None else {**self.attention, "attn_mask": mask}
         for block in self.blocks:
-            x = block(x, **attention) if self.recompute is None else checkpoint(partial(block, **attention), x, **self.recompute)
+            x = (
+                block(x, **attention)
+                if self.recompute is None
+                else checkpoint(partial(block, **attention), x, **self.recompute)
+            )
         return self.head(x)
 
 
@@ -54,7 +63,9 @@ class Encoder(nn.Module):
         layer = nn.TransformerEncoderLayer(HIDDEN, 4, 2 * HIDDEN, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **masks: Any) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, **masks: Any
+    ) -> Tensor:
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1))
         return self.encoder(self.tokens(input_ids) + self.places(position_ids), **masks)
@@ -63,4 +74,8 @@ class Encoder(nn.Module):
 def local_causal_mask(length: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return the causal mask that a model builds from the length of its local sequence."""
     seen = torch.ones(length, length, dtype=torch.bool).tril()
-    return seen if dtype is None else torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    return (
+        seen
+        if dtype is None
+        else torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    )

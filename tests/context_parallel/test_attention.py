@@ -8,9 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import ContextParallelError, all_to_all_attention, ring_attention
+from lightning_ptdp.context_parallel import (
+    ContextParallelError,
+    all_to_all_attention,
+    ring_attention,
+)
 from lightning_ptdp.world.mesh import Group
-from tests.context_parallel.toy import ATTENTION, assert_close, context_group, gradients, own, qkv, whole_attention
+from tests.context_parallel.toy import (
+    ATTENTION,
+    assert_close,
+    context_group,
+    gradients,
+    own,
+    qkv,
+    whole_attention,
+)
 from tests.pool import Pool
 
 LENGTH = 24
@@ -44,13 +56,19 @@ def make_mask(name: str | None, heads: int, dtype: torch.dtype) -> Tensor | None
     return seen | torch.eye(LENGTH, dtype=torch.bool)
 
 
-def _compare(rank: int, kind: str, case: dict[str, Any], causal: bool, dtype: torch.dtype, group: Group) -> None:
+def _compare(
+    rank: int, kind: str, case: dict[str, Any], causal: bool, dtype: torch.dtype, group: Group
+) -> None:
     options = {"scale": case["scale"]} if "scale" in case else {}
     heads = case.get("heads", 4)
-    q, k, v, grad = qkv(heads=heads, kv_heads=case.get("kv_heads", heads), length=LENGTH, dtype=dtype)
+    q, k, v, grad = qkv(
+        heads=heads, kv_heads=case.get("kv_heads", heads), length=LENGTH, dtype=dtype
+    )
     mask = make_mask(case.get("mask"), heads, dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    expected = gradients(whole_attention(q, k, v, causal=causal, mask=mask, **options), grad, *inputs)
+    expected = gradients(
+        whole_attention(q, k, v, causal=causal, mask=mask, **options), grad, *inputs
+    )
     local = [own(x.detach(), 2, group).requires_grad_() for x in inputs]
     if mask is not None and mask.size(2) > 1:
         mask = own(mask, 2, group)
@@ -102,7 +120,9 @@ def _value_width(rank: int) -> None:
     expected = gradients(whole_attention(*inputs, causal=True), grad[..., :5], *inputs)
     for attention in ATTENTION.values():
         local = [own(x.detach(), 2, group).requires_grad_() for x in inputs]
-        got = gradients(attention(*local, group=group, causal=True), own(grad[..., :5], 2, group), *local)
+        got = gradients(
+            attention(*local, group=group, causal=True), own(grad[..., :5], 2, group), *local
+        )
         for mine, whole in zip(got, expected, strict=True):
             assert_close(mine, own(whole, 2, group))
 
@@ -112,9 +132,13 @@ def test_values_narrower_than_keys(pool: Pool) -> None:
 
 
 def _dropout(rank: int) -> tuple[Tensor, Tensor]:
-    """Gradients of a forward with dropout are those of the same draws: compared with finite differences."""
+    """Gradients of a forward with dropout are those of the same draws: compared with finite
+    differences."""
     group = context_group(rank)
-    q, k, v, grad = (own(x, 2, group) for x in qkv(heads=2, kv_heads=1, length=8, dtype=torch.float64, samples=1, channels=3))
+    q, k, v, grad = (
+        own(x, 2, group)
+        for x in qkv(heads=2, kv_heads=1, length=8, dtype=torch.float64, samples=1, channels=3)
+    )
 
     def loss(*inputs: Tensor) -> Tensor:
         torch.manual_seed(7)
@@ -129,7 +153,9 @@ def _dropout(rank: int) -> tuple[Tensor, Tensor]:
         low = loss(*(x - step * d for x, d in zip(inputs, directions, strict=True)))
         ones = torch.ones_like(v)
         torch.manual_seed(7)
-        kept = ring_attention(torch.zeros_like(q), k, ones, group=group, causal=False, dropout_p=0.4)
+        kept = ring_attention(
+            torch.zeros_like(q), k, ones, group=group, causal=False, dropout_p=0.4
+        )
     along = sum((g * d).sum() for g, d in zip(found, directions, strict=True))
     return torch.stack((torch.as_tensor(along), (high - low) / (2 * step))), kept
 

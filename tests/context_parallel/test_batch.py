@@ -83,8 +83,13 @@ def test_one_rank_keeps_the_batch() -> None:
         ({"class_weights": (2, 5), "x": (2, 12)}, {"class_weights": None}, 12),
     ],
 )
-def test_the_sequence_of_a_batch(shapes: dict[str, tuple[int, ...]], dims: dict[str, int | None], expected: int) -> None:
-    assert sequence_length({name: torch.zeros(shape) for name, shape in shapes.items()}, dims) == expected
+def test_the_sequence_of_a_batch(
+    shapes: dict[str, tuple[int, ...]], dims: dict[str, int | None], expected: int
+) -> None:
+    assert (
+        sequence_length({name: torch.zeros(shape) for name, shape in shapes.items()}, dims)
+        == expected
+    )
 
 
 def test_batches_without_one_sequence() -> None:

@@ -35,7 +35,9 @@ def make_batch(config: GPTConfig) -> dict[str, Tensor]:
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def _train_step(rank: int, config: GPTConfig, kind: AttentionKind, dtype: torch.dtype) -> None:
@@ -71,7 +73,9 @@ def _train_step(rank: int, config: GPTConfig, kind: AttentionKind, dtype: torch.
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_one_process(pool: Pool, name: str, kind: AttentionKind, size: int, dtype: torch.dtype) -> None:
+def test_equals_one_process(
+    pool: Pool, name: str, kind: AttentionKind, size: int, dtype: torch.dtype
+) -> None:
     pool.run(_train_step, world_size=size, args=(CONFIGS[name], kind, dtype))
 
 
@@ -84,7 +88,9 @@ def _mean_loss(rank: int) -> None:
     whole = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
     expected = torch.autograd.grad(whole, list(model.parameters()))
     with ContextParallel(group=group).forward(model, batch) as running:
-        loss = F.cross_entropy(model(running.batch["input_ids"]).flatten(0, 1), running.batch["labels"].flatten())
+        loss = F.cross_entropy(
+            model(running.batch["input_ids"]).flatten(0, 1), running.batch["labels"].flatten()
+        )
     assert loss.isnan() == (rank > 0)
     loss = weighted(running, loss) / group.size
     found = torch.autograd.grad(loss, list(model.parameters()))
@@ -100,13 +106,20 @@ def test_a_mean_loss_is_weighted_by_its_labels(pool: Pool) -> None:
 
 
 def _with_tensor_parallel(rank: int, config: GPTConfig, sequence_parallel: bool) -> None:
-    layout = ParallelLayout(world_size=4, context_parallel_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel)
+    layout = ParallelLayout(
+        world_size=4,
+        context_parallel_size=2,
+        tensor_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+    )
     mesh = ProcessMesh.create(layout=layout, rank=rank)
     context, tensor = mesh.group("context"), mesh.group("tensor")
     torch.manual_seed(0)
     reference = GPT(config).double()
     model, batch = deepcopy(reference), make_batch(config)
-    shardings = apply_plan(model, gpt_plan(config, prefix=""), group=tensor, sequence_parallel=sequence_parallel)
+    shardings = apply_plan(
+        model, gpt_plan(config, prefix=""), group=tensor, sequence_parallel=sequence_parallel
+    )
     expected = summed_loss(reference(batch["input_ids"]), batch["labels"])
     expected.backward()
     parallel = ContextParallel(group=context, sequence_parallel_size=2 if sequence_parallel else 1)

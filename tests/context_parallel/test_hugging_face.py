@@ -1,4 +1,5 @@
-"""Hugging Face models as they are, on slices of the sequence: positions, masks and shifted labels are right."""
+"""Hugging Face models as they are, on slices of the sequence: positions, masks and shifted labels
+are right."""
 
 from __future__ import annotations
 
@@ -26,15 +27,32 @@ def make_model(name: str) -> nn.Module:
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=16, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, **common
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            use_cache=False,
+            **common,
         )
         return transformers.GPT2LMHeadModel(config)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24} | common
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    } | common
     if name == "bert":
-        config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes)
+        config = transformers.BertConfig(
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes
+        )
         return transformers.BertForPreTraining(config)
     if name == "roberta":
-        config = transformers.RobertaConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes)
+        config = transformers.RobertaConfig(
+            hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes
+        )
         return transformers.RobertaForMaskedLM(config)
     window = {"sliding_window": 8} if name == "mistral" else {}
     kind = transformers.MistralForCausalLM if name == "mistral" else transformers.LlamaForCausalLM
@@ -48,12 +66,17 @@ def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
     if lengths is None:
         return {"input_ids": ids, "labels": ids.clone()}
     valid = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
-    return {"input_ids": ids, "labels": ids.masked_fill(~valid, -100), "attention_mask": valid.long()}
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(~valid, -100),
+        "attention_mask": valid.long(),
+    }
 
 
 def _train_step(rank: int, name: str) -> None:
     group = context_group(rank)
-    # The last: padding on rank 0 only, for which some models copy key/value heads and give a mask that others leave out.
+    # The last: padding on rank 0 only, for which some models copy key/value heads and give a mask
+    # that others leave out.
     for lengths in (None, (16, 11, 3), (16, 16, 14)):
         torch.manual_seed(0)
         model = make_model(name).double()
@@ -64,7 +87,9 @@ def _train_step(rank: int, name: str) -> None:
         loss = expected.loss
         whole = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
-        with ContextParallel(group=group, attention="ring" if lengths else "all_to_all").forward(model, batch) as running:
+        with ContextParallel(group=group, attention="ring" if lengths else "all_to_all").forward(
+            model, batch
+        ) as running:
             output = model(**running.batch)
         assert running.attended
         local, count = output.loss, running.num_targets
@@ -73,14 +98,20 @@ def _train_step(rank: int, name: str) -> None:
         found = torch.autograd.grad(local, list(model.parameters()), allow_unused=True)
         dist.all_reduce(local := local.detach(), group=group.handle)
         assert_close(local, loss.detach())
-        for (label, _), mine, expected_grad in zip(model.named_parameters(), found, whole, strict=True):
+        for (label, _), mine, expected_grad in zip(
+            model.named_parameters(), found, whole, strict=True
+        ):
             assert (mine is None) == (expected_grad is None), label
             if mine is not None:
                 dist.all_reduce(mine, group=group.handle)
                 # Hugging Face's loss is float32, whatever the model's dtype.
-                torch.testing.assert_close(mine, expected_grad, rtol=1e-6, atol=1e-8, msg=lambda t, n=label: f"{n}: {t}")
+                torch.testing.assert_close(
+                    mine, expected_grad, rtol=1e-6, atol=1e-8, msg=lambda t, n=label: f"{n}: {t}"
+                )
         logits, whole_logits = _logits(output), own(_logits(expected), 1, group)
-        seen = own(batch.get("attention_mask", torch.ones_like(batch["input_ids"])), 1, group).bool()
+        seen = own(
+            batch.get("attention_mask", torch.ones_like(batch["input_ids"])), 1, group
+        ).bool()
         assert_close(logits.detach()[seen], whole_logits.detach()[seen])
 
 

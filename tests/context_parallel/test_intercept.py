@@ -1,4 +1,5 @@
-"""Any model that calls ``scaled_dot_product_attention``: what it computes on slices, and what is refused."""
+"""Any model that calls ``scaled_dot_product_attention``: what it computes on slices, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ptdp.context_parallel import AttentionKind, ContextForward, ContextParallel, ContextParallelError
+from lightning_ptdp.context_parallel import (
+    AttentionKind,
+    ContextForward,
+    ContextParallel,
+    ContextParallelError,
+)
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
 from tests.context_parallel.toy import assert_close, context_group, own
@@ -34,7 +40,11 @@ def padding(*counts: int) -> Tensor:
 
 
 def spread(
-    rank: int, make: Callable[[], nn.Module], step: Callable[..., Tensor], batch: dict[str, Tensor], **options: Any
+    rank: int,
+    make: Callable[[], nn.Module],
+    step: Callable[..., Tensor],
+    batch: dict[str, Tensor],
+    **options: Any,
 ) -> None:
     """Output and gradients of ``step(model, batch)`` on slices are those on the whole."""
     group = context_group(rank)
@@ -44,7 +54,10 @@ def spread(
     surroundings = Surroundings([ContextParallel(group=group, **options)])
     surroundings.attach(model)
     if isinstance(model, Toy) and isinstance(reference, Toy) and model.recompute == "ours":
-        model.recompute, reference.recompute = {"use_reentrant": False, "context_fn": surroundings.recomputation}, None
+        model.recompute, reference.recompute = (
+            {"use_reentrant": False, "context_fn": surroundings.recomputation},
+            None,
+        )
     expected = step(reference, batch)
     valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     upstream = torch.randn(expected.shape, dtype=expected.dtype) * valid[..., None]
@@ -57,12 +70,18 @@ def spread(
     got.backward(own(upstream, 1, group))
     seen = own(valid, 1, group)
     assert_close(got.detach()[seen], own(expected.detach(), 1, group)[seen])
-    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+    for (name, parameter), whole in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
         if whole.grad is not None:
             assert parameter.grad is not None, name
             torch.distributed.all_reduce(parameter.grad, group=group.handle)
             torch.testing.assert_close(
-                parameter.grad, whole.grad, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+                parameter.grad,
+                whole.grad,
+                rtol=1e-11,
+                atol=1e-11,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
 
 
@@ -71,7 +90,9 @@ def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def causal_by_mask(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
-    return model(batch["input_ids"], mask=local_causal_mask(batch["input_ids"].size(1), dtype=dtype))
+    return model(
+        batch["input_ids"], mask=local_causal_mask(batch["input_ids"].size(1), dtype=dtype)
+    )
 
 
 def keys_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -81,7 +102,9 @@ def keys_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """As ``keys_hidden``, spelled out for every query."""
     length = batch["input_ids"].size(1)
-    return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None].expand(-1, 1, length, -1))
+    return model(
+        batch["input_ids"], mask=batch["attention_mask"][:, None, None].expand(-1, 1, length, -1)
+    )
 
 
 def leaves_out_full_masks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -92,7 +115,9 @@ def leaves_out_full_masks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def causal_and_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     length = batch["input_ids"].size(1)
-    return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None] & local_causal_mask(length))
+    return model(
+        batch["input_ids"], mask=batch["attention_mask"][:, None, None] & local_causal_mask(length)
+    )
 
 
 def given_mask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -100,10 +125,15 @@ def given_mask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
-    masks: dict[str, Any] = {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
+    masks: dict[str, Any] = (
+        {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
+    )
     if causal:
         length = batch["input_ids"].size(1)
-        masks |= {"mask": nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64), "is_causal": True}
+        masks |= {
+            "mask": nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64),
+            "is_causal": True,
+        }
         if "src_key_padding_mask" in masks:
             masks["mask"] = masks["mask"] == -torch.inf
     return model(batch["input_ids"], **masks)
@@ -111,9 +141,16 @@ def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
 
 def models_on_slices(rank: int, kind: AttentionKind) -> None:
     generator = torch.Generator().manual_seed(5)
-    random_mask = (torch.rand(3, 1, LENGTH, LENGTH, generator=generator) < 0.7) | torch.eye(LENGTH, dtype=torch.bool)
-    padded, one_rank_only = {"attention_mask": padding(16, 9, 3)}, {"attention_mask": padding(16, 16, 15)}
-    holes = torch.zeros(3, LENGTH, dtype=torch.bool).index_fill_(1, torch.tensor([LENGTH // 4, *range(LENGTH - 4, LENGTH)]), True)
+    random_mask = (torch.rand(3, 1, LENGTH, LENGTH, generator=generator) < 0.7) | torch.eye(
+        LENGTH, dtype=torch.bool
+    )
+    padded, one_rank_only = (
+        {"attention_mask": padding(16, 9, 3)},
+        {"attention_mask": padding(16, 16, 15)},
+    )
+    holes = torch.zeros(3, LENGTH, dtype=torch.bool).index_fill_(
+        1, torch.tensor([LENGTH // 4, *range(LENGTH - 4, LENGTH)]), True
+    )
     cases: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
         "bidirectional": (Toy, plain, {}),
         "causal": (partial(Toy, is_causal=True), plain, {}),
@@ -146,13 +183,15 @@ def test_models_on_slices(pool: Pool, kind: AttentionKind, size: int) -> None:
     pool.run(models_on_slices, world_size=size, args=(kind,))
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 class Eager(Toy):
     """Attends without ``scaled_dot_product_attention``."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         x = self.tokens(input_ids)
         return self.head((x @ x.transpose(1, 2)).softmax(-1) @ x)
 
@@ -166,7 +205,9 @@ class CountsItself(nn.Module):
         self.toy.forward = self.toy.forward  # type: ignore[method-assign]
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.toy.blocks[0](self.toy.tokens(input_ids) + self.toy.places(torch.arange(input_ids.size(1))))
+        return self.toy.blocks[0](
+            self.toy.tokens(input_ids) + self.toy.places(torch.arange(input_ids.size(1)))
+        )
 
 
 class Counting(nn.Module):
@@ -187,14 +228,18 @@ class Mixed(Toy):
         super().__init__()
         self.make = mask
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(input_ids, position_ids, self.make(input_ids.size(1)))
 
 
 class WithPrefix(Toy):
     """Puts a token in front."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         x = self.tokens(input_ids)
         return self.blocks[0](torch.cat((x[:, :1], x), 1))
 
@@ -202,7 +247,9 @@ class WithPrefix(Toy):
 class Frozen(Toy):
     """Attends under no_grad."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         with torch.no_grad():
             return super().forward(input_ids, position_ids, mask)
 
@@ -212,7 +259,10 @@ class Weights(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.attention = nn.Embedding(VOCABULARY, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.tokens, self.attention = (
+            nn.Embedding(VOCABULARY, 16),
+            nn.MultiheadAttention(16, 4, batch_first=True),
+        )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.tokens(input_ids)
@@ -240,18 +290,39 @@ class Picks(Toy):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "eager": (Eager, "called no attention.*attn_implementation='sdpa'"),
-    "no positions": (Counting, "no module in Counting takes position_ids.*context_parallel_positions=False"),
+    "no positions": (
+        Counting,
+        "no module in Counting takes position_ids.*context_parallel_positions=False",
+    ),
     "positions not asked": (CountsItself, "called none of the modules that take position_ids"),
-    "window": (partial(Mixed, window), r"mask of shape \(1, 1, 8, 8\).*each of 2 ranks holds 8 of 16 tokens"),
+    "window": (
+        partial(Mixed, window),
+        r"mask of shape \(1, 1, 8, 8\).*each of 2 ranks holds 8 of 16 tokens",
+    ),
     "bias": (partial(Mixed, slopes), "adds other numbers than 0 and -inf"),
-    "whole mask": (partial(Mixed, lambda length: local_causal_mask(2 * length)), r"mask of shape \(1, 1, 16, 16\)"),
-    "hidden padding": (partial(Mixed, lambda length: (torch.arange(length) < 3)[None]), "under 'attention_mask'"),
-    "trained bias": (partial(Mixed, lambda length: torch.zeros(1, length, requires_grad=True)), "gradients of an attention mask"),
+    "whole mask": (
+        partial(Mixed, lambda length: local_causal_mask(2 * length)),
+        r"mask of shape \(1, 1, 16, 16\)",
+    ),
+    "hidden padding": (
+        partial(Mixed, lambda length: (torch.arange(length) < 3)[None]),
+        "under 'attention_mask'",
+    ),
+    "trained bias": (
+        partial(Mixed, lambda length: torch.zeros(1, length, requires_grad=True)),
+        "gradients of an attention mask",
+    ),
     "both": (lambda: Toy(is_causal=True, attn_mask=torch.ones(8, 8, dtype=torch.bool)), "not both"),
-    "middle token": (partial(Picks, 3), r"picks token 3 out of a hidden state.*only the first \(0\)"),
+    "middle token": (
+        partial(Picks, 3),
+        r"picks token 3 out of a hidden state.*only the first \(0\)",
+    ),
     "prefix": (WithPrefix, "attention on 9 queries and 9 keys"),
     "no_grad": (Frozen, "gradients disabled inside a forward.*recompute="),
-    "reentrant": (lambda: Toy(is_causal=True, recompute={"use_reentrant": True}), "use_reentrant=False"),
+    "reentrant": (
+        lambda: Toy(is_causal=True, recompute={"use_reentrant": True}),
+        "use_reentrant=False",
+    ),
     "weights": (Weights, r"need_weights=True \(call the attention with need_weights=False\)"),
 }
 
@@ -275,18 +346,22 @@ def test_what_is_refused(pool: Pool, name: str) -> None:
 def _foreign_checkpoint(rank: int, kind: AttentionKind) -> None:
     torch.manual_seed(0)
     model = Toy(is_causal=True, recompute={"use_reentrant": False})
-    with ContextParallel(group=context_group(rank), attention=kind).forward(model, make_batch()) as running:
+    with ContextParallel(group=context_group(rank), attention=kind).forward(
+        model, make_batch()
+    ) as running:
         loss = model(running.batch["input_ids"]).sum()
     with pytest.raises(CheckpointError):
         loss.backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputation_that_cannot_be_intercepted_is_not_silent(pool: Pool, kind: AttentionKind) -> None:
+def test_a_recomputation_that_cannot_be_intercepted_is_not_silent(
+    pool: Pool, kind: AttentionKind
+) -> None:
     pool.run(_foreign_checkpoint, world_size=2, args=(kind,))
 
 
-# ---- the context ----------------------------------------------------------------------------------------------------------------
+# ---- the context ---------------------------------------------------------------------------------
 
 
 def _leaving(rank: int) -> None:
@@ -321,7 +396,10 @@ def _autocast(rank: int) -> None:
     assert_close(got.float(), own(expected, 1, group).float(), torch.bfloat16)
     got.float().sum().backward()
     q = torch.randn(1, 2, LENGTH // 2, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16), ContextParallel(group=group).forward(model, batch, expects_attention=False):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        ContextParallel(group=group).forward(model, batch, expects_attention=False),
+    ):
         assert model(batch["input_ids"][:, : LENGTH // 2]).dtype == torch.bfloat16
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
 

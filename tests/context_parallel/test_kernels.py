@@ -1,4 +1,5 @@
-"""Attention on a block: every kernel equals the plain one, and blocks put together equal the whole. Watches torch's private names."""
+"""Attention on a block: every kernel equals the plain one, and blocks put together equal the whole.
+Watches torch's private names."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Te
     if block.bias is not None:
         scores = scores + block.bias
     if block.causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf
+        )
     blind = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ v, scores.logsumexp(-1)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ v, scores.logsumexp(
+        -1
+    )
 
 
 def make_block(name: str) -> Block:
@@ -67,7 +72,9 @@ def test_the_plain_kernel(name: str, kv_heads: int, tile: int) -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
-def test_fused_kernels_equal_the_plain_one(device: str, causal: bool, kv_heads: int, dtype: torch.dtype) -> None:
+def test_fused_kernels_equal_the_plain_one(
+    device: str, causal: bool, kv_heads: int, dtype: torch.dtype
+) -> None:
     q, k, v, grad = (x.to(device) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
     if not causal:
         k, v = k[:, :, :6], v[:, :, :6]
@@ -80,10 +87,16 @@ def test_fused_kernels_equal_the_plain_one(device: str, causal: bool, kv_heads: 
     found = (out, lse, *attend_backward(grad, q, k, v, out, lse, block))
     exact = [x.double() for x in (q, k, v, grad)]
     exact_out, exact_lse = attend(*exact[:3], block)
-    expected = (exact_out, exact_lse, *attend_backward(exact[3], *exact[:3], exact_out, exact_lse, block))
+    expected = (
+        exact_out,
+        exact_lse,
+        *attend_backward(exact[3], *exact[:3], exact_out, exact_lse, block),
+    )
     assert lse.dtype == torch.float32
     for mine, whole in zip(found, expected, strict=True):
-        assert_close(mine.double(), whole, torch.float32 if dtype is torch.float32 else torch.bfloat16)
+        assert_close(
+            mine.double(), whole, torch.float32 if dtype is torch.float32 else torch.bfloat16
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -95,7 +108,10 @@ def test_a_backward_with_the_whole_rows_sum_gives_a_blocks_share(dtype: torch.dt
     block = Block(scale=SCALE)
     lse = attend(q, k, v, block)[1]
     halves = [slice(0, 8), slice(8, 16)]
-    shares = [attend_backward(grad, q, k[:, :, half], v[:, :, half], out.detach(), lse, block) for half in halves]
+    shares = [
+        attend_backward(grad, q, k[:, :, half], v[:, :, half], out.detach(), lse, block)
+        for half in halves
+    ]
     assert_close(shares[0][0] + shares[1][0], dq)
     for half, share in zip(halves, shares, strict=True):
         assert_close(share[1], dk[:, :, half])

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.context_parallel import check_sequence, gather_sequence, positions, shard_sequence, unshard_sequence
+from lightning_ptdp.context_parallel import (
+    check_sequence,
+    gather_sequence,
+    positions,
+    shard_sequence,
+    unshard_sequence,
+)
 from tests.context_parallel.toy import context_group
 from tests.pool import Pool
 
@@ -25,7 +31,9 @@ def test_causal_work_is_the_same_on_all_ranks(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_unshard_is_the_inverse(size: int, dim: int) -> None:
     x = torch.randn(8, 16, 24)
-    assert torch.equal(unshard_sequence([shard_sequence(x, dim, rank=r, size=size) for r in range(size)], dim), x)
+    assert torch.equal(
+        unshard_sequence([shard_sequence(x, dim, rank=r, size=size) for r in range(size)], dim), x
+    )
 
 
 def test_a_shard_is_differentiable() -> None:
@@ -59,7 +67,9 @@ def test_any_length_fits_one_rank() -> None:
 def _gather(rank: int) -> list[list[int]]:
     group = context_group(rank)
     x = torch.arange(16).view(2, 8)
-    return gather_sequence(shard_sequence(x, 1, rank=rank, size=group.size), 1, group=group).tolist()
+    return gather_sequence(
+        shard_sequence(x, 1, rank=rank, size=group.size), 1, group=group
+    ).tolist()
 
 
 def test_gather(pool: Pool) -> None:

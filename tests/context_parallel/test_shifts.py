@@ -1,4 +1,5 @@
-"""A step that shifts along time is refused under context parallelism, where the pairs at the chunks' ends would be lost."""
+"""A step that shifts along time is refused under context parallelism, where the pairs at the
+chunks' ends would be lost."""
 
 from __future__ import annotations
 
@@ -16,12 +17,17 @@ from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.pool import Pool
 
-CONFIG = GPTConfig.gpt2(vocabulary_size=16, sequence_length=8, num_layers=2, hidden_size=16, num_heads=2)
+CONFIG = GPTConfig.gpt2(
+    vocabulary_size=16, sequence_length=8, num_layers=2, hidden_size=16, num_heads=2
+)
 
 SHIFTS = {
     "brackets": lambda logits, ids: (logits[:, :-1], ids[:, 1:]),
     "ellipsis": lambda logits, ids: (logits[..., :-1, :], ids[..., 1:]),
-    "narrow": lambda logits, ids: (logits.narrow(1, 0, ids.size(1) - 1), torch.narrow(ids, 1, 1, ids.size(1) - 1)),
+    "narrow": lambda logits, ids: (
+        logits.narrow(1, 0, ids.size(1) - 1),
+        torch.narrow(ids, 1, 1, ids.size(1) - 1),
+    ),
     "labels padded": lambda logits, ids: (logits, F.pad(ids[:, 1:], (0, 1), value=-100)),
     "roll": lambda logits, ids: (logits, ids.roll(-1, 1)),
 }
@@ -43,7 +49,10 @@ class LitShift(L.LightningModule):
 
 def fit(rank: int, shift: str, size: int) -> str:
     L.seed_everything(1, verbose=False)
-    rows = [{"input_ids": row} for row in torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(1))]
+    rows = [
+        {"input_ids": row}
+        for row in torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(1))
+    ]
     trainer = L.Trainer(
         strategy=PTDPStrategy(context_parallel_size=size),
         accelerator="cpu",
@@ -64,16 +73,27 @@ def fit(rank: int, shift: str, size: int) -> str:
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_a_step_that_shifts_its_labels_is_refused(shift: str, pool: Pool) -> None:
     for text in pool.run(fit, world_size=2, args=(shift, 2)):
-        assert "holds 4 of 8 tokens, in two chunks: pairs of neighbours at the chunks' ends would be lost" in text
+        assert (
+            "holds 4 of 8 tokens, in two chunks: pairs of neighbours at the chunks' ends would be "
+            "lost" in text
+        )
     assert pool.run(fit, world_size=1, args=(shift, 1)) == [""]
 
 
 @pytest.mark.parametrize(
     "index",
-    [(slice(None), slice(None)), (slice(None), slice(0, 8)), (slice(None), 0), (slice(None), slice(0, 4)), (Ellipsis, slice(0, 3)),
-     (slice(None), None), (slice(None), torch.arange(7)), slice(1, None)],
+    [
+        (slice(None), slice(None)),
+        (slice(None), slice(0, 8)),
+        (slice(None), 0),
+        (slice(None), slice(0, 4)),
+        (Ellipsis, slice(0, 3)),
+        (slice(None), None),
+        (slice(None), torch.arange(7)),
+        slice(1, None),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_indices_are_let_through(index: Any) -> None:
     check_index(torch.zeros(3, 8, 4), index, length=16, size=2)
     check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)), length=16, size=2)

@@ -19,7 +19,12 @@ BATCH = {"input_ids": torch.arange(16).view(2, 8)}
 class Reader(nn.Module):
     """Tells what it was given."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> object:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> object:
         return None if position_ids is None else position_ids.tolist(), attention_mask
 
 
@@ -51,7 +56,9 @@ def test_positions_of_the_batch_are_cut() -> None:
 
 
 def test_a_model_that_needs_no_positions() -> None:
-    with context(needs_positions=False).forward(nn.Linear(1, 1), BATCH, expects_attention=False) as running:
+    with context(needs_positions=False).forward(
+        nn.Linear(1, 1), BATCH, expects_attention=False
+    ) as running:
         assert running.batch["input_ids"].shape == (2, 4)
 
 
@@ -60,24 +67,36 @@ def test_a_model_that_looks_for_documents_is_handed_a_mask() -> None:
     with context().forward(model, BATCH, expects_attention=False) as running:
         places, mask = model(running.batch["input_ids"])
         assert torch.equal(mask, torch.ones(2, 4))
-        assert model(running.batch["input_ids"], attention_mask=mask * 2)[1].unique().tolist() == [2]
+        assert model(running.batch["input_ids"], attention_mask=mask * 2)[1].unique().tolist() == [
+            2
+        ]
     assert places == PLACES
 
 
 def test_documents_told_by_positions_become_a_mask() -> None:
-    """Two documents of 3 and 5 tokens: of this rank's tokens (2, 3, 4 and 5) the first sees the first document."""
+    """Two documents of 3 and 5 tokens: of this rank's tokens (2, 3, 4 and 5) the first sees the
+    first document."""
     model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
-    with context().forward(model, {**BATCH, "position_ids": places}, expects_attention=False) as running:
+    with context().forward(
+        model, {**BATCH, "position_ids": places}, expects_attention=False
+    ) as running:
         assert torch.equal(model(**running.batch)[1], torch.ones(2, 4))
     anew = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(2, -1)
-    with context().forward(model, {**BATCH, "position_ids": anew}, expects_attention=False) as running:
+    with context().forward(
+        model, {**BATCH, "position_ids": anew}, expects_attention=False
+    ) as running:
         mask = model(**running.batch)[1]
-        assert model(**running.batch, attention_mask=mask[:1])[1].shape == (1, 1, 4, 8), "a mask that is given stays"
+        assert model(**running.batch, attention_mask=mask[:1])[1].shape == (1, 1, 4, 8), (
+            "a mask that is given stays"
+        )
     seen = [[0, 1, 2], [3], [3, 4], [3, 4, 5]]
     assert mask.shape == (2, 1, 4, 8)
     assert [row.nonzero().flatten().tolist() for row in mask[1, 0]] == seen
 
 
 def test_shapes_that_cannot_be_cut_are_refused_before_the_step() -> None:
-    with pytest.raises(ValueError, match="multiple of 4"), context().forward(Reader(), {"input_ids": torch.zeros(1, 6)}):
+    with (
+        pytest.raises(ValueError, match="multiple of 4"),
+        context().forward(Reader(), {"input_ids": torch.zeros(1, 6)}),
+    ):
         pytest.fail("the step ran")

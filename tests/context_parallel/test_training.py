@@ -1,4 +1,5 @@
-"""Training with sequences cut over ranks gives the answer of one process, through ``Trainer.fit`` and with every other axis."""
+"""Training with sequences cut over ranks gives the answer of one process, through ``Trainer.fit``
+and with every other axis."""
 
 from __future__ import annotations
 
@@ -43,17 +44,23 @@ def reference(pool: Pool) -> Any:
 
 def check(pool: Pool, reference: Any, name: str, **settings: Any) -> None:
     world_size, layout = LAYOUTS[name]
-    ranks = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),))
+    ranks = pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
+    )
     for found in ranks:
         assert_same(found, reference(**settings))
     if layout.get(M, 1) > 1 or P in layout or C in layout:
         expected = reference(**settings)["logged"]
-        for key in expected if world_size == layout.get(P, 1) * layout.get(C, 1) * layout.get(T, 1) else ():
+        for key in (
+            expected if world_size == layout.get(P, 1) * layout.get(C, 1) * layout.get(T, 1) else ()
+        ):
             assert found["logged"][key] == pytest.approx(expected[key], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(name: str, pool: Pool, reference: Any) -> None:
+def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(
+    name: str, pool: Pool, reference: Any
+) -> None:
     check(pool, reference, name, accumulate=2, steps=6)
 
 
@@ -74,9 +81,17 @@ def test_a_mean_loss_over_uneven_slices(pool: Pool, reference: Any) -> None:
 
 @pytest.mark.parametrize(
     ("recompute", "attention"),
-    [("full", "ring"), ("full", "all_to_all"), ("selective", "ring"), ("selective", "all_to_all"), ("offload", "ring")],
+    [
+        ("full", "ring"),
+        ("full", "all_to_all"),
+        ("selective", "ring"),
+        ("selective", "all_to_all"),
+        ("offload", "ring"),
+    ],
 )
-def test_recomputation_changes_no_bit_with_dropout(recompute: str, attention: str, pool: Pool) -> None:
+def test_recomputation_changes_no_bit_with_dropout(
+    recompute: str, attention: str, pool: Pool
+) -> None:
     layout = {P: 2, C: 2, M: 2, A: attention}
     settings = {"steps": 3, "dropout": 0.2, "world_size": 4}
     kept = pool.run(fit, world_size=4, args=(Run(layout=layout, **settings),))[0]

@@ -14,9 +14,13 @@ from tests.context_parallel.toy import ATTENTION, context_group, counted_message
 from tests.pool import Pool
 
 
-def _count(rank: int, kind: str, causal: bool, dtype: torch.dtype, kv_heads: int) -> tuple[Counter[str], Counter[str]]:
+def _count(
+    rank: int, kind: str, causal: bool, dtype: torch.dtype, kv_heads: int
+) -> tuple[Counter[str], Counter[str]]:
     group = context_group(rank)
-    q, k, v, grad = (own(x, 2, group) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
+    q, k, v, grad = (
+        own(x, 2, group) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype)
+    )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with counted_messages() as forward:
         output = ATTENTION[kind](*inputs, group=group, causal=causal)
@@ -28,14 +32,20 @@ def _count(rank: int, kind: str, causal: bool, dtype: torch.dtype, kv_heads: int
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
-def test_bytes_and_messages_are_the_formulas(pool: Pool, kind: AttentionKind, size: int, dtype: torch.dtype) -> None:
+def test_bytes_and_messages_are_the_formulas(
+    pool: Pool, kind: AttentionKind, size: int, dtype: torch.dtype
+) -> None:
     for causal, kv_heads in ((True, 4), (False, 2)):
-        # 2 (c-1) blocks of keys and values forward, as many backward with as many gradients of at least 32 bits; or (c-1)/c of q, k, v and
-        # the output in each direction, keys and values copied to a multiple of c heads.
+        # 2 (c-1) blocks of keys and values forward, as many backward with as many gradients of at
+        # least 32 bits; or (c-1)/c of q, k, v and the output in each direction, keys and values
+        # copied to a multiple of c heads.
         head, bytes_each = 2 * (16 // size) * 8, dtype.itemsize
         if kind == "ring":
             blocks = 2 * (size - 1) * kv_heads * head
-            expected = (blocks * bytes_each, size - 1), (blocks * (bytes_each + max(4, bytes_each)), 2 * (size - 1))
+            expected = (
+                (blocks * bytes_each, size - 1),
+                (blocks * (bytes_each + max(4, bytes_each)), 2 * (size - 1)),
+            )
         else:
             sent = 2 * (4 + math.lcm(kv_heads, size)) * head * bytes_each // size * (size - 1)
             expected = (sent, 4), (sent, 4)
@@ -45,7 +55,10 @@ def test_bytes_and_messages_are_the_formulas(pool: Pool, kind: AttentionKind, si
 
 def _saved_bytes(rank: int, length: int) -> int:
     group = context_group(rank)
-    q, k, v, _ = (own(x, 2, group) for x in qkv(heads=4, kv_heads=2, length=length, dtype=torch.float32, channels=16))
+    q, k, v, _ = (
+        own(x, 2, group)
+        for x in qkv(heads=4, kv_heads=2, length=length, dtype=torch.float32, channels=16)
+    )
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -59,8 +72,13 @@ def _saved_bytes(rank: int, length: int) -> int:
 
 def test_what_the_ring_keeps_for_the_backward_shrinks_with_the_ranks(pool: Pool) -> None:
     samples, length, heads, kv_heads, channels = 2, 64, 4, 2, 16
-    whole = 4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)  # q and out, k and v, log-sum-exp
+    whole = (
+        4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)
+    )  # q and out, k and v, log-sum-exp
     for size in (2, 4):
         assert pool.run(_saved_bytes, world_size=size, args=(length,)) == [whole // size] * size
     # So at a fixed memory a rank, the sequence grows with the ranks.
-    assert pool.run(_saved_bytes, world_size=4, args=(2 * length,)) == pool.run(_saved_bytes, world_size=2, args=(length,)) * 2
+    assert (
+        pool.run(_saved_bytes, world_size=4, args=(2 * length,))
+        == pool.run(_saved_bytes, world_size=2, args=(length,)) * 2
+    )

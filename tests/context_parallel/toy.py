@@ -1,7 +1,7 @@
 """Helpers of the context parallel tests.
 
-They provide a context group, comparisons, attention over the whole sequence as a reference, and counts of messages.
-"""
+They provide a context group, comparisons, attention over the whole sequence as a reference, and
+counts of messages."""
 
 from __future__ import annotations
 
@@ -43,21 +43,39 @@ def own(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def qkv(
-    *, heads: int, kv_heads: int, length: int, dtype: torch.dtype, samples: int = 2, channels: int = 8, seed: int = 0
+    *,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    dtype: torch.dtype,
+    samples: int = 2,
+    channels: int = 8,
+    seed: int = 0,
 ) -> list[Tensor]:
-    """Random q, k, v and a gradient of the output, the same on all ranks, laid out as models do: heads behind the sequence."""
+    """Random q, k, v and a gradient of the output, the same on all ranks, laid out as models do:
+    heads behind the sequence."""
     generator = torch.Generator().manual_seed(seed)
     counts = (heads, kv_heads, kv_heads, heads)
     shapes = [(samples, length, count, channels) for count in counts]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        for shape in shapes
+    ]
 
 
-def whole_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, **options: Any) -> Tensor:
+def whole_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, **options: Any
+) -> Tensor:
     """torch's own attention."""
     if mask is not None and causal:
         past = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
-        mask, causal = (mask & past if mask.dtype is torch.bool else mask.masked_fill(~past, -torch.inf)), False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.size(1) != k.size(1), **options)
+        mask, causal = (
+            (mask & past if mask.dtype is torch.bool else mask.masked_fill(~past, -torch.inf)),
+            False,
+        )
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.size(1) != k.size(1), **options
+    )
 
 
 def gradients(output: Tensor, grad: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -67,7 +85,8 @@ def gradients(output: Tensor, grad: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 @contextmanager
 def counted_messages() -> Iterator[Counter[str]]:
-    """Counts what is sent: messages and bytes, of the ring's sends and of all-to-alls (the part that leaves this rank)."""
+    """Counts what is sent: messages and bytes, of the ring's sends and of all-to-alls (the part
+    that leaves this rank)."""
     counts: Counter[str] = Counter()
     batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
 
@@ -78,13 +97,18 @@ def counted_messages() -> Iterator[Counter[str]]:
                 counts["bytes"] += operation.tensor.numel() * operation.tensor.element_size()
         return batch_isend_irecv(operations)
 
-    def all_to_all(output: Tensor, source: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def all_to_all(
+        output: Tensor, source: Tensor, *args: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
         counts["messages"] += 1
         size = dist.get_world_size(group)
         counts["bytes"] += source.numel() * source.element_size() // size * (size - 1)
         return all_to_all_single(output, source, *args, group=group, **kwargs)
 
-    with patch.object(dist, "batch_isend_irecv", ring), patch.object(dist, "all_to_all_single", all_to_all):
+    with (
+        patch.object(dist, "batch_isend_irecv", ring),
+        patch.object(dist, "all_to_all_single", all_to_all),
+    ):
         yield counts
 
 
@@ -92,6 +116,7 @@ ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 
 
 def weighted(running: ContextForward, loss: Tensor) -> Tensor:
-    """The loss times its ``share``; a rank without a single label has 0, whatever its mean (0/0) was. Collective."""
+    """The loss times its ``share``; a rank without a single label has 0, whatever its mean (0/0)
+    was. Collective."""
     share = running.share(loss)
     return torch.where(share > 0, loss, torch.zeros_like(loss)) * share

@@ -9,7 +9,23 @@ import pytest
 
 from lightning_ptdp.data import PrepareConfig, PreparedData, prepare
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "green", "cats", "count", "stars"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "green",
+    "cats",
+    "count",
+    "stars",
+]
 
 
 def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
@@ -17,7 +33,10 @@ def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(documents):
-        lines = [" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) for _ in range(draw.randint(20, 120))]
+        lines = [
+            " ".join(draw.choices(WORDS, k=draw.randint(3, 12)))
+            for _ in range(draw.randint(20, 120))
+        ]
         (folder / f"document{number:03}.txt").write_text("\n".join(lines) + "\n", "utf-8")
     return folder
 

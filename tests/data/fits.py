@@ -39,8 +39,12 @@ class Recorder(pl.LightningModule):
 
 def data(corpus: Path, folder: Path, **changes: Any) -> TextDataModule:
     settings = {
-        "vocabulary_size": 320, "validation_fraction": 0.1, "sequence_length": 64, "micro_batch_size": 4, "num_microbatches": 2
-    }  # fmt: skip
+        "vocabulary_size": 320,
+        "validation_fraction": 0.1,
+        "sequence_length": 64,
+        "micro_batch_size": 4,
+        "num_microbatches": 2,
+    }
     return TextDataModule(data_dir=str(folder), source=str(corpus), **{**settings, **changes})
 
 

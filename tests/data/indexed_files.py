@@ -1,4 +1,5 @@
-"""Writes Megatron's indexed format byte by byte, so that reading is tested against the format and not against itself."""
+"""Writes Megatron's indexed format byte by byte, so that reading is tested against the format and
+not against itself."""
 
 from __future__ import annotations
 
@@ -8,10 +9,21 @@ from pathlib import Path
 
 import numpy as np
 
-CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+CODES = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
 
 
-def write_indexed(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16") -> Path:
+def write_indexed(
+    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16"
+) -> Path:
     """Documents of sequences of tokens as ``prefix.bin`` and ``prefix.idx``."""
     sequences = [np.asarray(sequence, dtype) for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
@@ -28,7 +40,8 @@ def write_indexed(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dt
 
 
 def numbered(count: int, *, seed: int = 0, longest: int = 40) -> list[list[list[int]]]:
-    """Documents of consecutive numbers, no number twice; some are empty, some have several sequences."""
+    """Documents of consecutive numbers, no number twice; some are empty, some have several
+    sequences."""
     draw = np.random.default_rng(seed)
     documents, start = [], 0
     for _ in range(count):

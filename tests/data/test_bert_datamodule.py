@@ -1,4 +1,5 @@
-"""Pretraining data in a real Trainer: resumed in the middle of an epoch, masks and all; replicas, workers and evaluation."""
+"""Pretraining data in a real Trainer: resumed in the middle of an epoch, masks and all; replicas,
+workers and evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.data import BertDataModule, DataError, EvaluationLoader, StoreError, TextDataModule, TokenLoader
+from lightning_ptdp.data import (
+    BertDataModule,
+    DataError,
+    EvaluationLoader,
+    StoreError,
+    TextDataModule,
+    TokenLoader,
+)
 from tests.data.fits import trainer
 
 Seen = list[dict[str, list[Any]]]
@@ -61,24 +69,43 @@ def uninterrupted(corpus: Path, folder: Path) -> Seen:
 @pytest.mark.filterwarnings("error:.*resum")
 @pytest.mark.parametrize(("second_epoch", "num_workers"), [(False, 0), (True, 0), (True, 2)])
 def test_resume_in_mid_epoch_sees_the_same_batches(
-    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: Seen, second_epoch: bool, num_workers: int
+    corpus: Path,
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: Seen,
+    second_epoch: bool,
+    num_workers: int,
 ) -> None:
     stop = 3 + second_epoch * (len(uninterrupted) // 2)
     first, rest = Recorder(), Recorder()
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(first, datamodule=data(corpus, folder, num_workers=num_workers))
+    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(
+        first, datamodule=data(corpus, folder, num_workers=num_workers)
+    )
     assert first.seen == uninterrupted[:stop]
-    trainer(tmp_path).fit(rest, datamodule=data(corpus, folder, num_workers=num_workers), ckpt_path=str(tmp_path / "saved.ckpt"))
+    trainer(tmp_path).fit(
+        rest,
+        datamodule=data(corpus, folder, num_workers=num_workers),
+        ckpt_path=str(tmp_path / "saved.ckpt"),
+    )
     assert rest.seen == uninterrupted[stop:]
 
 
 def test_masks_change_from_epoch_to_epoch(uninterrupted: Seen) -> None:
     def unmasked(row: list[int], labels: list[int]) -> tuple[int, ...]:
-        return tuple(sorted(token if label == -100 else label for token, label in zip(row, labels, strict=True)))
+        return tuple(
+            sorted(
+                token if label == -100 else label for token, label in zip(row, labels, strict=True)
+            )
+        )
 
     half = len(uninterrupted) // 2
     epochs = [
-        {unmasked(i, la): la for batch in part for i, la in zip(batch["input_ids"], batch["labels"], strict=True)}
+        {
+            unmasked(i, la): la
+            for batch in part
+            for i, la in zip(batch["input_ids"], batch["labels"], strict=True)
+        }
         for part in (uninterrupted[:half], uninterrupted[half:])
     ]
     same = epochs[0].keys() & epochs[1].keys()
@@ -90,7 +117,10 @@ def test_replicas_share_the_batches_of_one(corpus: Path, folder: Path) -> None:
     made = data(corpus, folder)
     made.setup()
     whole = next(iter(TokenLoader(made._stream("train"), batch_size=8)))
-    halves = [next(iter(TokenLoader(made._stream("train"), batch_size=4, num_replicas=2, replica_rank=r))) for r in range(2)]
+    halves = [
+        next(iter(TokenLoader(made._stream("train"), batch_size=4, num_replicas=2, replica_rank=r)))
+        for r in range(2)
+    ]
     for name, value in whole.items():
         assert torch.equal(torch.cat([half[name] for half in halves]), value), name
 
@@ -107,7 +137,9 @@ def test_validation_sees_every_window_once_and_always_alike(corpus: Path, folder
         for d in (1, 2)
         for r in range(d)
     ]
-    counted = [sorted(row for row in rows if max(row) >= 0) for rows in (labels[0], labels[1] + labels[2])]
+    counted = [
+        sorted(row for row in rows if max(row) >= 0) for rows in (labels[0], labels[1] + labels[2])
+    ]
     assert counted[0] == counted[1]
     assert len(counted[0]) == len(stream)
 
@@ -130,4 +162,6 @@ def test_a_place_in_other_data_is_refused(corpus: Path, folder: Path, tmp_path: 
     run.fit(Recorder(), datamodule=data(corpus, folder))
     run.save_checkpoint(tmp_path / "x.ckpt")
     with pytest.raises(DataError, match="seed is 0 in the checkpoint and 1 here"):
-        trainer(tmp_path).fit(Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt"))
+        trainer(tmp_path).fit(
+            Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt")
+        )

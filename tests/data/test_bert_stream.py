@@ -1,4 +1,5 @@
-"""Masked pairs: what a sample is made of, the published shares, whole words, both kinds of labels, and that all of it is repeatable."""
+"""Masked pairs: what a sample is made of, the published shares, whole words, both kinds of labels,
+and that all of it is repeatable."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def stream(folder: Path, **changes: Any) -> BertStream:
 
 def rows(made: BertStream, epoch: int = 0) -> dict[str, torch.Tensor]:
     """A whole epoch as one batch."""
-    return made.as_batch(made.__getitems__([epoch * len(made) + sample for sample in range(len(made))]))
+    return made.as_batch(
+        made.__getitems__([epoch * len(made) + sample for sample in range(len(made))])
+    )
 
 
 def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -67,7 +70,10 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: Vocabulary) -> None:
         "next_sentence_label": (),
     }
     assert all(value.dtype == torch.int64 for value in batch.values())
-    tokens, special = original(batch), torch.tensor([vocabulary.cls, vocabulary.sep, vocabulary.pad, vocabulary.mask])
+    tokens, special = (
+        original(batch),
+        torch.tensor([vocabulary.cls, vocabulary.sep, vocabulary.pad, vocabulary.mask]),
+    )
     assert (tokens[:, 0] == vocabulary.cls).all()
     assert ((tokens == vocabulary.sep).sum(1) == 2).all()
     assert ((tokens == vocabulary.pad) == (batch["attention_mask"] == 0)).all()
@@ -83,7 +89,9 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: Vocabulary) -> None:
         assert 0 < len(labelled) <= max(1, round(0.15 * (len(first) + len(second))))
 
 
-def test_windows_hold_whole_lines_of_one_document_and_cover_it(folder: Path, vocabulary: Vocabulary) -> None:
+def test_windows_hold_whole_lines_of_one_document_and_cover_it(
+    folder: Path, vocabulary: Vocabulary
+) -> None:
     """Unmasked and in order, the samples are the documents of the store."""
     made = stream(folder, split="validation")
     chunks = [np.array(chunk) for chunk in made._chunks]
@@ -103,7 +111,12 @@ def test_windows_hold_whole_lines_of_one_document_and_cover_it(folder: Path, voc
 def test_windows_by_hand() -> None:
     end, newline = 3, 4
     chunk = [10] * 9 + [newline] + [11] * 9 + [newline, end] + [12] * 7 + [end] + [13] * 50
-    windows = find_windows([np.array(chunk), np.array([14] * 8 + [end] + [15] * 8)], end=end, newline=newline, longest=16)
+    windows = find_windows(
+        [np.array(chunk), np.array([14] * 8 + [end] + [15] * 8)],
+        end=end,
+        newline=newline,
+        longest=16,
+    )
     assert windows.starts.tolist() == [0, 10, 29, 45, 61, 79, 88]
     assert windows.lengths.tolist() == [10, 10, 16, 16, 16, 8, 8]
     assert windows.documents.tolist() == [0, 0, 2, 2, 2, 2, 3]
@@ -146,20 +159,38 @@ def test_words_are_masked_whole(folder: Path, vocabulary: Vocabulary) -> None:
 
 def test_where_words_begin() -> None:
     tokenizer = Tokenizer.train(
-        ["def one_two(x):\n    return x + one_two\n" * 20], vocabulary_size=300, control_symbols=SPECIAL_PIECES
+        ["def one_two(x):\n    return x + one_two\n" * 20],
+        vocabulary_size=300,
+        control_symbols=SPECIAL_PIECES,
     )
     vocabulary, ids = Vocabulary.of(tokenizer), tokenizer.encode("    one_two(x) één\n")
     starts = vocabulary.word_starts(np.array(ids))
-    words = [tokenizer.decode(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    words = [
+        tokenizer.decode(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)
+    ]
     assert "".join(words) == "    one_two(x) één\n"
-    assert [word.strip(" ") for word in words if word.strip(" ")] == ["one_two", "(", "x", ")", "één", "\n"]
+    assert [word.strip(" ") for word in words if word.strip(" ")] == [
+        "one_two",
+        "(",
+        "x",
+        ")",
+        "één",
+        "\n",
+    ]
 
 
 def test_words_longer_than_the_budget_are_passed_over() -> None:
     starts, sizes = np.array([1, 4, 5]), np.array([3, 1, 2])
     for seed in range(20):
         assert choose_words(starts, sizes, budget=1, draws=Draws(seed)).tolist() == [4]
-        assert choose_words(starts, sizes, budget=6, draws=Draws(seed)).tolist() == [1, 2, 3, 4, 5, 6]
+        assert choose_words(starts, sizes, budget=6, draws=Draws(seed)).tolist() == [
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+        ]
         assert len(choose_words(starts, sizes, budget=3, draws=Draws(seed))) == 3
     assert choose_words(starts[:1], sizes[:1], budget=2, draws=Draws(0)).tolist() == []
 
@@ -186,13 +217,18 @@ def test_half_of_the_second_segments_come_from_another_document(folder: Path) ->
     for sample in range(len(made._windows.starts)):
         tokens = made._window(sample).tolist()
         for start in range(len(tokens) - 5):
-            places.setdefault(tuple(tokens[start : start + 6]), set()).add(int(made._windows.documents[sample]))
+            places.setdefault(tuple(tokens[start : start + 6]), set()).add(
+                int(made._windows.documents[sample])
+            )
     random = checked = 0
     for epoch in range(4):
         batch = rows(made, epoch)
         for row in range(len(made)):
             first, second = segments(batch, row)
-            document, label = int(made._windows.documents[row]), int(batch["next_sentence_label"][row])
+            document, label = (
+                int(made._windows.documents[row]),
+                int(batch["next_sentence_label"][row]),
+            )
             random += label
             if not label:
                 assert first + second == made._window(row).tolist()
@@ -218,7 +254,9 @@ def test_everything_is_drawn_from_seed_epoch_and_sample(folder: Path) -> None:
     for other in (other_epoch, other_seed):
         assert (first[:, labels] != other[:, labels]).any(1).mean() > 0.95
     # These numbers are for good: a library that changes must not change a run that is resumed.
-    assert Draws(0, "x", 1).uniform(3) == pytest.approx([0.353446297178, 0.257670656885, 0.904367291728], abs=1e-12)
+    assert Draws(0, "x", 1).uniform(3) == pytest.approx(
+        [0.353446297178, 0.257670656885, 0.904367291728], abs=1e-12
+    )
 
 
 def test_rows_that_fill_up_count_for_nothing(folder: Path) -> None:
@@ -247,10 +285,16 @@ def test_data_that_do_not_fit(corpus: Path, prepared: Any, tmp_path: Path) -> No
     with pytest.raises(TokenizerError, match=r"no control symbol '\[CLS\]'"):
         stream(prepared.folder)
     (tmp_path / "one.txt").write_text("one document of several words\n" * 500, "utf-8")
-    settings = {"source": str(tmp_path / "one.txt"), "vocabulary_size": 290, "control_symbols": SPECIAL_PIECES}
+    settings = {
+        "source": str(tmp_path / "one.txt"),
+        "vocabulary_size": 290,
+        "control_symbols": SPECIAL_PIECES,
+    }
     one = prepare(PrepareConfig(output=tmp_path / "store", **settings)).folder
     assert len(stream(one)) > 10
-    with pytest.raises(StoreError, match="holds one document, and pairs='next' needs segments of two"):
+    with pytest.raises(
+        StoreError, match="holds one document, and pairs='next' needs segments of two"
+    ):
         stream(one, pairs="next")
     with pytest.raises(ValueError, match="control_symbols"):
         config_of(corpus, tmp_path / "x", control_symbols=("[A]", "[A]"))

@@ -27,7 +27,9 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_corpus(tmp_path_factory.mktemp("mixed") / "text", documents=12)
     texts = [path.read_text() for path in sorted(folder.iterdir())]
     (folder / "big.txt").write_text("".join(texts[:5]))
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[5:]))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts[5:])
+    )
     (folder / "latin.txt").write_bytes(b"caf\xe9 " * 20)
     return folder
 
@@ -40,7 +42,9 @@ def mixed_config(mixed: Path, output: Path, **changes: object) -> PrepareConfig:
 @pytest.fixture(scope="module")
 def single(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     """Made by one process in one part."""
-    made = prepare(mixed_config(mixed, tmp_path_factory.mktemp("single") / "store", part_bytes=1 << 30))
+    made = prepare(
+        mixed_config(mixed, tmp_path_factory.mktemp("single") / "store", part_bytes=1 << 30)
+    )
     assert made.manifest.corpus.undecodable == 1
     return made
 
@@ -78,14 +82,23 @@ def kill_at(stop_at: str, mixed: Path, output: Path, num_workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop_at", "num_workers"), [("read: 50", 1), ("sample: 50", 1), ("tokenize: 50", 1), ("tokenize: 50", 2), ("tokenized", 1)]
+    ("stop_at", "num_workers"),
+    [
+        ("read: 50", 1),
+        ("sample: 50", 1),
+        ("tokenize: 50", 1),
+        ("tokenize: 50", 2),
+        ("tokenized", 1),
+    ],
 )
 def test_after_a_kill_the_next_call_goes_on(
     mixed: Path, single: PreparedData, tmp_path: Path, stop_at: str, num_workers: int
 ) -> None:
     kill_at(stop_at, mixed, tmp_path / "store", num_workers)
     assert os.listdir(tmp_path) == [WORK]
-    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / WORK / "parts").glob("*.json")}
+    finished = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / WORK / "parts").glob("*.json")
+    }
     assert bool(finished) == stop_at.startswith("tokenize")
     kept = {path: path.stat().st_mtime_ns for path in finished}
     lines: list[str] = []
@@ -102,11 +115,15 @@ def test_after_a_kill_the_next_call_goes_on(
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_what_was_left_is_not_used_for_anything_else(mixed: Path, single: PreparedData, tmp_path: Path) -> None:
+def test_what_was_left_is_not_used_for_anything_else(
+    mixed: Path, single: PreparedData, tmp_path: Path
+) -> None:
     kill_at("tokenized", mixed, tmp_path / "store", 1)
     part = next((tmp_path / WORK / "parts").glob("*.train.bin"))
     part.write_bytes(part.read_bytes()[:-2])
-    assert contents(prepare(mixed_config(mixed, tmp_path / "store")).folder) == contents(single.folder)
+    assert contents(prepare(mixed_config(mixed, tmp_path / "store")).folder) == contents(
+        single.folder
+    )
     other = mixed_config(mixed, tmp_path / "store", vocabulary_size=300, overwrite=True)
     kill_at("tokenized", mixed, tmp_path / "other", 1)
     (tmp_path / ".other.preparing").rename(tmp_path / WORK)
@@ -126,7 +143,9 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
             prepare(mixed_config(mixed, tmp_path / "store"))
     assert os.listdir(tmp_path) == [WORK]
     lines: list[str] = []
-    assert contents(prepare(mixed_config(mixed, tmp_path / "store"), progress=lines.append).folder) == contents(single.folder)
+    assert contents(
+        prepare(mixed_config(mixed, tmp_path / "store"), progress=lines.append).folder
+    ) == contents(single.folder)
     assert any("read before" in line for line in lines)
 
 
@@ -136,13 +155,17 @@ def hold(output: str, ready: Callable[[], object], release: Callable[[], object]
         release()
 
 
-def test_two_processes_do_not_share_a_work_folder(mixed: Path, single: PreparedData, tmp_path: Path) -> None:
+def test_two_processes_do_not_share_a_work_folder(
+    mixed: Path, single: PreparedData, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("fork")
     ready, release = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path / "store"), ready.set, release.wait))
     process.start()
     ready.wait()
-    assert contents(prepare(mixed_config(mixed, tmp_path / "store")).folder) == contents(single.folder)
+    assert contents(prepare(mixed_config(mixed, tmp_path / "store")).folder) == contents(
+        single.folder
+    )
     assert sorted(os.listdir(tmp_path)) == [WORK, "store"]
     release.set()
     process.join()
@@ -150,9 +173,12 @@ def test_two_processes_do_not_share_a_work_folder(mixed: Path, single: PreparedD
 
 
 def peak_of(source: str, output: str, queue: multiprocessing.Queue[int]) -> None:
-    # A chunk, a document and a part are what has to be in memory: all smaller than the smaller text.
+    # A chunk, a document and a part are what has to be in memory: all smaller than the smaller
+    # text.
     bounds = {"chunk_tokens": 100_000, "document_bytes": 1 << 19, "part_bytes": 1 << 21}
-    config = PrepareConfig(output=output, source=source, vocabulary_size=300, tokenizer_characters=50_000, **bounds)
+    config = PrepareConfig(
+        output=output, source=source, vocabulary_size=300, tokenizer_characters=50_000, **bounds
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     prepare(config)
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -165,10 +191,14 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     for megabytes in (5, 20):
         with open(tmp_path / f"{megabytes}.txt", "w") as stream:
             for number in range(megabytes * 100):
-                stream.write(f"{number} is the number of this block of text\n" + "some words that come again and again\n" * 270)
+                stream.write(
+                    f"{number} is the number of this block of text\n"
+                    + "some words that come again and again\n" * 270
+                )
         queue: multiprocessing.Queue[int] = context.Queue()
         process = context.Process(
-            target=peak_of, args=(str(tmp_path / f"{megabytes}.txt"), str(tmp_path / str(megabytes)), queue)
+            target=peak_of,
+            args=(str(tmp_path / f"{megabytes}.txt"), str(tmp_path / str(megabytes)), queue),
         )
         process.start()
         peaks.append(queue.get())

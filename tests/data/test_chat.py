@@ -1,4 +1,5 @@
-"""Conversations: where they are read from, how they are written and what of them is learned, and what is refused."""
+"""Conversations: where they are read from, how they are written and what of them is learned, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -32,16 +33,22 @@ datasets = pytest.importorskip("datasets")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder with a tokenizer whose template marks answers, and beside it templates that do not."""
+    """A model's folder with a tokenizer whose template marks answers, and beside it templates that
+    do not."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     make_tiny(folder)
     marked = transformers.AutoTokenizer.from_pretrained(folder).chat_template
     plain = re.sub(r"\{% (end)?generation %\}", "", marked)
     (folder.parent / "plain.jinja").write_text(plain)
     # As Qwen3's: only the last answer is rendered with its thoughts.
-    thinking = plain.replace("assistant' %}{{", "assistant' %}{{ ('<think>' if loop.last else '') +")
+    thinking = plain.replace(
+        "assistant' %}{{", "assistant' %}{{ ('<think>' if loop.last else '') +"
+    )
     (folder.parent / "thinking.jinja").write_text(thinking)
-    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}" + plain
+    strict = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('begin with the user') }}{% "
+        "endif %}" + plain
+    )
     (folder.parent / "strict.jinja").write_text(strict)
     deaf = plain.replace(
         "{{ message['content'] + '<|im_end|>' }}{% endif",
@@ -75,7 +82,9 @@ def chat(model: Path) -> Path:
 def data(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
     settings = {"sequence_length": 128, "micro_batch_size": 2, "validation_fraction": 0.2}
     source = None if path is None else str(path)
-    return ChatDataModule(data_dir=str(folder), tokenizer_dir=str(model), path=source, **{**settings, **changes})
+    return ChatDataModule(
+        data_dir=str(folder), tokenizer_dir=str(model), path=source, **{**settings, **changes}
+    )
 
 
 def prepared(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
@@ -87,26 +96,39 @@ def prepared(model: Path, path: Path | None, folder: Path, **changes: Any) -> Ch
 
 
 @pytest.mark.parametrize("template", [None, "plain.jinja"])
-def test_only_answers_are_learned_and_ids_are_the_templates(model: Path, template: str | None) -> None:
-    """Both ways of finding the answers, the marks of the template and the comparison of prefixes, find the same."""
+def test_only_answers_are_learned_and_ids_are_the_templates(
+    model: Path, template: str | None
+) -> None:
+    """Both ways of finding the answers, the marks of the template and the comparison of prefixes,
+    find the same."""
     given = None if template is None else str(model.parent / template)
-    ids, learned = ChatFormat(HuggingFaceTokenizer(model), template=given).encode(ROWS[3]["messages"])
+    ids, learned = ChatFormat(HuggingFaceTokenizer(model), template=given).encode(
+        ROWS[3]["messages"]
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert ids.tolist() == tokenizer.apply_chat_template(ROWS[3]["messages"])["input_ids"]
     assert tokenizer.decode(ids[learned]) == "It is 3, more more more <|im_end|>Yes.<|im_end|>"
-    _, last = ChatFormat(HuggingFaceTokenizer(model), template=given, learn="last_answer").encode(ROWS[3]["messages"])
+    _, last = ChatFormat(HuggingFaceTokenizer(model), template=given, learn="last_answer").encode(
+        ROWS[3]["messages"]
+    )
     assert tokenizer.decode(ids[last]) == "Yes.<|im_end|>"
 
 
-def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suffices(model: Path) -> None:
+def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suffices(
+    model: Path,
+) -> None:
     tokenizer, template = HuggingFaceTokenizer(model), str(model.parent / "thinking.jinja")
     with pytest.raises(FaultyRow, match=r"no place of its own.*generation.*last_answer"):
         ChatFormat(tokenizer, template=template).encode(ROWS[3]["messages"])
-    ids, learned = ChatFormat(tokenizer, template=template, learn="last_answer").encode(ROWS[3]["messages"])
+    ids, learned = ChatFormat(tokenizer, template=template, learn="last_answer").encode(
+        ROWS[3]["messages"]
+    )
     assert tokenizer.of_transformers.decode(ids[learned]) == "<think>Yes.<|im_end|>"
 
 
-def test_every_kind_of_file_and_of_columns_gives_the_same(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_every_kind_of_file_and_of_columns_gives_the_same(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     expected = prepared(model, chat, tmp_path / "0")._stream("train").fingerprint
     frame = datasets.Dataset.from_list(ROWS)
     frame.to_parquet(tmp_path / "chat.parquet")
@@ -114,33 +136,50 @@ def test_every_kind_of_file_and_of_columns_gives_the_same(model: Path, chat: Pat
     shared = [
         {
             "conversations": [
-                {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in row["messages"]
+                {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
+                for m in row["messages"]
             ]
         }
         for row in ROWS
     ]
     (tmp_path / "shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
     for number, name in enumerate(("chat.parquet", "saved", "shared.jsonl"), start=1):
-        assert prepared(model, tmp_path / name, tmp_path / str(number))._stream("train").fingerprint == expected, name
-    assert prepared(model, chat, tmp_path / "2w", prepare_workers=2)._stream("train").fingerprint == expected
+        assert (
+            prepared(model, tmp_path / name, tmp_path / str(number))._stream("train").fingerprint
+            == expected
+        ), name
+    assert (
+        prepared(model, chat, tmp_path / "2w", prepare_workers=2)._stream("train").fingerprint
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
         ({"prompt": "A?", "response": "B", "system": "C"}, {}, "system C user A? assistant B"),
-        ({"question": "A?", "answer": "B"}, {"columns": {"prompt": "question", "response": "answer"}}, "user A? assistant B"),
+        (
+            {"question": "A?", "answer": "B"},
+            {"columns": {"prompt": "question", "response": "answer"}},
+            "user A? assistant B",
+        ),
         ({"instruction": "A", "input": "D", "output": "B"}, {}, "user A\n\nD assistant B"),
         ({"instruction": "A", "input": "", "output": "B"}, {}, "user A assistant B"),
     ],
 )
-def test_instructions_become_conversations(model: Path, tmp_path: Path, row: Any, options: Any, said: str) -> None:
+def test_instructions_become_conversations(
+    model: Path, tmp_path: Path, row: Any, options: Any, said: str
+) -> None:
     (tmp_path / "data.jsonl").write_text(
-        (json.dumps(row) + "\n") + json.dumps({key: f"{value} " for key, value in row.items()}) + "\n"
+        (json.dumps(row) + "\n")
+        + json.dumps({key: f"{value} " for key, value in row.items()})
+        + "\n"
     )
     made = prepared(model, tmp_path / "data.jsonl", tmp_path / "store", **options)
     tokenizer = made.prepare_config.tokenizer().of_transformers
-    texts = [tokenizer.decode(made._stream(split)._store.read(0)[0]) for split in ("train", "validation")]
+    texts = [
+        tokenizer.decode(made._stream(split)._store.read(0)[0]) for split in ("train", "validation")
+    ]
     short = min(texts, key=len)
     assert short == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in _parts(said))
 
@@ -149,13 +188,17 @@ def _parts(said: str) -> list[str]:
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
 
-def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_packing_keeps_every_sample_once_and_begins_positions_anew(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     alone = prepared(model, chat, tmp_path / "store")._stream("train")
     packed = prepared(model, chat, tmp_path / "store", packing=True)._stream("train")
     assert len(packed) < len(alone) == packed.samples
     rows = packed.as_batch(packed.__getitems__(range(len(packed))))
     found = []
-    for tokens, labels, places in zip(rows["input_ids"], rows["labels"], rows["position_ids"], strict=True):
+    for tokens, labels, places in zip(
+        rows["input_ids"], rows["labels"], rows["position_ids"], strict=True
+    ):
         starts = [*torch.where(places == 0)[0].tolist(), len(places)]
         for begin, end in itertools.pairwise(starts):
             assert places[begin:end].tolist() == list(range(end - begin))
@@ -164,7 +207,9 @@ def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, 
     single = alone.as_batch(alone.__getitems__(range(len(alone))))
     sizes = {len(tokens) for tokens, _ in found}
     expected = []
-    for index, (tokens, labels) in enumerate(zip(single["input_ids"].tolist(), single["labels"].tolist(), strict=True)):
+    for index, (tokens, labels) in enumerate(
+        zip(single["input_ids"].tolist(), single["labels"].tolist(), strict=True)
+    ):
         size = int(alone._store.lengths[index]) - 1
         assert size in sizes
         expected.append((tokens[:size], labels[:size]))
@@ -183,18 +228,23 @@ def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
     assert len(begins) - 1 <= 1.03 * sizes.sum() / 64 + 1
 
 
-def test_samples_that_are_too_long(model: Path, chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_that_are_too_long(
+    model: Path, chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = prepared(model, chat, tmp_path / "store")
     lengths = made._stream("train")._store.lengths
     length = int(np.median(lengths)) - 1
     longer = int((lengths > length + 1).sum())
     with pytest.raises(
-        ValueError, match=f"{longer} of {len(lengths)} train samples are longer than sequence_length={length}.*too_long"
+        ValueError,
+        match=f"{longer} of {len(lengths)} train samples are longer than sequence_length={length}.*too_long",
     ):
         data(model, chat, tmp_path / "store", sequence_length=length).check()
     dropped = data(model, chat, tmp_path / "store", sequence_length=length, too_long="drop")
     cut = data(model, chat, tmp_path / "store", sequence_length=length, too_long="cut")
-    assert len(dropped._stream("train")) == len(lengths) - longer and len(cut._stream("train")) == len(lengths)
+    assert len(dropped._stream("train")) == len(lengths) - longer and len(
+        cut._stream("train")
+    ) == len(lengths)
     with caplog.at_level("INFO"):
         dropped.prepare_data()
     assert f"{longer} longer than {length} tokens: drop" in caplog.text
@@ -203,7 +253,9 @@ def test_samples_that_are_too_long(model: Path, chat: Path, tmp_path: Path, capl
 
 
 def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "twice.jsonl").write_text("".join(json.dumps(turns(number % 10)) + "\n" for number in range(40)))
+    (tmp_path / "twice.jsonl").write_text(
+        "".join(json.dumps(turns(number % 10)) + "\n" for number in range(40))
+    )
     made = prepared(model, tmp_path / "twice.jsonl", tmp_path / "store")
     held = {
         name: {tuple(stream._store.read(i)[0]) for i in range(stream.samples)}
@@ -230,8 +282,16 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
             {"columns": {"prompt": "ask", "response": "told"}},
             r"no column 'ask'.*did you mean 'asked'",
         ),
-        ('{"prompt": "a", "response": " "}\n', {}, r"row 1: message 2, an answer, is empty.*faulty: drop"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', {}, r"row 1: there is nothing to learn.*the roles are user"),
+        (
+            '{"prompt": "a", "response": " "}\n',
+            {},
+            r"row 1: message 2, an answer, is empty.*faulty: drop",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            {},
+            r"row 1: there is nothing to learn.*the roles are user",
+        ),
         ('{"messages": "a"}\n', {}, r"holds no list of messages"),
         (
             '{"prompt": "a", "response": "b", "system": "c"}\n',
@@ -243,12 +303,21 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
             {"chat_template": "deaf.jinja"},
             r"leaves out what the role 'system' says",
         ),
-        ('{"prompt": "a", "response": "b"}\n', {"chat_template": "none.jinja"}, r"chat_template=.*none.jinja cannot be read"),
+        (
+            '{"prompt": "a", "response": "b"}\n',
+            {"chat_template": "none.jinja"},
+            r"chat_template=.*none.jinja cannot be read",
+        ),
         ('{"prompt": "a", "response": "b"}\n', {"learn": "some"}, r"learn='some' must be one of"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_written(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, options: dict[str, Any], message: str
+    model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     (tmp_path / "bad.jsonl").write_text(text)
     if "chat_template" in options:
@@ -260,20 +329,31 @@ def test_what_is_wrong_is_said_before_anything_is_written(
 
 
 def test_data_that_cannot_be_divided(model: Path, tmp_path: Path) -> None:
-    for rows, said in ((ROWS[:1], "hold 1 conversation,"), (ROWS[:1] * 20, "hold 1 different conversation,")):
+    for rows, said in (
+        (ROWS[:1], "hold 1 conversation,"),
+        (ROWS[:1] * 20, "hold 1 different conversation,"),
+    ):
         (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(ValueError, match=said):
             data(model, tmp_path / "few.jsonl", tmp_path / "store").prepare_data()
     assert not (tmp_path / "store").exists()
 
 
-def test_a_template_that_is_not_there_is_named_where_no_folder_is(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_a_template_that_is_not_there_is_named_where_no_folder_is(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=r"chat_template=none.jinja cannot be read: No such file"):
         ChatDataModule(tokenizer_dir=str(model), path=str(chat), chat_template="none.jinja")
 
 
-def test_a_faulty_row_later_on_is_named_or_left_out(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [*ROWS[:5], {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, *ROWS[5:9]]
+def test_a_faulty_row_later_on_is_named_or_left_out(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        *ROWS[:5],
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+        *ROWS[5:9],
+    ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"row 6: message 2, an answer, is empty"):
         data(model, tmp_path / "chat.jsonl", tmp_path / "store").prepare_data()
@@ -284,22 +364,34 @@ def test_a_faulty_row_later_on_is_named_or_left_out(model: Path, tmp_path: Path,
     assert sum(made._stream(split).samples for split in ("train", "validation")) == 9
 
 
-def test_a_tokenizer_without_a_template_or_none_at_all(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_or_none_at_all(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match=r"has no chat template: name a file with one \(chat_template"):
+    with pytest.raises(
+        ValueError, match=r"has no chat template: name a file with one \(chat_template"
+    ):
         data(tmp_path / "bare", chat, tmp_path / "store").check()
-    prepared(tmp_path / "bare", chat, tmp_path / "store", chat_template=str(model.parent / "plain.jinja"))
+    prepared(
+        tmp_path / "bare", chat, tmp_path / "store", chat_template=str(model.parent / "plain.jinja")
+    )
     with pytest.raises(ValueError, match=r"tokenizer folder .*nowhere is not there"):
         data(tmp_path / "nowhere", chat, tmp_path / "other").check()
-    with pytest.raises(ValueError, match=r"path=.*chat.json does not exist; did you mean 'chat.jsonl'"):
+    with pytest.raises(
+        ValueError, match=r"path=.*chat.json does not exist; did you mean 'chat.jsonl'"
+    ):
         data(model, chat.with_name("chat.json"), tmp_path / "other").check()
 
 
-def test_a_folder_made_with_other_settings_or_damaged_is_not_used(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_a_folder_made_with_other_settings_or_damaged_is_not_used(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     prepared(model, chat, tmp_path / "store")
-    with pytest.raises(ValueError, match=r"other settings .*learn is 'answers' there and 'last_answer' here"):
+    with pytest.raises(
+        ValueError, match=r"other settings .*learn is 'answers' there and 'last_answer' here"
+    ):
         data(model, chat, tmp_path / "store", learn="last_answer").check()
     prepared(model, chat, tmp_path / "store", learn="last_answer", overwrite=True)
     tokens = tmp_path / "store" / "train" / "tokens.bin"
@@ -311,28 +403,59 @@ def test_a_folder_made_with_other_settings_or_damaged_is_not_used(model: Path, c
 
 
 def test_ptdp_takes_the_tokenizer_of_the_model(
-    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    chat: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Conversations and text alike; a folder for each data and tokenizer, where none is named."""
     monkeypatch.chdir(tmp_path)
     given = ["--model.path", str(model)]
-    assert main(["prepare", "--config", "hf/sft", *given, "--data.path", str(chat), "--data.validation_fraction", "0.2"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                "--config",
+                "hf/sft",
+                *given,
+                "--data.path",
+                str(chat),
+                "--data.validation_fraction",
+                "0.2",
+            ]
+        )
+        == 0
+    )
     assert re.search(r"train: 32 samples in \d+ sequences", capsys.readouterr().out)
     (store,) = (tmp_path / "ptdp-data").iterdir()
     assert store.name.startswith("chat-")
-    chat.with_name("text.jsonl").write_text('{"text": "some words"}\n{"text": "some other words"}\n')
+    chat.with_name("text.jsonl").write_text(
+        '{"text": "some words"}\n{"text": "some other words"}\n'
+    )
     text = ["--data.source", str(chat.with_name("text.jsonl")), "--data.data_dir", "text"]
-    assert main(["prepare", "--config", "hf/nano", *given, *text, "--data.validation_fraction", "0.5"]) == 0
-    assert load_tokenizer("text").fingerprint == load_tokenizer(store).fingerprint == HuggingFaceTokenizer(model).fingerprint
+    assert (
+        main(["prepare", "--config", "hf/nano", *given, *text, "--data.validation_fraction", "0.5"])
+        == 0
+    )
+    assert (
+        load_tokenizer("text").fingerprint
+        == load_tokenizer(store).fingerprint
+        == HuggingFaceTokenizer(model).fingerprint
+    )
 
 
-def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     made = prepared(model, chat, tmp_path / "store")
     file = tmp_path / "store" / "train" / "tokens.bin"
     tokens = np.fromfile(file, "uint16")
     tokens[5] = 60_000
     tokens.tofile(file)
-    replace(Manifest.read(tmp_path / "store"), files=record_files(tmp_path / "store")).write(tmp_path / "store")
+    replace(Manifest.read(tmp_path / "store"), files=record_files(tmp_path / "store")).write(
+        tmp_path / "store"
+    )
     words = r"train/tokens\.bin holds token 60000, outside the vocabulary of \d+"
     with pytest.raises(StoreError, match=words):
         data(model, chat, tmp_path / "store").check()
@@ -343,7 +466,9 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(model:
         ChatStore(tmp_path / "store", "train").read(0)
 
 
-def test_a_manifest_of_conversations_names_no_file_outside(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_a_manifest_of_conversations_names_no_file_outside(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     prepared(model, chat, tmp_path / "store")
     (tmp_path / "secret").write_text("not for you")
     manifest = Manifest.read(tmp_path / "store")
@@ -357,7 +482,8 @@ def test_a_manifest_of_conversations_names_no_file_outside(model: Path, chat: Pa
     "loop",
     [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% for i in range(99999) %}{{ f(n) if n else '' }}{% endfor %}{% endmacro %}{% for i in range(99999) %}"
+        "{% macro f(n) %}{% for i in range(99999) %}{{ f(n) if n else '' }}{% endfor %}{% "
+        "endmacro %}{% for i in range(99999) %}"
         "{{ f(0) }}{% endfor %}",
     ],
 )
@@ -368,42 +494,71 @@ def test_a_template_that_loops_is_stopped(
     (tmp_path / "loop.jinja").write_text(loop + (model.parent / "plain.jinja").read_text())
     for faulty in ("error", "drop"):
         with pytest.raises(
-            TokenizerError, match=r"the chat template is not finished after 0\.2 s for one conversation: give one"
+            TokenizerError,
+            match=r"the chat template is not finished after 0\.2 s for one conversation: give one",
         ):
-            data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "loop.jinja"), faulty=faulty).check()
+            data(
+                model,
+                chat,
+                tmp_path / "store",
+                chat_template=str(tmp_path / "loop.jinja"),
+                faulty=faulty,
+            ).check()
 
 
-def test_a_template_that_computes_powers_is_refused(model: Path, chat: Path, tmp_path: Path) -> None:
+def test_a_template_that_computes_powers_is_refused(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
     plain = (model.parent / "plain.jinja").read_text()
     (tmp_path / "power.jinja").write_text("{{ 9 ** 9 ** 9 ** 9 }}" + plain)
-    with pytest.raises(TokenizerError, match=r"the chat template of .*power\.jinja computes a power \(\*\*\)"):
+    with pytest.raises(
+        TokenizerError, match=r"the chat template of .*power\.jinja computes a power \(\*\*\)"
+    ):
         data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "power.jinja")).check()
     (tmp_path / "bold.jinja").write_text(plain + "{# **bold** #}{{ '**bold**' if false else '' }}")
-    assert data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "bold.jinja")).check() is None
+    assert (
+        data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "bold.jinja")).check()
+        is None
+    )
 
 
 @pytest.mark.parametrize(
-    "brackets", [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"[" * 100_000]
+    "brackets",
+    [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"[" * 100_000],
 )
 @pytest.mark.parametrize("name", ["bad.jsonl", "bad.json"])
-def test_deep_brackets_are_refused_with_their_line(model: Path, tmp_path: Path, brackets: bytes, name: str) -> None:
-    (tmp_path / name).write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": ' + brackets + b"}\n")
-    with pytest.raises(CorpusError, match=rf"path=.*{name} is damaged: the brackets of line 2 are more than 64 deep"):
+def test_deep_brackets_are_refused_with_their_line(
+    model: Path, tmp_path: Path, brackets: bytes, name: str
+) -> None:
+    (tmp_path / name).write_bytes(
+        b'{"prompt": "a", "response": "b"}\n{"prompt": ' + brackets + b"}\n"
+    )
+    with pytest.raises(
+        CorpusError,
+        match=rf"path=.*{name} is damaged: the brackets of line 2 are more than 64 deep",
+    ):
         data(model, tmp_path / name, tmp_path / "store").prepare_data()
 
 
 def test_brackets_in_a_text_are_not_counted(model: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number} " + "[{" * 500 + '"\\', "response": "}" * 70} for number in range(4)]
+    rows = [
+        {"prompt": f"{number} " + "[{" * 500 + '"\\', "response": "}" * 70} for number in range(4)
+    ]
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "good.json").write_text(json.dumps(rows, indent=1))
     for name in ("good.jsonl", "good.json"):
-        assert data(model, tmp_path / name, tmp_path / "store", sequence_length=4096).check() is None
+        assert (
+            data(model, tmp_path / name, tmp_path / "store", sequence_length=4096).check() is None
+        )
 
 
 def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n')
+    (tmp_path / "bad.jsonl").write_bytes(
+        b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n'
+    )
     with pytest.raises(
-        CorpusError, match=r"bad\.jsonl cannot be read: line 2 is not UTF-8 \(byte 13: 0xff\); a file of JSON lines"
+        CorpusError,
+        match=r"bad\.jsonl cannot be read: line 2 is not UTF-8 \(byte 13: 0xff\); a file of JSON lines",
     ):
         data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()
 
@@ -414,5 +569,8 @@ def test_a_pipe_and_a_sparse_file_of_conversations_are_refused(model: Path, tmp_
         data(model, tmp_path / "a.jsonl", tmp_path / "store").check()
     with open(tmp_path / "b.jsonl", "wb") as stream:
         stream.truncate(1 << 42)
-    with pytest.raises(CorpusError, match=r"b\.jsonl is damaged: it is a sparse file, without content from byte 0 on"):
+    with pytest.raises(
+        CorpusError,
+        match=r"b\.jsonl is damaged: it is a sparse file, without content from byte 0 on",
+    ):
         data(model, tmp_path / "b.jsonl", tmp_path / "store").check()

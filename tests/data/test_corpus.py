@@ -20,7 +20,11 @@ def test_the_default_is_the_standard_library_without_its_tests() -> None:
     found = [file.name for file in corpus.files()]
     assert "stdlib/json/decoder.py" in found
     assert len(found) > 200
-    assert not [name for name in found if "/test/" in name or "/site-packages/" in name or "/encodings/" in name]
+    assert not [
+        name
+        for name in found
+        if "/test/" in name or "/site-packages/" in name or "/encodings/" in name
+    ]
     document = next(corpus.documents())
     assert document.name in found
     assert document.text
@@ -28,7 +32,15 @@ def test_the_default_is_the_standard_library_without_its_tests() -> None:
 
 def test_a_folder_is_read_recursively_by_suffix_in_one_order(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    for name in ("b.txt", "a/z.TXT", "a/b/c.md", "skip.bin", ".hidden.txt", ".git/x.txt", "empty.txt"):
+    for name in (
+        "b.txt",
+        "a/z.TXT",
+        "a/b/c.md",
+        "skip.bin",
+        ".hidden.txt",
+        ".git/x.txt",
+        "empty.txt",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("" if name == "empty.txt" else name)
     assert names(Corpus(source=root)) == ["root/a/b/c.md", "root/a/z.TXT", "root/b.txt"]
@@ -44,10 +56,17 @@ def test_files_are_read_in_the_order_given_whatever_their_suffix(tmp_path: Path)
 
 def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(b'\xef\xbb\xbf{"text": "one\\ntwo"}\r\n\n   \n{"text": ""}\n{"id": 3, "text": "\\u00e9"}')
-    assert list(Corpus(source=file).documents()) == [Document("rows.jsonl:1", "one\ntwo"), Document("rows.jsonl:5", "é")]
+    file.write_bytes(
+        b'\xef\xbb\xbf{"text": "one\\ntwo"}\r\n\n   \n{"text": ""}\n{"id": 3, "text": "\\u00e9"}'
+    )
+    assert list(Corpus(source=file).documents()) == [
+        Document("rows.jsonl:1", "one\ntwo"),
+        Document("rows.jsonl:5", "é"),
+    ]
     file.write_text(json.dumps({"body": "other"}))
-    assert [document.text for document in Corpus(source=file, text_field="body").documents()] == ["other"]
+    assert [document.text for document in Corpus(source=file, text_field="body").documents()] == [
+        "other"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -86,13 +105,19 @@ def test_text_that_is_not_utf8_is_counted_and_replaced_skipped_or_refused(tmp_pa
         list(Corpus(source=tmp_path, undecodable="error").documents())
 
 
-@pytest.mark.parametrize("broken", [b"", b"\xe9", b"\xf0\x9f"], ids=["utf-8", "a byte", "half a character"])
-def test_a_text_that_is_decoded_in_slices_is_that_of_one_piece(tmp_path: Path, broken: bytes) -> None:
+@pytest.mark.parametrize(
+    "broken", [b"", b"\xe9", b"\xf0\x9f"], ids=["utf-8", "a byte", "half a character"]
+)
+def test_a_text_that_is_decoded_in_slices_is_that_of_one_piece(
+    tmp_path: Path, broken: bytes
+) -> None:
     file = tmp_path / "text.txt"
     for shift in range(5):  # so that characters of two to four bytes lie across the end of a slice
         data = b"x" * ((1 << 16) - 8 + shift) + "é…😀".encode() + broken + b"x" * (1 << 17)
         file.write_bytes(data)
-        assert [document.text for document in Corpus(source=file).documents()] == [data.decode("utf-8", "replace")]
+        assert [document.text for document in Corpus(source=file).documents()] == [
+            data.decode("utf-8", "replace")
+        ]
         if broken:
             with pytest.raises(CorpusError, match=f"not UTF-8 at byte {(1 << 16) + 1 + shift};"):
                 list(Corpus(source=file, undecodable="error").documents())
@@ -121,6 +146,8 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     secret.write_text("x")
     allowed = os.access
     # Not by its mode: root, as which tests may run, can read any file.
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != secret and allowed(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != secret and allowed(path, mode)
+    )
     with pytest.raises(CorpusError, match=r"secret\.txt cannot be read"):
         Corpus(source=tmp_path).files()

@@ -38,22 +38,38 @@ def uninterrupted(corpus: Path, folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.filterwarnings("error:.*resum")
-@pytest.mark.parametrize(("where", "num_workers"), [("middle", 0), ("end of epoch", 0), ("second epoch", 0), ("second epoch", 2)])
+@pytest.mark.parametrize(
+    ("where", "num_workers"),
+    [("middle", 0), ("end of epoch", 0), ("second epoch", 0), ("second epoch", 2)],
+)
 def test_resume_sees_the_same_batches(
-    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]], where: str, num_workers: int
+    corpus: Path,
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: list[list[int]],
+    where: str,
+    num_workers: int,
 ) -> None:
     epoch = len(uninterrupted) // 2
     stop = {"middle": 5, "end of epoch": epoch, "second epoch": epoch + 3}[where]
     first = Recorder()
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(first, datamodule=data(corpus, folder, num_workers=num_workers))
+    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(
+        first, datamodule=data(corpus, folder, num_workers=num_workers)
+    )
     assert first.seen == uninterrupted[:stop]
     rest = Recorder()
-    trainer(tmp_path).fit(rest, datamodule=data(corpus, folder, num_workers=num_workers), ckpt_path=str(tmp_path / "saved.ckpt"))
+    trainer(tmp_path).fit(
+        rest,
+        datamodule=data(corpus, folder, num_workers=num_workers),
+        ckpt_path=str(tmp_path / "saved.ckpt"),
+    )
     assert rest.seen == uninterrupted[stop:]
 
 
-def test_a_step_that_failed_is_done_again(corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]) -> None:
+def test_a_step_that_failed_is_done_again(
+    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]
+) -> None:
     first = Recorder(fail_at=4)
     saving = ModelCheckpoint(tmp_path, save_on_exception=True)
     with pytest.raises(RuntimeError, match="this step fails"):
@@ -69,16 +85,22 @@ def test_the_order_goes_on_with_another_batch_size(
 ) -> None:
     first = Recorder()
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=3).fit(first, datamodule=data(corpus, folder))
+    trainer(tmp_path, saving, max_epochs=-1, max_steps=3).fit(
+        first, datamodule=data(corpus, folder)
+    )
     rest = Recorder()
     smaller = data(corpus, folder, micro_batch_size=2, num_microbatches=1)
-    trainer(tmp_path, max_epochs=-1, max_steps=11).fit(rest, datamodule=smaller, ckpt_path=str(tmp_path / "saved.ckpt"))
+    trainer(tmp_path, max_epochs=-1, max_steps=11).fit(
+        rest, datamodule=smaller, ckpt_path=str(tmp_path / "saved.ckpt")
+    )
     assert [token for batch in first.seen + rest.seen for token in batch] == [
         token for batch in uninterrupted[:5] for token in batch
     ]
 
 
-def test_fitting_on_and_overfitting(corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]) -> None:
+def test_fitting_on_and_overfitting(
+    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]
+) -> None:
     module, datamodule = Recorder(), data(corpus, folder)
     lengthened = trainer(tmp_path, max_epochs=1)
     lengthened.fit(module, datamodule=datamodule)
@@ -89,8 +111,12 @@ def test_fitting_on_and_overfitting(corpus: Path, folder: Path, tmp_path: Path, 
     trainer(tmp_path, max_epochs=1).fit(again, datamodule=datamodule)
     assert again.seen == uninterrupted[: len(again.seen)]
     few = Recorder()
-    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(few, datamodule=datamodule)
-    samples = [sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen]
+    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(
+        few, datamodule=datamodule
+    )
+    samples = [
+        sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen
+    ]
     assert samples[0] == samples[1] == samples[2]
 
 
@@ -101,7 +127,9 @@ def test_validation_sees_every_sample_once(corpus: Path, folder: Path, tmp_path:
     trainer(tmp_path).test(module, datamodule=datamodule, verbose=False)
     assert module.validated == 2 * len(datamodule.val_dataloader().stream)
     module.validated = 0
-    trainer(tmp_path).validate(module, datamodule=data(corpus, folder, validation_samples=5), verbose=False)
+    trainer(tmp_path).validate(
+        module, datamodule=data(corpus, folder, validation_samples=5), verbose=False
+    )
     assert module.validated == 5
 
 
@@ -113,17 +141,29 @@ def fit_under_ddp(rank: int, corpus: str, folder: str, root: str) -> tuple[list[
     environment = LightningEnvironment()
     environment.set_global_rank(rank)
     environment.set_world_size(2)
-    strategy = DDPStrategy(accelerator=None, cluster_environment=environment, process_group_backend="gloo")
+    strategy = DDPStrategy(
+        accelerator=None, cluster_environment=environment, process_group_backend="gloo"
+    )
     module = Recorder()
     datamodule = data(Path(corpus), Path(folder), micro_batch_size=2)
-    trainer(Path(root), strategy=strategy, devices=2, max_epochs=1).fit(module, datamodule=datamodule)
+    trainer(Path(root), strategy=strategy, devices=2, max_epochs=1).fit(
+        module, datamodule=datamodule
+    )
     return module.seen, module.validated
 
 
-def test_replicas_share_the_work_under_ddp(pool: Pool, corpus: Path, tmp_path: Path, uninterrupted: list[list[int]]) -> None:
-    # The folder is not prepared yet: the first process does it, with the process group already there.
+def test_replicas_share_the_work_under_ddp(
+    pool: Pool, corpus: Path, tmp_path: Path, uninterrupted: list[list[int]]
+) -> None:
+    # The folder is not prepared yet: the first process does it, with the process group already
+    # there.
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NODE_RANK": "0", "LOCAL_RANK": "0"}
-    results = pool.run(fit_under_ddp, world_size=2, args=(str(corpus), str(tmp_path / "new"), str(tmp_path)), env=env)
+    results = pool.run(
+        fit_under_ddp,
+        world_size=2,
+        args=(str(corpus), str(tmp_path / "new"), str(tmp_path)),
+        env=env,
+    )
     joined = [first + second for first, second in zip(results[0][0], results[1][0], strict=True)]
     assert joined == uninterrupted[: len(joined)]
     assert len(joined) == len(uninterrupted) // 2
@@ -131,7 +171,9 @@ def test_replicas_share_the_work_under_ddp(pool: Pool, corpus: Path, tmp_path: P
     assert results[0][1] + results[1][1] == len(stream)
 
 
-def test_checkpoints_name_the_data_folder_and_load_safely(corpus: Path, folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_name_the_data_folder_and_load_safely(
+    corpus: Path, folder: Path, tmp_path: Path
+) -> None:
     run = trainer(tmp_path, max_epochs=-1, max_steps=2)
     run.fit(Recorder(), datamodule=data(corpus, folder))
     run.save_checkpoint(tmp_path / "x.ckpt")
@@ -145,7 +187,9 @@ def test_a_checkpoint_of_other_data_is_refused(corpus: Path, folder: Path, tmp_p
     run.fit(Recorder(), datamodule=data(corpus, folder))
     run.save_checkpoint(tmp_path / "x.ckpt")
     with pytest.raises(DataError, match="seed is 0 in the checkpoint and 1 here"):
-        trainer(tmp_path).fit(Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt"))
+        trainer(tmp_path).fit(
+            Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt")
+        )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +209,9 @@ def test_bad_numbers_are_named(corpus: Path, tmp_path: Path, field: str, value: 
         data(corpus, tmp_path / "new", **{field: value})
 
 
-def test_what_is_wrong_is_found_before_anything_is_written(corpus: Path, folder: Path, tmp_path: Path) -> None:
+def test_what_is_wrong_is_found_before_anything_is_written(
+    corpus: Path, folder: Path, tmp_path: Path
+) -> None:
     validation_tokens = Manifest.read(folder).splits["validation"].tokens
     data(corpus, tmp_path / "new").check()
     data(corpus, folder).check(num_replicas=2)
@@ -175,8 +221,16 @@ def test_what_is_wrong_is_found_before_anything_is_written(corpus: Path, folder:
         data(corpus, folder, vocabulary_size=400).check()
     with pytest.raises(DataError, match="one step takes batch_size 8 x 1000 replicas"):
         data(corpus, folder).check(num_replicas=1000)
-    with pytest.raises(StoreError, match=r"validation sample of sequence_length=\d+.*bigger validation_fraction"):
-        data(corpus, folder, sequence_length=validation_tokens, micro_batch_size=1, num_microbatches=1).check()
+    with pytest.raises(
+        StoreError, match=r"validation sample of sequence_length=\d+.*bigger validation_fraction"
+    ):
+        data(
+            corpus,
+            folder,
+            sequence_length=validation_tokens,
+            micro_batch_size=1,
+            num_microbatches=1,
+        ).check()
     with pytest.raises(StoreError, match="not a prepared data folder"):
         data(corpus, tmp_path / "new").setup()
     with pytest.raises(StoreError, match="vocabulary of 320, not vocabulary_size=400"):
@@ -200,9 +254,12 @@ def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
         fresh.close()
     assert "lightning_ptdp" in loaded
     assert not {"litdata", "mlflow"} & loaded
-    # torchmetrics loads sentencepiece by itself where transformers is installed, so look at our own lines.
+    # torchmetrics loads sentencepiece by itself where transformers is installed, so look at our own
+    # lines.
     for file in Path(lightning_ptdp.data.__file__).parent.glob("*.py"):
-        assert not re.search(r"^(import|from) (sentencepiece|litdata)", file.read_text("utf-8"), re.MULTILINE), file
+        assert not re.search(
+            r"^(import|from) (sentencepiece|litdata)", file.read_text("utf-8"), re.MULTILINE
+        ), file
 
 
 @pytest.mark.parametrize(
@@ -225,15 +282,32 @@ RAMP = {"start": 8, "increment": 8, "samples": 400}
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"global_batch_size": 10, "micro_batch_size": 4}, "global_batch_size=10 is not divisible by micro_batch_size"),
-        ({"global_batch_size": 16, "micro_batch_size": 4, "num_microbatches": 3}, "is not micro_batch_size"),
+        (
+            {"global_batch_size": 10, "micro_batch_size": 4},
+            "global_batch_size=10 is not divisible by micro_batch_size",
+        ),
+        (
+            {"global_batch_size": 16, "micro_batch_size": 4, "num_microbatches": 3},
+            "is not micro_batch_size",
+        ),
         ({"global_batch_size": 16}, "alone does not say"),
-        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "start": 4}}, "multiples of 8"),
-        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {"start": 8}}, "must be a mapping of start"),
-        ({"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "samples": 0}}, r"ramp_up=.*samples.: 0"),
+        (
+            {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "start": 4}},
+            "multiples of 8",
+        ),
+        (
+            {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {"start": 8}},
+            "must be a mapping of start",
+        ),
+        (
+            {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "samples": 0}},
+            r"ramp_up=.*samples.: 0",
+        ),
     ],
 )
-def test_batch_sizes_that_do_not_fit_are_known_before_launch(given: dict[str, Any], words: str) -> None:
+def test_batch_sizes_that_do_not_fit_are_known_before_launch(
+    given: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=2)
 
@@ -253,24 +327,46 @@ class Epochs(pl.Callback):
 
 
 def test_epochs_of_a_ramp_validate_and_resume(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    ramp = {"global_batch_size": 32, "micro_batch_size": 8, "num_microbatches": None, "ramp_up": RAMP}
+    ramp = {
+        "global_batch_size": 32,
+        "micro_batch_size": 8,
+        "num_microbatches": None,
+        "ramp_up": RAMP,
+    }
     whole, epochs, datamodule = Recorder(), Epochs(), data(corpus, folder, **ramp)
-    trainer(tmp_path, epochs, max_epochs=3, enable_checkpointing=False).fit(whole, datamodule=datamodule)
+    trainer(tmp_path, epochs, max_epochs=3, enable_checkpointing=False).fit(
+        whole, datamodule=datamodule
+    )
     loader = datamodule.train_dataloader()
-    assert epochs.ends == epochs.validations == [loader.steps_of_epochs(count) for count in (1, 2, 3)]
+    assert (
+        epochs.ends == epochs.validations == [loader.steps_of_epochs(count) for count in (1, 2, 3)]
+    )
     assert len(whole.seen[0]) == 8 * 8
     assert len(whole.seen[-1]) == 32 * 8
     middle, end = epochs.ends[0] // 2, epochs.ends[0]
     for stop in (middle, end):
         saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename=f"at{stop}")
-        trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(Recorder(), datamodule=data(corpus, folder, **ramp))
+        trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(
+            Recorder(), datamodule=data(corpus, folder, **ramp)
+        )
         rest = Recorder()
         again = trainer(tmp_path, max_epochs=3, enable_checkpointing=False)
-        again.fit(rest, datamodule=data(corpus, folder, **ramp), ckpt_path=str(tmp_path / f"at{stop}.ckpt"))
+        again.fit(
+            rest,
+            datamodule=data(corpus, folder, **ramp),
+            ckpt_path=str(tmp_path / f"at{stop}.ckpt"),
+        )
         assert rest.seen == whole.seen[stop:]
 
 
 def test_a_ramp_does_not_accumulate_batches(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    ramp = data(corpus, folder, global_batch_size=32, micro_batch_size=8, num_microbatches=None, ramp_up=RAMP)
+    ramp = data(
+        corpus,
+        folder,
+        global_batch_size=32,
+        micro_batch_size=8,
+        num_microbatches=None,
+        ramp_up=RAMP,
+    )
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         trainer(tmp_path, accumulate_grad_batches=2).fit(Recorder(), datamodule=ramp)

@@ -37,18 +37,32 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ids_are_those_of_transformers_and_documents_end_with_its_end_token(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_ids_are_those_of_transformers_and_documents_end_with_its_end_token(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
     made = prepare(
         PrepareConfig(
-            output=tmp_path / "store", source=str(texts), tokenizer_dir=model, vocabulary_size=None, validation_fraction=0.2
+            output=tmp_path / "store",
+            source=str(texts),
+            tokenizer_dir=model,
+            vocabulary_size=None,
+            validation_fraction=0.2,
         )
     )
     theirs = transformers.AutoTokenizer.from_pretrained(model)
-    split = {name: TokenStream(made.folder, split=name, sequence_length=1)._chunks for name in ("train", "validation")}
-    stored = {name: [int(token) for chunk in chunks for token in chunk] for name, chunks in split.items()}
+    split = {
+        name: TokenStream(made.folder, split=name, sequence_length=1)._chunks
+        for name in ("train", "validation")
+    }
+    stored = {
+        name: [int(token) for chunk in chunks for token in chunk] for name, chunks in split.items()
+    }
     documents = [_until(tokens, theirs.eos_token_id) for tokens in stored.values()]
     found = sorted("".join(theirs.decode(ids)) for group in documents for ids in group)
-    expected = {file.read_text(): theirs(file.read_text(), add_special_tokens=False)["input_ids"] for file in texts.iterdir()}
+    expected = {
+        file.read_text(): theirs(file.read_text(), add_special_tokens=False)["input_ids"]
+        for file in texts.iterdir()
+    }
     whole = [text for text in found if text in expected]
     assert len(whole) >= 3, "one document may be divided"
     ids = [ids for group in documents for ids in group]
@@ -67,17 +81,28 @@ def _until(tokens: list[int], end: int) -> list[list[int]]:
     return documents[:-1]
 
 
-def test_the_prepared_folder_holds_the_tokenizer_itself(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_the_prepared_folder_holds_the_tokenizer_itself(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
     data = TextDataModule(
-        data_dir=str(tmp_path / "store"), source=str(texts), tokenizer_dir=str(model), vocabulary_size=None, sequence_length=16,
-        micro_batch_size=2, validation_fraction=0.2, prepare_workers=2,
-    )  # fmt: skip
+        data_dir=str(tmp_path / "store"),
+        source=str(texts),
+        tokenizer_dir=str(model),
+        vocabulary_size=None,
+        sequence_length=16,
+        micro_batch_size=2,
+        validation_fraction=0.2,
+        prepare_workers=2,
+    )
     data.check()
     data.prepare_data()
     data.setup()
     assert data.vocabulary_size == 600
     kept = load_tokenizer(tmp_path / "store")
-    assert isinstance(kept, HuggingFaceTokenizer) and kept.fingerprint == HuggingFaceTokenizer(model).fingerprint
+    assert (
+        isinstance(kept, HuggingFaceTokenizer)
+        and kept.fingerprint == HuggingFaceTokenizer(model).fingerprint
+    )
     assert pickle.loads(pickle.dumps(kept)).decode(kept.encode("def f(x): ...")) == "def f(x): ..."
     file = tmp_path / "store" / "tokenizer" / "tokenizer.json"
     file.write_text(file.read_text() + " ")
@@ -87,13 +112,26 @@ def test_the_prepared_folder_holds_the_tokenizer_itself(model: Path, texts: Path
 
 def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path: Path) -> None:
     def config(**changes: object) -> PrepareConfig:
-        return PrepareConfig(**{"output": tmp_path / "store", "source": str(texts), "tokenizer_dir": model, **changes})  # type: ignore[arg-type]
+        return PrepareConfig(
+            **{
+                "output": tmp_path / "store",
+                "source": str(texts),
+                "tokenizer_dir": model,
+                **changes,
+            }
+        )  # type: ignore[arg-type]
 
-    with pytest.raises(ValueError, match="has a vocabulary of 600, not vocabulary_size=8192: use that number"):
+    with pytest.raises(
+        ValueError, match="has a vocabulary of 600, not vocabulary_size=8192: use that number"
+    ):
         prepare(config())
-    with pytest.raises(ValueError, match=r"is Hugging Face's, and has no control symbol '\[MASK\]'"):
+    with pytest.raises(
+        ValueError, match=r"is Hugging Face's, and has no control symbol '\[MASK\]'"
+    ):
         prepare(config(vocabulary_size=None, control_symbols=("[MASK]",)))
-    with pytest.raises(ValueError, match="vocabulary_size=None is that of tokenizer_dir, which names no folder"):
+    with pytest.raises(
+        ValueError, match="vocabulary_size=None is that of tokenizer_dir, which names no folder"
+    ):
         config(vocabulary_size=None, tokenizer_dir=None)
     with pytest.raises(ValueError, match="cannot be read"):
         prepare(config(tokenizer_dir=texts))
@@ -105,18 +143,28 @@ def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare"]
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "tokenizer.json", "config.json", "special_tokens_map.json"])
-def test_a_link_to_a_file_outside_the_folder_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "merges.txt", "tokenizer.json", "config.json", "special_tokens_map.json"]
+)
+def test_a_link_to_a_file_outside_the_folder_is_refused(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     (tmp_path / "secret").write_text("not for you")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(TokenizerError, match=rf"{name} cannot be read: it is a link to .*/secret, outside of its folder"):
+    with pytest.raises(
+        TokenizerError,
+        match=rf"{name} cannot be read: it is a link to .*/secret, outside of its folder",
+    ):
         HuggingFaceTokenizer(folder)
 
 
 def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "0123",
+        tmp_path / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     shutil.copytree(model, blobs)
     for file in blobs.iterdir():
@@ -131,7 +179,9 @@ def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "sentencepiece.spm"])
-def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
@@ -139,11 +189,15 @@ def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(model: Path
         HuggingFaceTokenizer(folder)
 
 
-def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     with open(folder / "merges.txt", "wb") as stream:
         stream.truncate(1 << 42)
-    with pytest.raises(TokenizerError, match=r"merges.txt has 4398046511104 bytes, at most 134217728 are read"):
+    with pytest.raises(
+        TokenizerError, match=r"merges.txt has 4398046511104 bytes, at most 134217728 are read"
+    ):
         HuggingFaceTokenizer(folder)
 
 
@@ -157,6 +211,7 @@ def test_code_of_a_tokenizers_folder_is_refused_without_asking(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "mine"}))
     with pytest.raises(
-        TokenizerError, match=r"needs code of its own \(auto_map\), which is not run: use a model whose tokenizer"
+        TokenizerError,
+        match=r"needs code of its own \(auto_map\), which is not run: use a model whose tokenizer",
     ):
         HuggingFaceTokenizer(folder).encode("a")

@@ -1,4 +1,5 @@
-"""Megatron's indexed files: what is read is what was written, divided by documents; and every damage is named."""
+"""Megatron's indexed files: what is read is what was written, divided by documents; and every
+damage is named."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def stream_of(prefix: Path, **changes: object) -> IndexedStream:
-    given = {"sequence_length": 15, "vocabulary_size": VOCABULARY, "validation_fraction": 0.2, **changes}
+    given = {
+        "sequence_length": 15,
+        "vocabulary_size": VOCABULARY,
+        "validation_fraction": 0.2,
+        **changes,
+    }
     return IndexedStream(prefix, **given)  # type: ignore[arg-type]
 
 
@@ -38,14 +44,23 @@ def test_documents_are_the_tokens_that_were_written(tmp_path: Path, dtype: str) 
     file = IndexedFile(write_indexed(tmp_path / "x", documents, dtype))
     assert file.tokens.dtype == dtype
     assert file.documents == len(documents)
-    found = [file.tokens[a:b].tolist() for a, b in zip(file.boundaries[:-1], file.boundaries[1:], strict=True)]
-    assert found == [[token for sequence in document for token in sequence] for document in documents]
+    found = [
+        file.tokens[a:b].tolist()
+        for a, b in zip(file.boundaries[:-1], file.boundaries[1:], strict=True)
+    ]
+    assert found == [
+        [token for sequence in document for token in sequence] for document in documents
+    ]
 
 
 def test_splits_hold_whole_documents_and_never_the_same(prefix: Path) -> None:
-    documents = [{token for sequence in document for token in sequence} for document in numbered(60)]
+    documents = [
+        {token for sequence in document for token in sequence} for document in numbered(60)
+    ]
     total = sum(map(len, documents))
-    train, validation, everything = (tokens_of(stream_of(prefix, split=split)) for split in ("train", "validation", "all"))
+    train, validation, everything = (
+        tokens_of(stream_of(prefix, split=split)) for split in ("train", "validation", "all")
+    )
     for split in (train, validation):
         assert split == sorted(set(split))  # in the order of the file, none twice
     assert not set(train) & set(validation)
@@ -74,11 +89,15 @@ def test_runs_are_the_chosen_documents(documents: list[tuple[int, bool]]) -> Non
     boundaries = np.cumsum([0, *(length for length, _ in documents)])
     starts, lengths = _runs(boundaries, np.array([chosen for _, chosen in documents]))
     found = [
-        token for start, length in zip(starts.tolist(), lengths.tolist(), strict=True) for token in range(start, start + length)
+        token
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        for token in range(start, start + length)
     ]
     wanted = [
         token
-        for (_, chosen), a, b in zip(documents, boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True)
+        for (_, chosen), a, b in zip(
+            documents, boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True
+        )
         if chosen
         for token in range(a, b)
     ]
@@ -88,7 +107,12 @@ def test_runs_are_the_chosen_documents(documents: list[tuple[int, bool]]) -> Non
 def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> None:
     base = stream_of(prefix)
     assert stream_of(prefix).fingerprint == base.fingerprint
-    for changes in ({"split": "validation"}, {"split_seed": 1}, {"validation_fraction": 0.3}, {"split": "all"}):
+    for changes in (
+        {"split": "validation"},
+        {"split_seed": 1},
+        {"validation_fraction": 0.3},
+        {"split": "all"},
+    ):
         assert stream_of(prefix, **changes).fingerprint != base.fingerprint
     data = bytearray(prefix.with_suffix(".bin").read_bytes())
     data[len(data) // 3] ^= 1
@@ -99,7 +123,9 @@ def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> No
 def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
     documents = [[[1, 2, 3]], [[4, 70_000, 5]], [[6] * 20]]
     prefix = write_indexed(tmp_path / "x", documents, "int32")
-    with pytest.raises(StoreError, match=r"x\.bin: token 4 \(document 1\) is 70000, outside vocabulary_size=50000"):
+    with pytest.raises(
+        StoreError, match=r"x\.bin: token 4 \(document 1\) is 70000, outside vocabulary_size=50000"
+    ):
         IndexedFile(prefix).check_tokens(VOCABULARY)
     stream = stream_of(prefix, split="all", sequence_length=7)
     with pytest.raises(StoreError, match="70000"):
@@ -111,7 +137,10 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
 
 
 def test_too_few_tokens_or_documents(tmp_path: Path, prefix: Path) -> None:
-    with pytest.raises(StoreError, match=r"no validation sample of sequence_length=900 .* bigger validation_fraction"):
+    with pytest.raises(
+        StoreError,
+        match=r"no validation sample of sequence_length=900 .* bigger validation_fraction",
+    ):
         stream_of(prefix, split="validation", sequence_length=900)
     one = write_indexed(tmp_path / "one", [[list(range(100))], [[]]])
     with pytest.raises(StoreError, match=r"1 document with tokens.*validation_prefix"):
@@ -133,21 +162,43 @@ def patched(path: Path, place: int, data: bytes) -> None:
     [
         (".bin", Path.unlink, r"\.bin is missing"),
         (".idx", Path.unlink, r"\.idx is missing"),
-        (".bin", lambda path: path.write_bytes(path.read_bytes()[:-2]), "cut off, or the two do not belong together"),
-        (".bin", lambda path: path.write_bytes(path.read_bytes() + b"xx"), "cut off, or the two do not belong together"),
+        (
+            ".bin",
+            lambda path: path.write_bytes(path.read_bytes()[:-2]),
+            "cut off, or the two do not belong together",
+        ),
+        (
+            ".bin",
+            lambda path: path.write_bytes(path.read_bytes() + b"xx"),
+            "cut off, or the two do not belong together",
+        ),
         (".idx", lambda path: path.write_bytes(path.read_bytes()[:-8]), "boundaries take"),
         (".idx", lambda path: path.write_bytes(path.read_bytes()[:20]), "does not begin with"),
-        (".idx", lambda path: path.write_bytes(path.read_bytes() + bytes(path.stat().st_size)), "boundaries take"),
+        (
+            ".idx",
+            lambda path: path.write_bytes(path.read_bytes() + bytes(path.stat().st_size)),
+            "boundaries take",
+        ),
         (".idx", lambda path: patched(path, 0, b"TNTIDX"), "does not begin with"),
         (".idx", lambda path: patched(path, 9, struct.pack("<Q", 2)), "version 2"),
         (".idx", lambda path: patched(path, 17, b"\7"), "float32"),
         (".idx", lambda path: patched(path, 17, b"\x63"), "code 99"),
-        (".idx", lambda path: patched(path, 34, struct.pack("<i", 77)), "sequence [01] does not begin where"),
-        (".idx", lambda path: patched(path, path.stat().st_size - 8, struct.pack("<q", 3)), "its documents do not begin at"),
+        (
+            ".idx",
+            lambda path: patched(path, 34, struct.pack("<i", 77)),
+            "sequence [01] does not begin where",
+        ),
+        (
+            ".idx",
+            lambda path: patched(path, path.stat().st_size - 8, struct.pack("<q", 3)),
+            "its documents do not begin at",
+        ),
         (".idx", lambda path: patched(path, 18, struct.pack("<Q", 0)), "boundaries take"),
     ],
-)  # fmt: skip
-def test_damaged_and_foreign_files_are_named(prefix: Path, suffix: str, damage: object, words: str) -> None:
+)
+def test_damaged_and_foreign_files_are_named(
+    prefix: Path, suffix: str, damage: object, words: str
+) -> None:
     damage(prefix.with_suffix(suffix))  # type: ignore[operator]
     with pytest.raises(StoreError, match=words):
         stream_of(prefix)
@@ -155,9 +206,15 @@ def test_damaged_and_foreign_files_are_named(prefix: Path, suffix: str, damage: 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("sequence_length", 0), ("vocabulary_size", 0), ("validation_fraction", 0.9), ("split_seed", -1), ("max_samples", 0),
-     ("split", "test")],
-)  # fmt: skip
+    [
+        ("sequence_length", 0),
+        ("vocabulary_size", 0),
+        ("validation_fraction", 0.9),
+        ("split_seed", -1),
+        ("max_samples", 0),
+        ("split", "test"),
+    ],
+)
 def test_bad_values_are_named(prefix: Path, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         stream_of(prefix, **{field: value})

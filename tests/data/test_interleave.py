@@ -14,7 +14,9 @@ WEIGHTS = st.lists(st.integers(1, 400).map(lambda number: number / 100), min_siz
 
 @settings(deadline=None)
 @given(WEIGHTS)
-def test_every_prefix_holds_each_corpus_in_its_share_to_within_a_sample(weights: list[float]) -> None:
+def test_every_prefix_holds_each_corpus_in_its_share_to_within_a_sample(
+    weights: list[float],
+) -> None:
     turns = Turns.of(weights)
     length = len(turns.order) + 3
     corpora, _ = turns.at(np.arange(length))
@@ -25,7 +27,9 @@ def test_every_prefix_holds_each_corpus_in_its_share_to_within_a_sample(weights:
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**12))
-def test_a_turn_alone_is_the_same_as_among_others_and_knows_how_many_there_were(weights: list[float], start: int) -> None:
+def test_a_turn_alone_is_the_same_as_among_others_and_knows_how_many_there_were(
+    weights: list[float], start: int
+) -> None:
     turns = Turns.of(weights)
     corpora, ranks = turns.at(np.arange(start, start + 200))
     last = {}
@@ -53,10 +57,14 @@ def test_one_big_and_many_small_weights_stay_together() -> None:
 def test_weights_without_a_short_period_are_rounded() -> None:
     turns = Turns.of([0.123456789, 1.0])
     assert len(turns.order) == 1 << 16
-    assert turns.counts[0] / (1 << 16) == pytest.approx(0.123456789 / 1.123456789, abs=1 / (1 << 16))
+    assert turns.counts[0] / (1 << 16) == pytest.approx(
+        0.123456789 / 1.123456789, abs=1 / (1 << 16)
+    )
 
 
-@pytest.mark.parametrize("sizes", [(5, 100, 100), (100, 2, 100), (100, 100, 1), (3, 3, 3), (0, 4, 4)])
+@pytest.mark.parametrize(
+    "sizes", [(5, 100, 100), (100, 2, 100), (100, 100, 1), (3, 3, 3), (0, 4, 4)]
+)
 def test_a_prefix_ends_where_a_corpus_does(sizes: tuple[int, ...]) -> None:
     turns = Turns.of([0.5, 0.3, 0.2])
     length = turns.prefix(sizes)

@@ -1,4 +1,5 @@
-"""Which replica reads which sample: one global order for any number of replicas, batch size and workers."""
+"""Which replica reads which sample: one global order for any number of replicas, batch size and
+workers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ptdp.data import DataError, EvaluationLoader, PreparedData, StoreError, TokenLoader, TokenStream
+from lightning_ptdp.data import (
+    DataError,
+    EvaluationLoader,
+    PreparedData,
+    StoreError,
+    TokenLoader,
+    TokenStream,
+)
 from lightning_ptdp.data.stream import IGNORE_INDEX
 from lightning_ptdp.world.batch_size import RampUp
 
@@ -36,10 +44,15 @@ def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
 
 
 def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]:
-    return [TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs) for rank in range(d)]  # type: ignore[arg-type]
+    return [
+        TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs)
+        for rank in range(d)
+    ]  # type: ignore[arg-type]
 
 
-def test_blocks_are_consecutive_tokens_shifted_by_one(stream: TokenStream, prepared: PreparedData) -> None:
+def test_blocks_are_consecutive_tokens_shifted_by_one(
+    stream: TokenStream, prepared: PreparedData
+) -> None:
     first, second = stream[0], stream[1]
     assert first["input_ids"].dtype == first["labels"].dtype == torch.int64
     assert first["input_ids"].shape == first["labels"].shape == (LENGTH,)
@@ -67,7 +80,9 @@ def test_an_epoch_has_every_sample_once_and_the_next_another_order(stream: Token
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_order_does_not_depend_on_replicas_batch_size_or_workers(stream: TokenStream, num_workers: int) -> None:
+def test_the_order_does_not_depend_on_replicas_batch_size_or_workers(
+    stream: TokenStream, num_workers: int
+) -> None:
     reference = steps(replicas(stream, 1, batch_size=1), 48)
     for d, batch_size in ((1, 8), (2, 4), (2, 3), (3, 2), (4, 1)):
         loaders = replicas(stream, d, batch_size=batch_size, num_workers=num_workers)
@@ -77,7 +92,9 @@ def test_the_order_does_not_depend_on_replicas_batch_size_or_workers(stream: Tok
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_resume_in_mid_epoch_under_other_replicas_and_batch_sizes(stream: TokenStream, num_workers: int) -> None:
+def test_resume_in_mid_epoch_under_other_replicas_and_batch_sizes(
+    stream: TokenStream, num_workers: int
+) -> None:
     """d = 4 -> 2 -> 3 -> 1, over the end of an epoch; nothing is lost and nothing comes twice."""
     total = len(stream) + 40
     reference = TokenLoader(stream, batch_size=1, seed=5)
@@ -85,7 +102,9 @@ def test_resume_in_mid_epoch_under_other_replicas_and_batch_sizes(stream: TokenS
     found: list[tuple[int, ...]] = []
     state = None
     for d, batch_size, count in ((4, 2, 3), (2, 5, 4), (3, 3, 2), (1, 1, total)):
-        loaders = replicas(stream, d, batch_size=batch_size, num_workers=num_workers if d == 2 else 0)
+        loaders = replicas(
+            stream, d, batch_size=batch_size, num_workers=num_workers if d == 2 else 0
+        )
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
@@ -132,8 +151,14 @@ def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: Prep
     state = TokenLoader(stream, batch_size=2, seed=1).state_dict()
     others = {
         "seed is 1 in the checkpoint and 2 here": TokenLoader(stream, batch_size=2, seed=2),
-        "sequence_length": TokenLoader(TokenStream(prepared.folder, sequence_length=16), batch_size=2, seed=1),
-        "data": TokenLoader(TokenStream(prepared.folder, split="validation", sequence_length=LENGTH), batch_size=2, seed=1),
+        "sequence_length": TokenLoader(
+            TokenStream(prepared.folder, sequence_length=16), batch_size=2, seed=1
+        ),
+        "data": TokenLoader(
+            TokenStream(prepared.folder, split="validation", sequence_length=LENGTH),
+            batch_size=2,
+            seed=1,
+        ),
     }
     for words, loader in others.items():
         with pytest.raises(DataError, match=words):
@@ -143,9 +168,14 @@ def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: Prep
 
 
 def test_numbers_that_do_not_fit_are_named(stream: TokenStream, prepared: PreparedData) -> None:
-    with pytest.raises(DataError, match=rf"batch_size 5000 x 2 replicas = 10000 samples.*hold {len(stream)}.*{len(stream) // 2}"):
+    with pytest.raises(
+        DataError,
+        match=rf"batch_size 5000 x 2 replicas = 10000 samples.*hold {len(stream)}.*{len(stream) // 2}",
+    ):
         TokenLoader(stream, batch_size=5000, num_replicas=2)
-    with pytest.raises(StoreError, match=r"sequence_length=6000.*chunks of at most 5000.*sequence_length <= 4999"):
+    with pytest.raises(
+        StoreError, match=r"sequence_length=6000.*chunks of at most 5000.*sequence_length <= 4999"
+    ):
         TokenStream(prepared.folder, sequence_length=6000)
     TokenStream(prepared.folder, sequence_length=4999)
     with pytest.raises(ValueError, match="replica_rank=2 must be an integer from 0 to 1"):
@@ -157,12 +187,20 @@ def test_numbers_that_do_not_fit_are_named(stream: TokenStream, prepared: Prepar
 @pytest.mark.parametrize(
     ("num_replicas", "batch_size", "micro_batch_size", "num_workers"),
     [
-        *((d, b, micro, 0) for d in (1, 2, 3) for b, micro in ((4, None), (6, 2), (8, 1), (1000, 10))),
+        *(
+            (d, b, micro, 0)
+            for d in (1, 2, 3)
+            for b, micro in ((4, None), (6, 2), (8, 1), (1000, 10))
+        ),
         (3, 6, 2, 2),
     ],
 )
 def test_validation_counts_each_sample_once(
-    prepared: PreparedData, num_replicas: int, batch_size: int, micro_batch_size: int | None, num_workers: int
+    prepared: PreparedData,
+    num_replicas: int,
+    batch_size: int,
+    micro_batch_size: int | None,
+    num_workers: int,
 ) -> None:
     stream = TokenStream(prepared.folder, split="validation", sequence_length=16)
     loaders = [
@@ -185,9 +223,15 @@ def test_validation_counts_each_sample_once(
             ignored = (batch["labels"] == IGNORE_INDEX).all(1)
             assert torch.equal(ignored, (batch["labels"] == IGNORE_INDEX).any(1))
             assert not batch["input_ids"][ignored].any()
-            counted += [tuple(row) for row in torch.cat([batch["input_ids"], batch["labels"]], 1)[~ignored].tolist()]
+            counted += [
+                tuple(row)
+                for row in torch.cat([batch["input_ids"], batch["labels"]], 1)[~ignored].tolist()
+            ]
             empty_microbatches += int(ignored.view(-1, micro_batch_size or batch_size).all(1).sum())
-    expected = [tuple(torch.cat([s["input_ids"], s["labels"]]).tolist()) for s in (stream[i] for i in range(len(stream)))]
+    expected = [
+        tuple(torch.cat([s["input_ids"], s["labels"]]).tolist())
+        for s in (stream[i] for i in range(len(stream)))
+    ]
     assert sorted(counted) == sorted(expected)
     assert len(lengths) == 1
     slots = lengths.pop()[0] * num_replicas * (batch_size // (micro_batch_size or batch_size))
@@ -198,7 +242,9 @@ def test_validation_keeps_the_order_and_can_be_limited(prepared: PreparedData) -
     stream = TokenStream(prepared.folder, split="validation", sequence_length=16, max_samples=5)
     assert len(stream) == 5
     (batch,) = EvaluationLoader(stream, batch_size=8)
-    assert torch.equal(batch["input_ids"][:5], torch.stack([stream[index]["input_ids"] for index in range(5)]))
+    assert torch.equal(
+        batch["input_ids"][:5], torch.stack([stream[index]["input_ids"] for index in range(5)])
+    )
     assert (batch["labels"][5:] == IGNORE_INDEX).all()
 
 
@@ -209,14 +255,22 @@ def test_streams_can_be_pickled_after_reading(stream: TokenStream) -> None:
 
 def test_indices_of_a_step_are_the_slice_of_the_replica(stream: TokenStream) -> None:
     loaders = replicas(stream, 3, batch_size=2, shuffle=False)
-    assert [loader.visits(0, 2).tolist() for loader in loaders] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
+    assert [loader.visits(0, 2).tolist() for loader in loaders] == [
+        [[0, 1], [6, 7]],
+        [[2, 3], [8, 9]],
+        [[4, 5], [10, 11]],
+    ]
     assert np.array_equal(loaders[0].visits(len(stream) - 1, 1), [[len(stream) - 1, len(stream)]])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(stream: TokenStream, num_workers: int) -> None:
+def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(
+    stream: TokenStream, num_workers: int
+) -> None:
     ramp = RampUp(start=4, stop=16, increment=4, samples=60)
-    order = TokenLoader(stream, batch_size=1, seed=5).visits(0, ramp.consumed(12)).flatten().tolist()
+    order = (
+        TokenLoader(stream, batch_size=1, seed=5).visits(0, ramp.consumed(12)).flatten().tolist()
+    )
     expected = [stream[visit % len(stream)]["input_ids"].tolist() for visit in order]
     consumed = 0
     state: dict[str, Any] = {}
@@ -234,7 +288,9 @@ def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(stream: T
     assert consumed == ramp.consumed(12)
 
 
-def test_an_epoch_in_a_ramp_has_as_many_steps_as_the_data_are_enough_for(stream: TokenStream) -> None:
+def test_an_epoch_in_a_ramp_has_as_many_steps_as_the_data_are_enough_for(
+    stream: TokenStream,
+) -> None:
     ramp = RampUp(start=2, stop=16, increment=2, samples=2 * len(stream))
     loader = TokenLoader(stream, batch_size=8, num_replicas=2, ramp_up=ramp)
     lengths = []
@@ -252,11 +308,23 @@ def test_a_batch_in_flight_is_taken_off_at_its_own_size(stream: TokenStream) -> 
     ramp = RampUp(start=2, stop=4, increment=2, samples=4)
     loader = TokenLoader(stream, batch_size=4, ramp_up=ramp, in_flight=lambda: 1)
     assert loader.state_dict()["consumed_samples"] == 0
-    assert [loader.state_dict()["consumed_samples"] for _ in itertools.islice(loader, 4)] == [0, 2, 4, 8]
+    assert [loader.state_dict()["consumed_samples"] for _ in itertools.islice(loader, 4)] == [
+        0,
+        2,
+        4,
+        8,
+    ]
 
 
 def test_a_ramp_that_does_not_fit_the_loader(stream: TokenStream) -> None:
-    with pytest.raises(ValueError, match="ramp_up ends at 8 samples a step, but batch_size 4 x 1 replicas = 4"):
+    with pytest.raises(
+        ValueError, match="ramp_up ends at 8 samples a step, but batch_size 4 x 1 replicas = 4"
+    ):
         TokenLoader(stream, batch_size=4, ramp_up=RampUp(start=4, stop=8, increment=4, samples=9))
     with pytest.raises(ValueError, match="global_batch_size=3 is not divisible"):
-        TokenLoader(stream, batch_size=4, num_replicas=2, ramp_up=RampUp(start=3, stop=8, increment=5, samples=9))
+        TokenLoader(
+            stream,
+            batch_size=4,
+            num_replicas=2,
+            ramp_up=RampUp(start=3, stop=8, increment=5, samples=9),
+        )

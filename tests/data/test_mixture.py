@@ -37,7 +37,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A big and a small corpus with one tokenizer."""
     root = tmp_path_factory.mktemp("mixture")
     big = prepare(config_of(write_corpus(root / "a", documents=24, seed=1), root / "big"))
-    config = config_of(write_corpus(root / "b", documents=8, seed=2), root / "small", tokenizer_dir=big.folder)
+    config = config_of(
+        write_corpus(root / "b", documents=8, seed=2), root / "small", tokenizer_dir=big.folder
+    )
     return [big.folder, prepare(config).folder]
 
 
@@ -70,15 +72,22 @@ def test_each_corpus_has_its_share_and_its_own_epochs(folders: list[Path]) -> No
     assert all(sorted(epoch) == list(range(small)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     other = TokenLoader(mixture, batch_size=1, seed=4)
-    assert sources(torch.cat([batch["input_ids"] for batch in other]), parts) != found[: len(mixture)]
+    assert (
+        sources(torch.cat([batch["input_ids"] for batch in other]), parts) != found[: len(mixture)]
+    )
 
 
 def test_the_order_is_the_same_in_every_layout_and_after_a_resume(folders: list[Path]) -> None:
     mixture = MixtureStream(streams(folders), [2, 1])
     assert np.array_equal(pickle.loads(pickle.dumps(mixture)).turns.order, mixture.turns.order)
 
-    def rows(d: int, batch_size: int, count: int, state: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
-        loaders = [TokenLoader(mixture, batch_size=batch_size, num_replicas=d, replica_rank=rank) for rank in range(d)]
+    def rows(
+        d: int, batch_size: int, count: int, state: dict[str, Any] | None
+    ) -> tuple[list[list[int]], dict[str, Any]]:
+        loaders = [
+            TokenLoader(mixture, batch_size=batch_size, num_replicas=d, replica_rank=rank)
+            for rank in range(d)
+        ]
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
@@ -99,22 +108,41 @@ def test_validation_holds_the_corpora_in_their_shares_once(folders: list[Path]) 
     mixture = MixtureStream(parts, [1, 1], repeat=False)
     assert len(mixture) in (2 * min(map(len, parts)), 2 * min(map(len, parts)) + 1)
     for d in (1, 3):
-        loaders = [EvaluationLoader(mixture, batch_size=4, num_replicas=d, replica_rank=rank) for rank in range(d)]
+        loaders = [
+            EvaluationLoader(mixture, batch_size=4, num_replicas=d, replica_rank=rank)
+            for rank in range(d)
+        ]
         batches = [batch for loader in loaders for batch in loader]
-        seen = sources(torch.cat([batch["input_ids"][(batch["labels"] >= 0).any(1)] for batch in batches]), parts)
+        seen = sources(
+            torch.cat([batch["input_ids"][(batch["labels"] >= 0).any(1)] for batch in batches]),
+            parts,
+        )
         assert max(Counter(seen).values()) == 1
         assert len(seen) == len(mixture)
         shares = Counter(corpus for corpus, _ in seen)
         assert abs(shares[0] - shares[1]) <= 1
 
 
-def data(folders: list[Path], weights: tuple[float, ...] = (0.7, 0.3), **changes: Any) -> MixtureDataModule:
-    settings = {"vocabulary_size": 320, "sequence_length": LENGTH, "micro_batch_size": 4, "num_microbatches": 2, **changes}
-    corpora = [{"data_dir": str(folder), "weight": weight} for folder, weight in zip(folders, weights, strict=True)]
+def data(
+    folders: list[Path], weights: tuple[float, ...] = (0.7, 0.3), **changes: Any
+) -> MixtureDataModule:
+    settings = {
+        "vocabulary_size": 320,
+        "sequence_length": LENGTH,
+        "micro_batch_size": 4,
+        "num_microbatches": 2,
+        **changes,
+    }
+    corpora = [
+        {"data_dir": str(folder), "weight": weight}
+        for folder, weight in zip(folders, weights, strict=True)
+    ]
     return MixtureDataModule(corpora=corpora, **settings)  # type: ignore[arg-type]
 
 
-def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(folders: list[Path], tmp_path: Path) -> None:
+def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(
+    folders: list[Path], tmp_path: Path
+) -> None:
     whole = Recorder()
     trainer(tmp_path, max_epochs=-1, max_steps=9).fit(whole, datamodule=data(folders))
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="saved")
@@ -125,19 +153,36 @@ def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(folders: list[
     resumed.fit(rest, datamodule=data(folders, num_workers=1), ckpt_path=checkpoint)
     assert rest.seen == whole.seen[4:]
     with pytest.raises(DataError, match=r"data is .* in the checkpoint"):
-        trainer(tmp_path).fit(Recorder(), datamodule=data(folders, (0.6, 0.4)), ckpt_path=checkpoint)
+        trainer(tmp_path).fit(
+            Recorder(), datamodule=data(folders, (0.6, 0.4)), ckpt_path=checkpoint
+        )
 
 
 def test_overfitting_sees_the_same_samples(folders: list[Path], tmp_path: Path) -> None:
     few = Recorder()
-    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(few, datamodule=data(folders))
-    samples = [sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen]
+    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(
+        few, datamodule=data(folders)
+    )
+    samples = [
+        sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen
+    ]
     assert samples[0] == samples[1] == samples[2]
 
 
-def test_corpora_of_different_tokenizers_are_refused_by_name(folders: list[Path], tmp_path: Path) -> None:
-    other = prepare(config_of(write_corpus(tmp_path / "text", documents=4, seed=5), tmp_path / "other", vocabulary_size=300))
-    with pytest.raises(StoreError, match=f"{re.escape(str(other.folder))} has tokenizer .*{re.escape(str(folders[0]))} has"):
+def test_corpora_of_different_tokenizers_are_refused_by_name(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    other = prepare(
+        config_of(
+            write_corpus(tmp_path / "text", documents=4, seed=5),
+            tmp_path / "other",
+            vocabulary_size=300,
+        )
+    )
+    with pytest.raises(
+        StoreError,
+        match=f"{re.escape(str(other.folder))} has tokenizer .*{re.escape(str(folders[0]))} has",
+    ):
         data([folders[0], other.folder]).check()
     with pytest.raises(StoreError, match="not vocabulary_size=400"):
         data(folders, vocabulary_size=400).setup()
@@ -146,12 +191,16 @@ def test_corpora_of_different_tokenizers_are_refused_by_name(folders: list[Path]
     data(folders).check(num_replicas=2)
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(folders: list[Path], tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(
+    folders: list[Path], tmp_path: Path
+) -> None:
     text = write_corpus(tmp_path / "text", documents=4)
     with pytest.raises(TokenizerError, match="vocabulary of 320, not vocabulary_size=300"):
         prepare(config_of(text, tmp_path / "x", vocabulary_size=300, tokenizer_dir=folders[0]))
     with pytest.raises(TokenizerError, match="no control symbol"):
-        prepare(config_of(text, tmp_path / "x", control_symbols=("[MASK]",), tokenizer_dir=folders[0]))
+        prepare(
+            config_of(text, tmp_path / "x", control_symbols=("[MASK]",), tokenizer_dir=folders[0])
+        )
     with pytest.raises(TokenizerError, match="cannot be read"):
         prepare(config_of(text, tmp_path / "x", tokenizer_dir=tmp_path))
     config = config_of(text, tmp_path / "y", tokenizer_dir=folders[0])

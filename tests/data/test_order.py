@@ -51,8 +51,29 @@ def test_places_are_uniform_over_seeds() -> None:
 
 def test_the_order_is_kept_for_ever() -> None:
     """A checkpoint of today must find its place with the code of tomorrow."""
-    assert sample_order(np.arange(12), size=10, seed=0).tolist() == [1, 7, 3, 4, 8, 2, 0, 9, 5, 6, 7, 6]
+    assert sample_order(np.arange(12), size=10, seed=0).tolist() == [
+        1,
+        7,
+        3,
+        4,
+        8,
+        2,
+        0,
+        9,
+        5,
+        6,
+        7,
+        6,
+    ]
 
 
 def test_unshuffled() -> None:
-    assert sample_order(np.arange(5, 12), size=5, seed=0, shuffle=False).tolist() == [0, 1, 2, 3, 4, 0, 1]
+    assert sample_order(np.arange(5, 12), size=5, seed=0, shuffle=False).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+    ]

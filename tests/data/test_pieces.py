@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from lightning_ptdp.data import Corpus, ReadReport
 from lightning_ptdp.data.file_pieces import CorpusFile, Piece, cut_lines, cut_text, grouped
 
-TEXTS = st.lists(st.sampled_from(["a", "é", "\U0001f600", "\n", "bc\n", "long " * 9]), max_size=60).map("".join)
+TEXTS = st.lists(
+    st.sampled_from(["a", "é", "\U0001f600", "\n", "bc\n", "long " * 9]), max_size=60
+).map("".join)
 
 
 def file_of(tmp_path: Path, text: str) -> CorpusFile:
@@ -25,7 +27,9 @@ def file_of(tmp_path: Path, text: str) -> CorpusFile:
 @example(text="\U0001f600" * 9, size=5)
 @example(text="a\n" * 8, size=8)
 @example(text="a" * 15 + "\naa", size=17)
-def test_pieces_of_text_are_whole_characters_and_lines(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
+def test_pieces_of_text_are_whole_characters_and_lines(
+    tmp_path_factory, text: str, size: int
+) -> None:  # type: ignore[no-untyped-def]
     file = file_of(tmp_path_factory.getbasetemp(), text)
     pieces = list(cut_text(file, size))
     parts = [piece.read().decode() for piece in pieces]
@@ -35,7 +39,9 @@ def test_pieces_of_text_are_whole_characters_and_lines(tmp_path_factory, text: s
         # Cut inside a line only where the line is longer than a document.
         assert part.endswith("\n") or max(map(len, text.encode().split(b"\n"))) >= size - 1
         assert len(part.encode()) < 2 * size + 4
-    assert [piece.number for piece in pieces] == (list(range(1, len(pieces) + 1)) if file.size > size else [None])
+    assert [piece.number for piece in pieces] == (
+        list(range(1, len(pieces) + 1)) if file.size > size else [None]
+    )
 
 
 @settings(deadline=None)
@@ -67,7 +73,9 @@ def test_documents_of_big_files_keep_their_text_and_their_line_numbers(tmp_path:
     documents = list(corpus.documents(report))
     of_text = [document for document in documents if document.name.startswith("a.txt#")]
     assert "".join(document.text for document in of_text) == text
-    assert [document.name for document in of_text] == [f"a.txt#{number}" for number in range(1, len(of_text) + 1)]
+    assert [document.name for document in of_text] == [
+        f"a.txt#{number}" for number in range(1, len(of_text) + 1)
+    ]
     assert len(of_text) > 5
     of_lines = [(document.name, document.text) for document in documents[len(of_text) :]]
     assert of_lines == [(f"b.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]

@@ -1,4 +1,5 @@
-"""Preparing a folder: reproducible, all or nothing, used again only for the same settings; and every damage is named."""
+"""Preparing a folder: reproducible, all or nothing, used again only for the same settings; and
+every damage is named."""
 
 from __future__ import annotations
 
@@ -36,12 +37,18 @@ def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Pat
     tokenizer = Tokenizer.load(prepared.folder)
     texts: dict[str, list[str]] = {}
     for split in ("train", "validation"):
-        reader = ChunkMap(read_chunks(prepared.folder / split, "uint16"), "uint16", vocabulary_size=320)
+        reader = ChunkMap(
+            read_chunks(prepared.folder / split, "uint16"), "uint16", vocabulary_size=320
+        )
         assert len(reader) == prepared.manifest.splits[split].tokens
         ids = np.concatenate(list(reader)).tolist()
         assert ids[-1] == tokenizer.eos_id
-        documents = "".join("\0" if token == tokenizer.eos_id else f"{token} " for token in ids).split("\0")[:-1]
-        texts[split] = [tokenizer.decode([int(token) for token in document.split()]) for document in documents]
+        documents = "".join(
+            "\0" if token == tokenizer.eos_id else f"{token} " for token in ids
+        ).split("\0")[:-1]
+        texts[split] = [
+            tokenizer.decode([int(token) for token in document.split()]) for document in documents
+        ]
         assert len(texts[split]) == prepared.manifest.splits[split].documents
     everything = [document.text for document in Corpus(source=corpus).documents()]
     assert sorted(texts["train"] + texts["validation"]) == sorted(everything)
@@ -61,7 +68,9 @@ def test_the_manifest_says_what_was_made(prepared: PreparedData, corpus: Path) -
     assert "train tokens" in prepared.summary()
 
 
-def test_two_preparations_are_the_same_bytes(prepared: PreparedData, corpus: Path, tmp_path: Path) -> None:
+def test_two_preparations_are_the_same_bytes(
+    prepared: PreparedData, corpus: Path, tmp_path: Path
+) -> None:
     before = dict(os.environ)
     lines: list[str] = []
     again = prepare(config_of(corpus, tmp_path / "deep" / "again"), progress=lines.append)
@@ -79,7 +88,9 @@ def test_a_prepared_folder_is_used_again(prepared: PreparedData, corpus: Path) -
     assert {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")} == times
 
 
-def test_other_settings_are_refused_by_name_and_replaced_on_request(corpus: Path, tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_name_and_replaced_on_request(
+    corpus: Path, tmp_path: Path
+) -> None:
     first = prepare(config_of(corpus, tmp_path / "store"))
     with pytest.raises(StoreError, match=r"vocabulary_size is 320 there and 300 here.*--overwrite"):
         prepare(config_of(corpus, first.folder, vocabulary_size=300))
@@ -108,7 +119,11 @@ def test_nothing_is_written_for_bad_input(corpus: Path, tmp_path: Path) -> None:
     for config, error, words in (
         (config_of(tmp_path / "missing", tmp_path / "new"), CorpusError, "missing does not exist"),
         (config_of(corpus, tmp_path / "new", suffixes=(".xyz",)), CorpusError, r"\.xyz"),
-        (config_of(corpus, tmp_path / "new", vocabulary_size=30_000), TokenizerError, "largest that works"),
+        (
+            config_of(corpus, tmp_path / "new", vocabulary_size=30_000),
+            TokenizerError,
+            "largest that works",
+        ),
         (config_of(corpus, tmp_path / "file"), StoreError, "is a file"),
         (config_of(corpus, tmp_path / "other", overwrite=True), StoreError, "holds other files"),
     ):
@@ -118,9 +133,13 @@ def test_nothing_is_written_for_bad_input(corpus: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "other"]
 
 
-def test_an_unwritable_parent_is_named(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_parent_is_named(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     allowed = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK) and allowed(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: not (mode & os.W_OK) and allowed(path, mode)
+    )
     with pytest.raises(StoreError, match="no permission"):
         check_prepare(config_of(corpus, tmp_path / "a" / "b"))
     assert not os.listdir(tmp_path)
@@ -170,15 +189,29 @@ def test_bad_settings_are_named(corpus: Path, tmp_path: Path, field: str, value:
 def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text", documents=30)
     whole = prepare(config_of(corpus, tmp_path / "whole", vocabulary_size=300))
-    sample = prepare(config_of(corpus, tmp_path / "sample", vocabulary_size=300, tokenizer_characters=2000))
-    again = prepare(config_of(corpus, tmp_path / "again", vocabulary_size=300, tokenizer_characters=2000))
+    sample = prepare(
+        config_of(corpus, tmp_path / "sample", vocabulary_size=300, tokenizer_characters=2000)
+    )
+    again = prepare(
+        config_of(corpus, tmp_path / "again", vocabulary_size=300, tokenizer_characters=2000)
+    )
     assert sample.manifest.tokenizer_fingerprint == again.manifest.tokenizer_fingerprint
     assert sample.manifest.tokenizer_fingerprint != whole.manifest.tokenizer_fingerprint
     config = config_of(corpus, tmp_path / "new", tokenizer_characters=2000)
     builder = Builder(config=config, work=tmp_path, report=Reporter(say=print, bars=False))
     lines = list(builder.sample(builder.survey()[0]))
     assert 1000 < sum(map(len, lines)) <= 2000
-    assert len({document.name for document in config.documents() for line in lines if line in document.text}) > 10
+    assert (
+        len(
+            {
+                document.name
+                for document in config.documents()
+                for line in lines
+                if line in document.text
+            }
+        )
+        > 10
+    )
 
 
 def truncate(path: Path) -> None:
@@ -186,16 +219,25 @@ def truncate(path: Path) -> None:
 
 
 def put_another_tokenizer(path: Path) -> None:
-    """A sound tokenizer, put in place with a manifest that agrees with the files but not with the tokens."""
+    """A sound tokenizer, put in place with a manifest that agrees with the files but not with the
+    tokens."""
     Tokenizer.train(["other words entirely " * 50], vocabulary_size=280).save(path.parent)
-    dataclasses.replace(Manifest.read(path.parent), files=record_files(path.parent)).write(path.parent)
+    dataclasses.replace(Manifest.read(path.parent), files=record_files(path.parent)).write(
+        path.parent
+    )
 
 
-@pytest.mark.parametrize("name", ["train/chunk-0-1.bin", "train/index.json", "validation/chunk-0-0.bin", "tokenizer.model"])
 @pytest.mark.parametrize(
-    ("damage", "words"), [(Path.unlink, "is missing"), (truncate, "bytes"), (flip, "sha256"), (Path.touch, None)]
+    "name",
+    ["train/chunk-0-1.bin", "train/index.json", "validation/chunk-0-0.bin", "tokenizer.model"],
 )
-def test_damaged_files_are_named(prepared: PreparedData, tmp_path: Path, name: str, damage: object, words: str | None) -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(Path.unlink, "is missing"), (truncate, "bytes"), (flip, "sha256"), (Path.touch, None)],
+)
+def test_damaged_files_are_named(
+    prepared: PreparedData, tmp_path: Path, name: str, damage: object, words: str | None
+) -> None:
     folder = tmp_path / "store"
     shutil.copytree(prepared.folder, folder)
     damage(folder / name)  # type: ignore[operator]
@@ -216,7 +258,9 @@ def test_a_quick_check_sees_sizes_only(prepared: PreparedData, tmp_path: Path) -
         verify_store(folder, hashes=False)
 
 
-def test_damaged_folders_are_refused_until_overwritten(corpus: Path, prepared: PreparedData, tmp_path: Path) -> None:
+def test_damaged_folders_are_refused_until_overwritten(
+    corpus: Path, prepared: PreparedData, tmp_path: Path
+) -> None:
     folder = tmp_path / "store"
     shutil.copytree(prepared.folder, folder)
     flip(folder / "train" / "chunk-0-0.bin")
@@ -271,13 +315,19 @@ def record_of(path: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["../secret", "train/../../secret", "{absolute}"])
-def test_names_in_a_manifest_stay_inside_and_are_no_links(prepared: PreparedData, tmp_path: Path, name: str) -> None:
+def test_names_in_a_manifest_stay_inside_and_are_no_links(
+    prepared: PreparedData, tmp_path: Path, name: str
+) -> None:
     folder = tmp_path / "store"
     shutil.copytree(prepared.folder, folder)
     (tmp_path / "secret").write_text("secret")
     files = {name.format(absolute=tmp_path / "secret"): record_of(tmp_path / "secret")}
-    with_old_manifest(folder, files={**json.loads((folder / "manifest.json").read_text())["files"], **files})
-    with pytest.raises(StoreError, match=r"manifest\.json: .*secret' is not the name of a file inside"):
+    with_old_manifest(
+        folder, files={**json.loads((folder / "manifest.json").read_text())["files"], **files}
+    )
+    with pytest.raises(
+        StoreError, match=r"manifest\.json: .*secret' is not the name of a file inside"
+    ):
         verify_store(folder)
 
 
@@ -291,12 +341,16 @@ def test_a_link_in_a_prepared_folder_is_named(prepared: PreparedData, tmp_path: 
         verify_store(folder)
 
 
-def test_files_that_the_manifest_does_not_list_are_not_read(prepared: PreparedData, tmp_path: Path) -> None:
+def test_files_that_the_manifest_does_not_list_are_not_read(
+    prepared: PreparedData, tmp_path: Path
+) -> None:
     listed = json.loads((prepared.folder / "manifest.json").read_text())["files"]
     for name in ("train/chunk-0-0.bin", "train/index.json", "tokenizer.json"):
         folder = tmp_path / name.replace("/", "-")
         shutil.copytree(prepared.folder, folder)
-        with_old_manifest(folder, files={other: record for other, record in listed.items() if other != name})
+        with_old_manifest(
+            folder, files={other: record for other, record in listed.items() if other != name}
+        )
         with pytest.raises(StoreError, match=f"{name} is not listed in manifest.json"):
             verify_store(folder)
 

@@ -21,7 +21,9 @@ def square(number: int) -> int:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_results_are_in_order_and_errors_come_through(num_workers: int) -> None:
-    assert list(ordered_map(square, range(12), num_workers=num_workers)) == [number * number for number in range(12)]
+    assert list(ordered_map(square, range(12), num_workers=num_workers)) == [
+        number * number for number in range(12)
+    ]
     results = ordered_map(square, range(17), num_workers=num_workers)
     assert [next(results) for _ in range(13)] == [number * number for number in range(13)]
     with pytest.raises(ValueError, match="unlucky"):
@@ -29,7 +31,9 @@ def test_results_are_in_order_and_errors_come_through(num_workers: int) -> None:
 
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
-    with pytest.raises(DataError, match="was killed, perhaps for its memory; use fewer than num_workers=2"):
+    with pytest.raises(
+        DataError, match="was killed, perhaps for its memory; use fewer than num_workers=2"
+    ):
         list(ordered_map(square, [1, 17, 2], num_workers=2))
 
 

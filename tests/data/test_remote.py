@@ -23,13 +23,17 @@ def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path:
     assert fetch("local:/nowhere", tmp_path / "deep" / "copy") == prepared.manifest
 
 
-def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(prepared: PreparedData, tmp_path: Path) -> None:
+def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(
+    prepared: PreparedData, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     shutil.copytree(prepared.folder, store)
     chunk = store / "train" / "chunk-0-1.bin"
     data = chunk.read_bytes()
     chunk.unlink()
-    with pytest.raises(StoreError, match=r"store/train/chunk-0-1\.bin cannot be fetched: FileNotFoundError"):
+    with pytest.raises(
+        StoreError, match=r"store/train/chunk-0-1\.bin cannot be fetched: FileNotFoundError"
+    ):
         fetch(f"local:{store}", tmp_path / "copy")
     kept = tmp_path / ".copy.preparing" / "store" / "train" / "chunk-0-0.bin"
     time = kept.stat().st_mtime_ns
@@ -55,20 +59,27 @@ def test_a_damaged_copy_is_not_kept(prepared: PreparedData, tmp_path: Path) -> N
     assert fetch(f"local:{store}", tmp_path / "copy") == prepared.manifest
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "train/../../../escaped", "{absolute}", "..", "a/./b", "local:x"])
-def test_nothing_is_written_outside_of_the_copy(prepared: PreparedData, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../../escaped", "train/../../../escaped", "{absolute}", "..", "a/./b", "local:x"]
+)
+def test_nothing_is_written_outside_of_the_copy(
+    prepared: PreparedData, tmp_path: Path, name: str
+) -> None:
     store = tmp_path / "deep" / "store"
     shutil.copytree(prepared.folder, store)
     payload = tmp_path / "deep" / "payload"
     payload.write_text("payload")
     name = name.format(absolute=tmp_path / "escaped")
     record = {"size": 7, "sha256": hashlib.sha256(b"payload").hexdigest()}
-    with_old_manifest(store, files={name: record, **json.loads((store / "manifest.json").read_text())["files"]})
+    with_old_manifest(
+        store, files={name: record, **json.loads((store / "manifest.json").read_text())["files"]}
+    )
     (store / "escaped").write_text("payload")
     before = contents(tmp_path)
     (tmp_path / "user").mkdir()
     with pytest.raises(
-        StoreError, match=r"manifest\.json: .* is not the name of a file inside of the folder; nothing was copied"
+        StoreError,
+        match=r"manifest\.json: .* is not the name of a file inside of the folder; nothing was copied",
     ):
         fetch(f"local:{store}", tmp_path / "user" / "copy")
     assert os.listdir(tmp_path / "user") == [".copy.preparing"]
@@ -76,7 +87,9 @@ def test_nothing_is_written_outside_of_the_copy(prepared: PreparedData, tmp_path
     assert contents(tmp_path) == before
 
 
-def test_a_link_or_a_pipe_in_the_store_is_not_followed(prepared: PreparedData, tmp_path: Path) -> None:
+def test_a_link_or_a_pipe_in_the_store_is_not_followed(
+    prepared: PreparedData, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     shutil.copytree(prepared.folder, store)
     chunk = store / "train" / "chunk-0-0.bin"
@@ -86,11 +99,15 @@ def test_a_link_or_a_pipe_in_the_store_is_not_followed(prepared: PreparedData, t
         fetch(f"local:{store}", tmp_path / "copy")
     chunk.unlink()
     os.mkfifo(chunk)
-    with pytest.raises(StoreError, match=r"chunk-0-0\.bin cannot be fetched.*it is not a regular file"):
+    with pytest.raises(
+        StoreError, match=r"chunk-0-0\.bin cannot be fetched.*it is not a regular file"
+    ):
         fetch(f"local:{store}", tmp_path / "copy")
 
 
-def test_what_does_not_have_its_hash_is_never_in_its_place(prepared: PreparedData, tmp_path: Path) -> None:
+def test_what_does_not_have_its_hash_is_never_in_its_place(
+    prepared: PreparedData, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     shutil.copytree(prepared.folder, store)
     flip(store / "train" / "chunk-0-1.bin")
@@ -108,7 +125,10 @@ def test_what_does_not_have_its_hash_is_never_in_its_place(prepared: PreparedDat
 
 def test_a_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_path: Path) -> None:
     data = TextDataModule(
-        remote=f"local:{prepared.folder}", data_dir=str(tmp_path / "copy"), vocabulary_size=320, sequence_length=32
+        remote=f"local:{prepared.folder}",
+        data_dir=str(tmp_path / "copy"),
+        vocabulary_size=320,
+        sequence_length=32,
     )
     data.check()
     assert not os.listdir(tmp_path)

@@ -10,7 +10,9 @@ from lightning_ptdp.data import CorpusError, Document
 from lightning_ptdp.data.split import Survey, scan
 from lightning_ptdp.data.split import survey as survey_of_scans
 
-TEXTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30).filter(lambda texts: max(map(len, texts)) > 1)
+TEXTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30).filter(
+    lambda texts: max(map(len, texts)) > 1
+)
 
 
 def survey(found: list[Document], *, validation_fraction: float, seed: int) -> Survey:
@@ -26,7 +28,9 @@ def documents(texts: list[str]) -> list[Document]:
 
 @settings(deadline=None)
 @given(TEXTS, st.floats(0.01, 0.5), st.integers(0, 3))
-def test_every_character_is_in_exactly_one_split_and_both_have_some(texts: list[str], fraction: float, seed: int) -> None:
+def test_every_character_is_in_exactly_one_split_and_both_have_some(
+    texts: list[str], fraction: float, seed: int
+) -> None:
     found = survey(documents(texts), validation_fraction=fraction, seed=seed)
     parts = [found.split.parts(document) for document in documents(texts)]
     assert [train + validation for train, validation in parts] == texts

@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from lightning_ptdp.data import PrepareConfig, StoreError, prepare, verify_store
 from lightning_ptdp.data.manifest import record_files
-from lightning_ptdp.data.token_store import ChunkMap, TokenType, read_chunks, token_dtype, write_chunks
+from lightning_ptdp.data.token_store import (
+    ChunkMap,
+    TokenType,
+    read_chunks,
+    token_dtype,
+    write_chunks,
+)
 from tests.data.conftest import write_corpus
 from tests.pool import Pool
 
@@ -36,7 +42,9 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
     blocks = [reader.read(number) for number in range(len(reader))]
     starts = [100 * chunk + 30 * block for chunk in range(13) for block in range(3)] + [1300]
-    assert [block.tolist() for block in blocks] == [list(range(start, start + 30)) for start in starts]
+    assert [block.tolist() for block in blocks] == [
+        list(range(start, start + 30)) for start in starts
+    ]
     assert os.environ == environment
     return written, (dist.get_world_size() if dist.is_initialized() else 1), sorted(os.listdir(own))
 
@@ -49,8 +57,11 @@ def test_blocks_are_the_tokens_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {"GLOBAL_RANK": "1", "NNODES": "2"}])
-def test_litdata_sees_one_process_on_every_rank(pool: Pool, tmp_path: Path, env: dict[str, str]) -> None:
-    # Under its own view of the world, rank 1 would name its files chunk-1-*.bin and wait for rank 0's index forever.
+def test_litdata_sees_one_process_on_every_rank(
+    pool: Pool, tmp_path: Path, env: dict[str, str]
+) -> None:
+    # Under its own view of the world, rank 1 would name its files chunk-1-*.bin and wait for rank
+    # 0's index forever.
     results = pool.run(check_written_and_read, world_size=2, args=(str(tmp_path),), env=env)
     assert [world for _, world, _ in results] == [2, 2]
     assert results[0][2] == results[1][2]
@@ -75,13 +86,19 @@ def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
 def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     assert token_dtype(65535) == "uint16"
     assert token_dtype(65536) == "int32"
-    write_chunks(tmp_path / "x", [[0, 70_000, 199_999]], chunk_tokens=100, dtype=token_dtype(200_000))
-    assert ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=200_000).read(0, 3).tolist() == [
+    write_chunks(
+        tmp_path / "x", [[0, 70_000, 199_999]], chunk_tokens=100, dtype=token_dtype(200_000)
+    )
+    assert ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=200_000).read(
+        0, 3
+    ).tolist() == [
         0,
         70_000,
         199_999,
     ]
-    with pytest.raises(StoreError, match=r"chunk-0-0\.bin holds token 199999, outside the vocabulary of 199999"):
+    with pytest.raises(
+        StoreError, match=r"chunk-0-0\.bin holds token 199999, outside the vocabulary of 199999"
+    ):
         ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=199_999).read(0, 3)
 
 
@@ -117,7 +134,12 @@ def link_chunk(folder: Path) -> None:
         (lambda folder: (folder / "index.json").write_text("{"), "not JSON"),
         (lambda folder: (folder / "index.json").write_text("[]"), "TypeError"),
         (lambda folder: (folder / "index.json").write_text("[" * 10**6), "damaged"),
-        (lambda folder: (folder / "index.json").write_text('{"chunks": [{"filename": "chunk-0-0.bin"}]}'), "dim"),
+        (
+            lambda folder: (folder / "index.json").write_text(
+                '{"chunks": [{"filename": "chunk-0-0.bin"}]}'
+            ),
+            "dim",
+        ),
         (renamed("../outside.bin"), "not the name of a file inside"),
         (renamed("/etc/passwd"), "not the name of a file inside"),
         (renamed("gone.bin"), "cannot be read"),
@@ -130,8 +152,10 @@ def link_chunk(folder: Path) -> None:
         (resized("100"), "number of tokens is none"),
         (resized(1e999), "number of tokens is none"),
     ],
-)  # fmt: skip
-def test_an_index_that_lies_is_named(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+)
+def test_an_index_that_lies_is_named(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
     folder = tmp_path / "x"
     write(folder, [250], chunk_tokens=100, dtype="uint16")
     damage(folder)
@@ -148,18 +172,27 @@ def test_more_chunks_than_open_files(tmp_path: Path) -> None:
     assert np.concatenate(list(reader)).tolist() == list(range(300))
 
 
-def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(
+    tmp_path: Path,
+) -> None:
     made = prepare(
         PrepareConfig(
-            output=tmp_path / "store", source=str(write_corpus(tmp_path / "text", documents=12)), vocabulary_size=300,
-            chunk_tokens=5000, validation_fraction=0.2,
+            output=tmp_path / "store",
+            source=str(write_corpus(tmp_path / "text", documents=12)),
+            vocabulary_size=300,
+            chunk_tokens=5000,
+            validation_fraction=0.2,
         )
-    )  # fmt: skip
+    )
     chunk = made.folder / "train" / "chunk-0-0.bin"
     content = bytearray(chunk.read_bytes())
     content[-2:] = (300).to_bytes(2, "little")
     chunk.write_bytes(content)
     replace(made.manifest, files=record_files(made.folder)).write(made.folder)
-    with pytest.raises(StoreError, match=r"chunk-0-0\.bin holds token 300, outside the vocabulary of 300"):
+    with pytest.raises(
+        StoreError, match=r"chunk-0-0\.bin holds token 300, outside the vocabulary of 300"
+    ):
         verify_store(made.folder)
-    verify_store(made.folder, hashes=False)  # every process: the tokens are compared as they are read
+    verify_store(
+        made.folder, hashes=False
+    )  # every process: the tokens are compared as they are read

@@ -52,7 +52,9 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
 def test_long_texts_are_encoded_in_pieces_without_a_difference(tokenizer: Tokenizer) -> None:
     short = ["".join(LINES[:7]), "", "x" * 100, "no newline"]
     long = "".join(LINES * 20) + "z" * 50_000
-    assert tokenizer.encode_many([*short, long], num_threads=2) == [tokenizer.encode(text) for text in [*short, long]]
+    assert tokenizer.encode_many([*short, long], num_threads=2) == [
+        tokenizer.encode(text) for text in [*short, long]
+    ]
     assert tokenizer.encode(long) == tokenizer._processor.encode(long)
     assert tokenizer.decode(tokenizer.encode(long)) == long
 
@@ -67,7 +69,12 @@ def test_training_is_reproducible(tokenizer: Tokenizer) -> None:
 def test_special_ids(tokenizer: Tokenizer) -> None:
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 2, 3)
     assert tokenizer.vocabulary_size == 360
-    assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("the fox"), tokenizer.eos_id, tokenizer.pad_id]) == "the fox"
+    assert (
+        tokenizer.decode(
+            [tokenizer.bos_id, *tokenizer.encode("the fox"), tokenizer.eos_id, tokenizer.pad_id]
+        )
+        == "the fox"
+    )
     with pytest.raises(TokenizerError, match=r"no control symbol '\[CLS\]'"):
         tokenizer.control_id("[CLS]")
     with pytest.raises(TokenizerError, match="id 360 is outside the vocabulary of 360"):
@@ -75,7 +82,9 @@ def test_special_ids(tokenizer: Tokenizer) -> None:
 
 
 def test_a_vocabulary_that_does_not_fit_names_one_that_does() -> None:
-    with pytest.raises(TokenizerError, match=r"vocabulary_size=9000 .* largest that works is (\d+)") as error:
+    with pytest.raises(
+        TokenizerError, match=r"vocabulary_size=9000 .* largest that works is (\d+)"
+    ) as error:
         Tokenizer.train(LINES, vocabulary_size=9000)
     largest = int(str(error.value).split("works is ")[1].split(";")[0])
     assert Tokenizer.train(LINES, vocabulary_size=largest).vocabulary_size == largest
@@ -110,7 +119,12 @@ def test_damaged_models_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> Non
             Tokenizer(bad)
     tokenizer.save(tmp_path)
     file = tmp_path / "tokenizer.model"
-    for bad in (b"", model[:-1], bytes([model[0] ^ 1]) + model[1:], model[:2000] + bytes([model[2000] ^ 1]) + model[2001:]):
+    for bad in (
+        b"",
+        model[:-1],
+        bytes([model[0] ^ 1]) + model[1:],
+        model[:2000] + bytes([model[2000] ^ 1]) + model[2001:],
+    ):
         file.write_bytes(bad)
         with pytest.raises(TokenizerError, match=r"tokenizer\.model"):
             Tokenizer.load(tmp_path)
@@ -131,7 +145,11 @@ def test_a_foreign_model_without_byte_pieces_is_refused() -> None:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES), model_writer=model, vocab_size=100, model_type="bpe", minloglevel=2
+        sentence_iterator=iter(LINES),
+        model_writer=model,
+        vocab_size=100,
+        model_type="bpe",
+        minloglevel=2,
     )
     with pytest.raises(TokenizerError, match="lacks byte pieces"):
         Tokenizer(model.getvalue())

@@ -1,4 +1,5 @@
-"""Replicas beside torch's own DistributedDataParallel: the same model, the same batches, the same weights afterwards."""
+"""Replicas beside torch's own DistributedDataParallel: the same model, the same batches, the same
+weights afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ GLOBAL_BATCH = 8
 
 
 class LitWithUnused(LitTiny):
-    """A parameter that no forward reads; it is not decayed, so that a zero gradient leaves it alone, as none does."""
+    """A parameter that no forward reads; it is not decayed, so that a zero gradient leaves it
+    alone, as none does."""
 
     def __init__(self) -> None:
         super().__init__(Run(count_tokens=False, ignore_padding=False, eager=True))
@@ -42,7 +44,9 @@ def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str
             losses.append(float(outputs["loss"]))
 
     trainer = L.Trainer(
-        strategy="ddp_find_unused_parameters_true" if layout is None else PTDPStrategy(**layout, bucket_mb=1e-2),
+        strategy="ddp_find_unused_parameters_true"
+        if layout is None
+        else PTDPStrategy(**layout, bucket_mb=1e-2),
         accelerator="cpu",
         devices=world_size,
         max_steps=4,
@@ -55,9 +59,17 @@ def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str
         enable_model_summary=False,
     )
     data = PaddedTokens(64, ignore_padding=False)
-    sampler = torch.utils.data.DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=GLOBAL_BATCH // world_size, sampler=sampler))
-    return {"losses": losses, "final": {name: value.clone() for name, value in module.state_dict().items()}}
+    sampler = torch.utils.data.DistributedSampler(
+        data, num_replicas=world_size, rank=rank, shuffle=False
+    )
+    trainer.fit(
+        module,
+        torch.utils.data.DataLoader(data, batch_size=GLOBAL_BATCH // world_size, sampler=sampler),
+    )
+    return {
+        "losses": losses,
+        "final": {name: value.clone() for name, value in module.state_dict().items()},
+    }
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -65,6 +77,10 @@ def test_losses_and_weights_are_those_of_ddp(name: str, pool: Pool) -> None:
     world_size, layout = MODES[name]
     expected = pool.run(train, world_size=world_size, args=(world_size, None))
     assert len({tuple(rank["losses"]) for rank in expected}) == world_size, "replicas must differ"
-    for found, peer in zip(pool.run(train, world_size=world_size, args=(world_size, layout)), expected, strict=True):
-        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(peer["losses"]), rtol=1e-5, atol=0)
+    for found, peer in zip(
+        pool.run(train, world_size=world_size, args=(world_size, layout)), expected, strict=True
+    ):
+        torch.testing.assert_close(
+            torch.tensor(found["losses"]), torch.tensor(peer["losses"]), rtol=1e-5, atol=0
+        )
         torch.testing.assert_close(found["final"], peer["final"], rtol=1e-5, atol=1e-6)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, LearningRateMonitor
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateMonitor,
+)
 
 from lightning_ptdp.data_parallel import overlaps_gather
 from lightning_ptdp.shims.lightning import lightning_names
@@ -26,7 +31,9 @@ class Looks(Callback):
         (EMAWeightAveraging(), False),
     ],
 )
-def test_parameters_are_waited_for_where_somebody_reads_them(callback: Callback, overlaps: bool) -> None:
+def test_parameters_are_waited_for_where_somebody_reads_them(
+    callback: Callback, overlaps: bool
+) -> None:
     trainer = make_trainer(Place(), callbacks=[callback])
     trainer.strategy.connect(LitNet())
     assert overlaps_gather(trainer, None, lightning_names("lightning.pytorch")) is overlaps

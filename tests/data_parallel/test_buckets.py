@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, Reduction, global_norm
+from lightning_ptdp.data_parallel import (
+    BucketEntry,
+    GradientBuckets,
+    LooseGradients,
+    Reduction,
+    global_norm,
+)
 from lightning_ptdp.data_parallel.overlapped_reduction import Beside
 from lightning_ptdp.data_parallel.reduction import Pending
 from lightning_ptdp.world.layout import ParallelLayout
@@ -21,7 +27,9 @@ from tests.pool import Pool
 
 def _model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(3, 3))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2), nn.Linear(3, 3)
+    )
 
 
 def _loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -30,9 +38,17 @@ def _loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
     model, reference = _model(), _model()
-    inputs = [[torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * b + r)) for r in range(2)] for b in range(batches)]
+    inputs = [
+        [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * b + r)) for r in range(2)]
+        for b in range(batches)
+    ]
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0, reduction=Reduction(inner=Group(dist.group.WORLD, (0, 1), rank))) for p in model.parameters()],
+        [
+            BucketEntry(
+                p, chunk=0, reduction=Reduction(inner=Group(dist.group.WORLD, (0, 1), rank))
+            )
+            for p in model.parameters()
+        ],
         bucket_bytes=bucket_bytes,
     )
     buckets.zero()
@@ -52,13 +68,17 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
     buckets.park()
     assert all(p.grad is None for p in model.parameters())
     buckets.install()
-    assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, "parking lost the gradients"  # type: ignore[union-attr]
+    assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, (
+        "parking lost the gradients"
+    )  # type: ignore[union-attr]
     return max(differences)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_sums_equal_one_process_also_for_unused_parameters(bucket_bytes: int, batches: int, pool: Pool) -> None:
+def test_sums_equal_one_process_also_for_unused_parameters(
+    bucket_bytes: int, batches: int, pool: Pool
+) -> None:
     for difference in pool.run(_sum_over_replicas, world_size=2, args=(bucket_bytes, batches)):
         assert difference < 1e-6
 
@@ -86,7 +106,10 @@ def _sum_after_all_batches(rank: int) -> list[list[float]]:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     layout = ParallelLayout(world_size=2)
     reduction = Reduction(inner=ProcessMesh.create(layout=layout, rank=rank).group("replica_sum"))
-    entries = [BucketEntry(p, chunk=chunk, reduction=reduction) for p, chunk in zip(parameters, (0, None), strict=True)]
+    entries = [
+        BucketEntry(p, chunk=chunk, reduction=reduction)
+        for p, chunk in zip(parameters, (0, None), strict=True)
+    ]
     buckets = GradientBuckets(entries)
     buckets.zero()
     buckets.install()
@@ -119,7 +142,11 @@ def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
 
 def _norm(rank: int) -> float:
     gradients = [torch.full((4,), float(rank + 1))] if rank < 2 else []
-    return float(global_norm(gradients, group=Group(dist.group.WORLD, (0, 1, 2), rank), device=torch.device("cpu")))
+    return float(
+        global_norm(
+            gradients, group=Group(dist.group.WORLD, (0, 1, 2), rank), device=torch.device("cpu")
+        )
+    )
 
 
 def test_norm_is_over_all_ranks_and_equal_on_them(pool: Pool) -> None:
@@ -129,12 +156,16 @@ def test_norm_is_over_all_ranks_and_equal_on_them(pool: Pool) -> None:
 def _goes_ahead(rank: int, nodes: int, scatter: bool) -> float:
     """The last rank begins its backward when all others have ended theirs."""
     last = dist.get_world_size() - 1
-    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=last + 1), rank=rank, timeout=timedelta(seconds=8))
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=last + 1), rank=rank, timeout=timedelta(seconds=8)
+    )
     inner, outer = mesh.levels(("data",), nodes)
     reduction = Reduction(inner=inner, outer=outer, scatter=scatter, dtype=torch.float64)
     model, token = _model()[:5], torch.zeros(1)
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0, reduction=reduction) for p in model.parameters()], scatters=scatter, bucket_bytes=1
+        [BucketEntry(p, chunk=0, reduction=reduction) for p in model.parameters()],
+        scatters=scatter,
+        bucket_bytes=1,
     )
     buckets.zero()
     buckets.install()
@@ -167,13 +198,18 @@ def test_the_backward_waits_for_no_reduction(nodes: int, scatter: bool, pool: Po
 def test_buckets_grow_with_the_ranks_that_are_summed_over(size: int, mebibytes: int) -> None:
     inner = Group(None, tuple(range(size)), 0)
     assert Reduction(inner=inner).bucket_bytes == mebibytes * 2**20
-    assert Reduction(inner=Group(None, (0, 1), 0), outer=inner).bucket_bytes == max(25, 8 * size) * 2**20
+    assert (
+        Reduction(inner=Group(None, (0, 1), 0), outer=inner).bucket_bytes
+        == max(25, 8 * size) * 2**20
+    )
 
 
 @pytest.mark.parametrize("widen", [False, True])
 def test_a_bucket_is_no_larger_than_asked_in_what_gradients_are_kept_in(widen: bool) -> None:
     parameters = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(16)]
-    buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in parameters], bucket_bytes=1024, widen=widen)
+    buckets = GradientBuckets(
+        [BucketEntry(p, chunk=0) for p in parameters], bucket_bytes=1024, widen=widen
+    )
     assert [bucket.buffer.nbytes for bucket in buckets.buckets()] == [1024] * (4 if widen else 2)
 
 
@@ -194,7 +230,9 @@ def test_neighbours_in_a_bucket_are_clipped_as_one() -> None:
     part = every[0][1:4]  # as of a matrix that other ranks hold too, in part
     assert [x.tolist() for x in buckets.joined([part])] == [part.flatten().tolist()]
     expected = nn.utils.get_total_norm(every)
-    assert float(global_norm(buckets.joined(every), group=Group(), device=torch.device("cpu"))) == pytest.approx(float(expected))
+    assert float(
+        global_norm(buckets.joined(every), group=Group(), device=torch.device("cpu"))
+    ) == pytest.approx(float(expected))
 
 
 def test_the_norm_of_millions_is_exact_to_the_sixth_digit() -> None:

@@ -1,4 +1,5 @@
-"""Optimizers are tried on the pieces that a layout makes: elementwise ones pass, others are refused by name."""
+"""Optimizers are tried on the pieces that a layout makes: elementwise ones pass, others are refused
+by name."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel import Cut, GroupTrial, MixingOptimizerError, check_elementwise, constructed_state
+from lightning_ptdp.data_parallel import (
+    Cut,
+    GroupTrial,
+    MixingOptimizerError,
+    check_elementwise,
+    constructed_state,
+)
 
 FLAT = Cut(option="shard_optimizer=True", dims=2, along="flat")
 ROWS = Cut(option="tensor_parallel_size=2", dims=2, along=0)
@@ -21,7 +28,8 @@ ALL = (FLAT, ROWS, COLUMNS, EXPERTS, STAGES)
 
 
 class _Custom(Optimizer):
-    """Optimizer with one rule for each parameter: ``update(parameter, gradient)`` returns the step."""
+    """Optimizer with one rule for each parameter: ``update(parameter, gradient)`` returns the
+    step."""
 
     update: Any
 
@@ -98,7 +106,11 @@ MIXING: list[tuple[Any, Cut, str]] = [
     (torch.optim.Adafactor, ROWS, "differs from that of the whole"),
     (torch.optim.Adafactor, EXPERTS, "expert_parallel_size=1"),
     (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
-    *((kind, cut, "differs from that of the whole") for kind in (Lars, Lamb, Clipping) for cut in (FLAT, ROWS, COLUMNS)),
+    *(
+        (kind, cut, "differs from that of the whole")
+        for kind in (Lars, Lamb, Clipping)
+        for cut in (FLAT, ROWS, COLUMNS)
+    ),
     (Clipping, STAGES, "Trainer(gradient_clip_val=...)"),
 ]
 
@@ -107,7 +119,9 @@ def check(make: Callable[[Any], Optimizer], *cuts: Cut) -> Optimizer:
     optimizer = make([nn.Parameter(torch.ones(3, 3))])
     kept = dict(optimizer.state)
     state = constructed_state(optimizer, optimizer.param_groups[0])
-    check_elementwise(optimizer, [GroupTrial(cuts=frozenset(cuts), state=state)], device=torch.device("cpu"))
+    check_elementwise(
+        optimizer, [GroupTrial(cuts=frozenset(cuts), state=state)], device=torch.device("cpu")
+    )
     assert optimizer.state == kept, "the trial left something behind"
     return optimizer
 

@@ -1,4 +1,5 @@
-"""Every schedule with every way to sum and to keep the optimizer, in single precision and in bfloat16 with masters."""
+"""Every schedule with every way to sum and to keep the optimizer, in single precision and in
+bfloat16 with masters."""
 
 from __future__ import annotations
 
@@ -23,14 +24,21 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "flat": (4, {"num_microbatches": 4}),
     "sharded": (4, {"num_microbatches": 4, "shard_optimizer": True}),
     "two levels": (8, {"num_microbatches": 2, "data_parallel_replicas": 2}),
-    "sharded in two levels": (8, {"num_microbatches": 2, "data_parallel_replicas": 2, "shard_optimizer": True}),
+    "sharded in two levels": (
+        8,
+        {"num_microbatches": 2, "data_parallel_replicas": 2, "shard_optimizer": True},
+    ),
 }
 SETTINGS: dict[str, Any] = {"steps": 4, "accumulate": 2, "global_batch": 16}
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Between whole models, relatively: single elements with hardly any gradient may go either way."""
-    left, right = (torch.cat([state[name].double().flatten() for name in expected]) for state in (found, expected))
+    """Between whole models, relatively: single elements with hardly any gradient may go either
+    way."""
+    left, right = (
+        torch.cat([state[name].double().flatten() for name in expected])
+        for state in (found, expected)
+    )
     return float((left - right).norm() / right.norm())
 
 
@@ -45,7 +53,13 @@ def reference(pool: Pool) -> Any:
 
 def run_of(schedule: str, mode: str, **settings: Any) -> Run:
     world_size, layout = MODES[mode]
-    layout = {"pipeline_parallel_size": 2, "schedule": schedule, "bucket_mb": 1e-2, **SCHEDULES[schedule], **layout}
+    layout = {
+        "pipeline_parallel_size": 2,
+        "schedule": schedule,
+        "bucket_mb": 1e-2,
+        **SCHEDULES[schedule],
+        **layout,
+    }
     return Run(world_size=world_size, layout=layout, **settings)
 
 
@@ -62,8 +76,14 @@ def test_single_precision(schedule: str, mode: str, pool: Pool, reference: Any) 
 @pytest.mark.parametrize("mode", ["flat", "sharded", "sharded in two levels"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bfloat16_with_masters(schedule: str, mode: str, pool: Pool, reference: Any) -> None:
-    """Microbatches of the same size as in the reference, so that only the order of float32 sums differs."""
-    settings = {**SETTINGS, "count_tokens": False, "ignore_padding": False, "precision": "bf16-true"}
+    """Microbatches of the same size as in the reference, so that only the order of float32 sums
+    differs."""
+    settings = {
+        **SETTINGS,
+        "count_tokens": False,
+        "ignore_padding": False,
+        "precision": "bf16-true",
+    }
     run = run_of(schedule, mode, **settings)
     expected = reference(layout={"num_microbatches": 8}, **settings)
     for found in pool.run(fit, world_size=run.world_size, args=(run,)):

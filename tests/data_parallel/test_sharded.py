@@ -1,4 +1,5 @@
-"""The user's optimizer on shards: any elementwise one, its groups and schedulers kept, the promised bytes a parameter."""
+"""The user's optimizer on shards: any elementwise one, its groups and schedulers kept, the promised
+bytes a parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 2)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 2)
+    ).to(dtype)
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -45,9 +48,14 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _sharded(model: nn.Module, group: Group, **options: Any) -> tuple[GradientBuckets, SteppedParameters]:
+def _sharded(
+    model: nn.Module, group: Group, **options: Any
+) -> tuple[GradientBuckets, SteppedParameters]:
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=True, **options)) for p in model.parameters()],
+        [
+            BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=True, **options))
+            for p in model.parameters()
+        ],
         scatters=True,
         bucket_bytes=3000,
     )
@@ -72,7 +80,9 @@ def _difference(rank: int, name: str, size: int) -> float:
         buckets.reduce(0)
         buckets.finish(scale=1 / size)
         stepped.install()
-        assert all(p.grad is None for p in model.parameters()), "a parameter shows the gradient of one replica"
+        assert all(p.grad is None for p in model.parameters()), (
+            "a parameter shows the gradient of one replica"
+        )
         optimizer.step()
         stepped.publish()
         plain.zero_grad()
@@ -81,9 +91,14 @@ def _difference(rank: int, name: str, size: int) -> float:
         for scheduler in schedulers:
             scheduler.step()
         stepped.wait()
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(plain.param_groups[0]["lr"]))
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(
+        float(plain.param_groups[0]["lr"])
+    )
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
-    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    return max(
+        float((a - b).abs().max())
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -93,12 +108,17 @@ def test_any_elementwise_optimizer_steps_as_on_whole_parameters(name: str, pool:
 
 
 def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
-    """(bytes of parameters, gradients, masters and AdamW's states; parameters) of bf16 training on this rank."""
+    """(bytes of parameters, gradients, masters and AdamW's states; parameters) of bf16 training on
+    this rank."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=sharded)) for p in model.parameters()], scatters=sharded
+        [
+            BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=sharded))
+            for p in model.parameters()
+        ],
+        scatters=sharded,
     )
     stepped = SteppedParameters(buckets, masters=True)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -114,7 +134,9 @@ def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
     held = [*model.parameters(), *(bucket.buffer for bucket in buckets.buckets())]
     held += [value for group in optimizer.param_groups for value in group["params"]]
     held += [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held}
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held
+    }
     return sum(storages.values()), sum(p.numel() for p in model.parameters())
 
 
@@ -126,10 +148,13 @@ def test_bytes_a_parameter_are_18_or_6_and_12_over_d(size: int, sharded: bool, p
 
 
 def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]:
-    """Largest difference to the flat sum, and to what it would be in bfloat16 between nodes at worst."""
+    """Largest difference to the flat sum, and to what it would be in bfloat16 between nodes at
+    worst."""
     mesh = ProcessMesh.create(layout=ParallelLayout(world_size=4), rank=rank)
     inner, outer = mesh.levels(("data",), 2)
-    reduction = Reduction(inner=inner, outer=outer, scatter=scatter, outer_dtype=torch.bfloat16 if compress else None)
+    reduction = Reduction(
+        inner=inner, outer=outer, scatter=scatter, outer_dtype=torch.bfloat16 if compress else None
+    )
     buffers = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     mine, total = buffers[rank].clone(), sum(buffers)
     reduction.prepare(mine).wait()

@@ -9,10 +9,10 @@ A comment in front of a block, invisible to readers, says what is different when
     <!-- test: with --trainer.max_steps 2 -->  ptdp gets these arguments too
     <!-- test: in one process -->          ptdp fits without a layout, where the block does not speak of one
 
-Blocks of one page share a folder and, if they are Python, their names, to which ``Trainer`` and ``PTDPStrategy`` belong from the start.
-A block with a title (``title="train.py"``) is first written
-to that file. ``ptdp fit`` of a recipe is made tiny (``tiny_options``), and ``RUN`` in a path stands for the run that is there.
-"""
+Blocks of one page share a folder and, if they are Python, their names, to which ``Trainer`` and
+``PTDPStrategy`` belong from the start. A block with a title (``title="train.py"``) is first written
+to that file. ``ptdp fit`` of a recipe is made tiny (``tiny_options``), and ``RUN`` in a path stands
+for the run that is there."""
 
 from __future__ import annotations
 
@@ -56,11 +56,21 @@ class Block:
     @property
     def not_run(self) -> str | None:
         """Why it is not run; None if it is."""
-        return next((order.removeprefix(NOT_RUN) for order in self.orders if order.startswith(NOT_RUN)), None)
+        return next(
+            (order.removeprefix(NOT_RUN) for order in self.orders if order.startswith(NOT_RUN)),
+            None,
+        )
 
     def value(self, word: str) -> str | None:
         """Return the argument of the first order that starts with ``word``, or None."""
-        return next((order.removeprefix(f"{word} ") for order in self.orders if order.startswith(f"{word} ")), None)
+        return next(
+            (
+                order.removeprefix(f"{word} ")
+                for order in self.orders
+                if order.startswith(f"{word} ")
+            ),
+            None,
+        )
 
 
 def find_blocks(page: Path, name: str) -> list[Block]:
@@ -75,18 +85,33 @@ def find_blocks(page: Path, name: str) -> list[Block]:
             orders.append(order["order"])
         elif fence:
             end = next(n for n in range(number + 1, len(lines)) if lines[n].strip() == "```")
-            code = "\n".join(line.removeprefix(fence["indent"]) for line in lines[number + 1 : end]) + "\n"
+            code = (
+                "\n".join(line.removeprefix(fence["indent"]) for line in lines[number + 1 : end])
+                + "\n"
+            )
             title = re.search(r'title="([^"]+)"', fence["rest"])
-            assert fence["language"], f"{name}:{number + 1}: a block needs a language ('text' for output)"
-            assert fence["language"] not in ("py", "sh", "shell", "console"), f"{name}:{number + 1}: write python or bash"
+            assert fence["language"], (
+                f"{name}:{number + 1}: a block needs a language ('text' for output)"
+            )
+            assert fence["language"] not in ("py", "sh", "shell", "console"), (
+                f"{name}:{number + 1}: write python or bash"
+            )
             if fence["language"] in _LANGUAGES:
                 place = f"{name}:{number + 1}"
                 blocks.append(
-                    Block(place=place, language=fence["language"], title=title and title[1], code=code, orders=tuple(orders))
+                    Block(
+                        place=place,
+                        language=fence["language"],
+                        title=title and title[1],
+                        code=code,
+                        orders=tuple(orders),
+                    )
                 )
             orders, number = [], end
         elif lines[number].strip():
-            assert not orders, f"{name}:{number + 1}: an order of the test stands directly in front of its block"
+            assert not orders, (
+                f"{name}:{number + 1}: an order of the test stands directly in front of its block"
+            )
         number += 1
     return blocks
 
@@ -98,7 +123,8 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None
         rank: Of the worker.
         blocks: In the order of the page.
         folder: Of this page, empty.
-        shared: Of all pages: the text in ``text``, and what is made once, prepared data and the MLflow store.
+        shared: Of all pages: the text in ``text``, and what is made once, prepared data and the
+            MLflow store.
     """
     import litdata  # noqa: F401 - so that the processes which a block forks need not import it each
     import mlflow  # noqa: F401 - likewise
@@ -121,7 +147,9 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None
                 with contextlib.redirect_stdout(said):
                     _run(block, names, Path(shared))
             except Exception as error:
-                raise BlockFailure(f"{block.place}: {type(error).__name__}: {error}\n{said.getvalue()[-2000:]}") from error
+                raise BlockFailure(
+                    f"{block.place}: {type(error).__name__}: {error}\n{said.getvalue()[-2000:]}"
+                ) from error
     finally:
         os.chdir(before)
 
@@ -137,8 +165,12 @@ def _run(block: Block, names: dict[str, Any], shared: Path) -> None:
 
 def _run_python(block: Block, names: dict[str, Any]) -> None:
     code = block.code
-    for name, arguments in (m.groups() for order in block.orders if (m := re.fullmatch(r"(\w+)\((.+)\)", order))):
-        code, count = re.subn(rf"\b{name}\((?=(\))?)", lambda m, a=arguments: f"{m[0]}{a}{'' if m[1] else ', '}", code)
+    for name, arguments in (
+        m.groups() for order in block.orders if (m := re.fullmatch(r"(\w+)\((.+)\)", order))
+    ):
+        code, count = re.subn(
+            rf"\b{name}\((?=(\))?)", lambda m, a=arguments: f"{m[0]}{a}{'' if m[1] else ', '}", code
+        )
         assert count, f"there is no call of {name}"
     wanted = block.value("raises")
     try:
@@ -151,12 +183,22 @@ def _run_python(block: Block, names: dict[str, Any]) -> None:
 
 
 def _run_shell(block: Block, shared: Path) -> None:
-    commands = [words for line in block.code.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
-    added = shlex.split(block.value("with") or "") + (_ONE_PROCESS if "in one process" in block.orders else [])
+    commands = [
+        words
+        for line in block.code.replace("\\\n", " ").splitlines()
+        if (words := shlex.split(line, comments=True))
+    ]
+    added = shlex.split(block.value("with") or "") + (
+        _ONE_PROCESS if "in one process" in block.orders else []
+    )
     wanted = int(block.value("exit") or 0)
     for number, words in enumerate(commands):
         words = [_of_this_run(word) for word in words]
-        code = _run_ptdp(words[1:] + added, shared) if words[0] == "ptdp" else subprocess.run(words, check=False).returncode
+        code = (
+            _run_ptdp(words[1:] + added, shared)
+            if words[0] == "ptdp"
+            else subprocess.run(words, check=False).returncode
+        )
         expected = wanted if number == len(commands) - 1 else 0
         assert code == expected, f"{shlex.join(words)} ended with {code}"
 
@@ -170,8 +212,8 @@ def _run_ptdp(arguments: list[str], shared: Path) -> int:
 def tiny_options(arguments: list[str], shared: Path) -> list[str]:
     """Return options that shrink a recipe to a tiny model on a tiny text.
 
-    The list is empty for commands without a recipe and for a page's own configuration, which is tiny already.
-    """
+    The list is empty for commands without a recipe and for a page's own configuration, which is
+    tiny already."""
     if arguments[0] not in _USES_A_RECIPE or "--config" not in arguments or "--help" in arguments:
         return []
     recipe = arguments[arguments.index("--config") + 1]
@@ -180,9 +222,14 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
     if recipe is None:  # the page's own file, which is tiny as it is
         return []
     sizes = {"vocabulary_size": 320, "sequence_length": 32}
-    options: dict[str, Any] = {f"model.config.{name}": value for name, value in (sizes | {"hidden_size": 32}).items()}
+    options: dict[str, Any] = {
+        f"model.config.{name}": value for name, value in (sizes | {"hidden_size": 32}).items()
+    }
     options |= {f"data.{name}": value for name, value in sizes.items()}
-    options |= {"data.source": str(shared / "text"), "data.data_dir": str(shared / f"data-{recipe.partition('/')[0]}")}
+    options |= {
+        "data.source": str(shared / "text"),
+        "data.data_dir": str(shared / f"data-{recipe.partition('/')[0]}"),
+    }
     if recipe.startswith("hf/"):  # the model is tiny as it is, and its tokenizer is given
         options = {}
     options |= {
@@ -209,5 +256,7 @@ def _check_syntax(block: Block) -> None:
     if block.language == "python":
         compile(block.code, block.place, "exec")
     elif block.language == "bash":
-        done = subprocess.run(["bash", "-n"], input=block.code, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            ["bash", "-n"], input=block.code, text=True, capture_output=True, check=False
+        )
         assert done.returncode == 0, f"{block.place}: {done.stderr}"

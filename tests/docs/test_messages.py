@@ -21,7 +21,8 @@ def messages() -> list[str]:
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Every string of a module, with placeholders for what is filled in, and sums of strings as one."""
+    """Every string of a module, with placeholders for what is filled in, and sums of strings as
+    one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
             text = whole(node)
@@ -44,7 +45,11 @@ def whole(node: ast.AST) -> str | None:
 @pytest.fixture(scope="module")
 def known() -> list[str]:
     files = (ROOT / "lightning_ptdp").rglob("*.py")
-    return [text for file in sorted(files) for text in strings(ast.parse(file.read_text(encoding="utf-8")))]
+    return [
+        text
+        for file in sorted(files)
+        for text in strings(ast.parse(file.read_text(encoding="utf-8")))
+    ]
 
 
 def test_the_page_has_messages() -> None:

@@ -10,7 +10,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_models_of_the_page() -> None:
-    table = PAGE.read_text().partition("<!-- unseen_models: begin -->")[2].partition("<!-- unseen_models: end -->")[0]
+    table = (
+        PAGE.read_text()
+        .partition("<!-- unseen_models: begin -->")[2]
+        .partition("<!-- unseen_models: end -->")[0]
+    )
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     assert {row[0].removeprefix("| "): row[1].strip("`") for row in rows} == {
         name: found.model for name, found in ARCHITECTURES.items()

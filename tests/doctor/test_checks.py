@@ -20,9 +20,19 @@ from lightning_ptdp.doctor.folder_checks import (
     check_root_dir,
     check_tracking_store,
 )
-from lightning_ptdp.doctor.installation import check_entry_points, check_packages, check_python, check_recipes
+from lightning_ptdp.doctor.installation import (
+    check_entry_points,
+    check_packages,
+    check_python,
+    check_recipes,
+)
 from lightning_ptdp.doctor.local_devices import check_arithmetic, check_devices
-from lightning_ptdp.doctor.machine_checks import check_cores, check_memory, check_open_files, check_shared_memory
+from lightning_ptdp.doctor.machine_checks import (
+    check_cores,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
 
 GIB = 2**30
 
@@ -41,11 +51,18 @@ def has_nothing(name: str) -> str:
         ("torch<3,>=2.11", has("2.15.0+cu128"), Status.OK, "2.15.0"),
         ("torch<3,>=2.11", has("2.9.1"), Status.FAILED, "not >=2.11,<3"),
         ("torch<3,>=2.11", has_nothing, Status.FAILED, "not installed"),
-        ("transformers<6,>=5; extra == 'hf'", has_nothing, Status.OK, "optional: pip install 'transformers>=5,<6'"),
+        (
+            "transformers<6,>=5; extra == 'hf'",
+            has_nothing,
+            Status.OK,
+            "optional: pip install 'transformers>=5,<6'",
+        ),
         ("transformers<6,>=5; extra == 'hf'", has("4.0"), Status.WARNING, "4.0, not"),
     ],
 )
-def test_packages(requirement: str, installed: Callable[[str], str], status: Status, words: str) -> None:
+def test_packages(
+    requirement: str, installed: Callable[[str], str], status: Status, words: str
+) -> None:
     (check,) = check_packages([requirement], installed)
     assert (check.status, check.subject) == (status, requirement.partition("<")[0])
     assert words in check.found
@@ -82,7 +99,10 @@ def test_recipes() -> None:
         (check_cores(cores=2, processes=4, accelerated=False), Status.WARNING),
         (check_cores(cores=2, processes=4, accelerated=True), Status.OK),
         (check_memory(available=8 * GIB, total=16 * GIB, limit=None, processes=4), Status.OK),
-        (check_memory(available=8 * GIB, total=16 * GIB, limit=2 * GIB, processes=4), Status.WARNING),
+        (
+            check_memory(available=8 * GIB, total=16 * GIB, limit=2 * GIB, processes=4),
+            Status.WARNING,
+        ),
         (check_memory(available=1 * GIB, total=16 * GIB, limit=None, processes=4), Status.WARNING),
         (check_shared_memory(8 * GIB), Status.OK),
         (check_shared_memory(64 * 2**20), Status.WARNING),
@@ -101,8 +121,13 @@ def test_arithmetic_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) ->
     checks = list(check_arithmetic(torch.device("cpu")))
     assert [check.status for check in checks] == [Status.OK, Status.OK]
     product = torch.Tensor.__matmul__
-    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: product(a, b) + (a.dtype != torch.float64))
-    assert [check.status for check in check_arithmetic(torch.device("cpu"))] == [Status.FAILED, Status.FAILED]
+    monkeypatch.setattr(
+        torch.Tensor, "__matmul__", lambda a, b: product(a, b) + (a.dtype != torch.float64)
+    )
+    assert [check.status for check in check_arithmetic(torch.device("cpu"))] == [
+        Status.FAILED,
+        Status.FAILED,
+    ]
 
 
 def test_devices_are_found_or_their_absence_is_explained() -> None:
@@ -136,7 +161,9 @@ def test_the_tracking_store(tmp_path: Path) -> None:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]  # bound, and not listening
         assert check_tracking_store(f"http://127.0.0.1:{port}", timeout_s=2).status == Status.FAILED
-    assert check_tracking_store(f"sqlite:///{tmp_path / 'mlflow.db'}", timeout_s=2).status == Status.OK
+    assert (
+        check_tracking_store(f"sqlite:///{tmp_path / 'mlflow.db'}", timeout_s=2).status == Status.OK
+    )
 
 
 def test_a_folder_without_data(tmp_path: Path) -> None:
@@ -150,7 +177,12 @@ def link(name: str, rate: float, size: int = 2**20) -> Measurement:
 
 def test_a_slow_link_is_named() -> None:
     slow_and_small = link("send 0 to 1", 1.0, size=8)
-    even = [slow_and_small, link("send 0 to 1", 1e9), link("send 1 to 2", 1.2e9), link("all-reduce", 1e8)]
+    even = [
+        slow_and_small,
+        link("send 0 to 1", 1e9),
+        link("send 1 to 2", 1.2e9),
+        link("all-reduce", 1e8),
+    ]
     assert check_links(even).status == Status.OK
     check = check_links([*even, link("send 2 to 0", 4e8)])
     assert (check.status, "the slowest is send 2 to 0" in check.found) == (Status.WARNING, True)

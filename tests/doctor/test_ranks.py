@@ -39,12 +39,17 @@ def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
 @pytest.mark.parametrize(
     ("how", "explained"),
     [
-        ("hangs", "rank 1 hangs in the start; rank 0 waits in the meeting; rank 2 waits in the meeting"),
+        (
+            "hangs",
+            "rank 1 hangs in the start; rank 0 waits in the meeting; rank 2 waits in the meeting",
+        ),
         ("dies", "rank 1 failed in the start: the process died"),
         ("raises", "rank 1 failed in the start: ValueError: no"),
     ],
 )
-def test_the_rank_that_is_to_blame_is_named(how: str, explained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_is_to_blame_is_named(
+    how: str, explained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_ptdp.base.rank_processes._ENDING_S", 0.5)
     before = set(psutil.Process().children())
     outcome = run_ranks(meet_without, count=3, args=(1, how), timeout_s=1.5)
@@ -69,8 +74,13 @@ def test_all_collectives_are_right_among_three(pool: Pool) -> None:
     for right, said in pool.run(use_all, world_size=3, args=(3,)):
         assert all(right)
         assert [what.partition(" of ")[0] for what in said] == [
-            "send 0 to 1", "send 1 to 2", "send 2 to 0", "all-reduce", "reduce-scatter", "all-gather",
-        ]  # fmt: skip
+            "send 0 to 1",
+            "send 1 to 2",
+            "send 2 to 0",
+            "all-reduce",
+            "reduce-scatter",
+            "all-gather",
+        ]
 
 
 def spoiled(rank: int) -> list[str]:
@@ -99,4 +109,7 @@ def test_one_process_and_a_backend_that_cannot_work() -> None:
     assert not alone.measurements
     if not torch.cuda.is_available():
         (check,) = check_ranks(count=2, backend="nccl", timeout_s=30).checks
-        assert (check.status, check.found.startswith("rank 0 failed in its start")) == (Status.FAILED, True), check
+        assert (check.status, check.found.startswith("rank 0 failed in its start")) == (
+            Status.FAILED,
+            True,
+        ), check

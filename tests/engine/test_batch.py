@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_ptdp.base.nested import batch_size
-from lightning_ptdp.engine.microbatches import merge_outputs, microbatch_sizes, signature, split_batch
+from lightning_ptdp.engine.microbatches import (
+    merge_outputs,
+    microbatch_sizes,
+    signature,
+    split_batch,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -49,7 +54,12 @@ def test_sizes_are_even_and_lose_nothing(samples: int, count: int) -> None:
         {"x": torch.arange(7), "nested": [torch.arange(7), {"y": torch.arange(7)}]},
         Pair(torch.arange(7), torch.arange(7)),
         Labelled(torch.arange(7), "book"),
-        {"x": torch.arange(7), "scale": torch.tensor(2.0), "mask": torch.ones(1, 3), "names": list("abcdefg")},
+        {
+            "x": torch.arange(7),
+            "scale": torch.tensor(2.0),
+            "mask": torch.ones(1, 3),
+            "names": list("abcdefg"),
+        },
     ],
 )
 def test_parts_put_together_are_the_batch(batch: object) -> None:
@@ -60,7 +70,12 @@ def test_parts_put_together_are_the_batch(batch: object) -> None:
 
 
 def test_scalars_and_broadcast_tensors_are_passed_whole_and_lists_are_cut() -> None:
-    batch = {"x": torch.arange(4), "scale": torch.tensor(2.0), "mask": torch.ones(1, 3), "names": list("abcd")}
+    batch = {
+        "x": torch.arange(4),
+        "scale": torch.tensor(2.0),
+        "mask": torch.ones(1, 3),
+        "names": list("abcd"),
+    }
     first, second = split_batch(batch, (2, 2))
     assert first["scale"] is batch["scale"]
     assert second["mask"] is batch["mask"]
@@ -68,7 +83,9 @@ def test_scalars_and_broadcast_tensors_are_passed_whole_and_lists_are_cut() -> N
     assert second["x"].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("batch", [{"a": torch.zeros(4), "b": torch.zeros(3)}, {"a": torch.tensor(1.0)}, "text"])
+@pytest.mark.parametrize(
+    "batch", [{"a": torch.zeros(4), "b": torch.zeros(3)}, {"a": torch.tensor(1.0)}, "text"]
+)
 def test_a_batch_without_a_common_first_dimension_says_so(batch: object) -> None:
     with pytest.raises(ValueError, match="dimension"):
         batch_size(batch)

@@ -1,4 +1,5 @@
-"""On a GPU every reading of a value waits for all that was queued before it: a step waits once, at its end, in every layout."""
+"""On a GPU every reading of a value waits for all that was queued before it: a step waits once, at
+its end, in every layout."""
 
 from __future__ import annotations
 
@@ -22,23 +23,46 @@ HALF = {"precision": "bf16-true"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one m4": (1, {"num_microbatches": 4}, {"accumulate_grad_batches": 2}),
     "d4": (4, {}, {}),
-    "d4 two levels ZeRO m2": (4, {"num_microbatches": 2, "shard_optimizer": True, "data_parallel_replicas": 2}, {}),
+    "d4 two levels ZeRO m2": (
+        4,
+        {"num_microbatches": 2, "shard_optimizer": True, "data_parallel_replicas": 2},
+        {},
+    ),
     "t2 d2 m2 masters": (4, {"tensor_parallel_size": 2, "num_microbatches": 2}, HALF),
     "t4 SP recomputed": (
         4,
-        {"tensor_parallel_size": 4, "sequence_parallel": True, "tensor_overlap": 2, "recompute": "full"},
+        {
+            "tensor_parallel_size": 4,
+            "sequence_parallel": True,
+            "tensor_overlap": 2,
+            "recompute": "full",
+        },
         HALF,
     ),
     "c4": (4, {"context_parallel_size": 4, "num_microbatches": 2}, {}),
-    "c2 d2 all to all": (4, {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"}, {}),
+    "c2 d2 all to all": (
+        4,
+        {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"},
+        {},
+    ),
     "p4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}, {}),
     "p2 v2 d2 ZeRO": (4, {**P2, "virtual_pipeline_size": 2, "shard_optimizer": True}, {}),
     "p2 t2 SP ZB-H1": (
         4,
-        {**P2, "tensor_parallel_size": 2, "sequence_parallel": True, "tensor_overlap": 3, "schedule": "zb_h1"},
+        {
+            **P2,
+            "tensor_parallel_size": 2,
+            "sequence_parallel": True,
+            "tensor_overlap": 3,
+            "schedule": "zb_h1",
+        },
         HALF,
     ),
-    "p2 d2 ZB-V": (4, {**P2, "virtual_pipeline_size": 2, "schedule": "zb_v"}, {"accumulate_grad_batches": 2}),
+    "p2 d2 ZB-V": (
+        4,
+        {**P2, "virtual_pipeline_size": 2, "schedule": "zb_v"},
+        {"accumulate_grad_batches": 2},
+    ),
     "p2 c2": (4, {**P2, "context_parallel_size": 2}, {}),
 }
 
@@ -69,7 +93,11 @@ class LitTokens(pl.LightningModule):
         return {"loss": loss, "num_tokens": (x > 0).sum(), "mean": y.mean()}
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.layers(batch["input_ids"].float()[:, :4]).square().mean(), sync_dist=True)
+        self.log(
+            "val_loss",
+            self.layers(batch["input_ids"].float()[:, :4]).square().mean(),
+            sync_dist=True,
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -81,8 +109,16 @@ class LitLlama(pl.LightningModule):
     def configure_model(self) -> None:
         import transformers
 
-        sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
-        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2))
+        sizes = {
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        }
+        self.model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, num_key_value_heads=2)
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -121,12 +157,25 @@ class Marks(pl.Callback):
 
 
 def fit(
-    rank: int, size: int, options: dict[str, Any], settings: dict[str, Any], module: type[pl.LightningModule] | None = None
+    rank: int,
+    size: int,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    module: type[pl.LightningModule] | None = None,
 ) -> dict[str, list[list[Wait]]]:
     """Train on a fake GPU and return the host's waits in each training and validation batch."""
     torch.manual_seed(0)
-    sizes = {"vocabulary_size": 32, "sequence_length": 8, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
-    rows = [{"input_ids": row[:-1].clone(), "labels": row[1:].clone()} for row in torch.randint(32, (96, 9))]
+    sizes = {
+        "vocabulary_size": 32,
+        "sequence_length": 8,
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_heads": 4,
+    }
+    rows = [
+        {"input_ids": row[:-1].clone(), "labels": row[1:].clone()}
+        for row in torch.randint(32, (96, 9))
+    ]
     loaders = [torch.utils.data.DataLoader(rows, batch_size=8) for _ in range(2)]
     # What gloo has instead of two collectives NCCL never runs.
     with fake_cuda(rank) as waits, mock.patch.object(reduction, "_is_gloo", return_value=False):
@@ -147,9 +196,15 @@ def fit(
             callbacks=[marks],
             **settings,
         )
-        model = module() if module is not None else LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3))
+        model = (
+            module()
+            if module is not None
+            else LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3))
+        )
         trainer.fit(model, *loaders)
-        return {kind: [waits.batches[place] for place in begun] for kind, begun in marks.begun.items()}
+        return {
+            kind: [waits.batches[place] for place in begun] for kind, begun in marks.begun.items()
+        }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -165,28 +220,39 @@ def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "options"), [(1, {}), (2, {"tensor_parallel_size": 2}), (2, P2), (2, {})], ids=["one", "t2", "p2", "d2"]
+    ("size", "options"),
+    [(1, {}), (2, {"tensor_parallel_size": 2}), (2, P2), (2, {})],
+    ids=["one", "t2", "p2", "d2"],
 )
 def test_so_does_one_of_hugging_face(size: int, options: dict[str, Any], pool: Pool) -> None:
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
-@pytest.mark.parametrize(("options", "settings"), [({"check_finite": "raise"}, {}), ({}, {"precision": "16-mixed"})])
+@pytest.mark.parametrize(
+    ("options", "settings"), [({"check_finite": "raise"}, {}), ({}, {"precision": "16-mixed"})]
+)
 def test_who_decides_about_the_step_by_its_gradients_waits_for_them_too(
     options: dict[str, Any], settings: dict[str, Any], pool: Pool
 ) -> None:
     ranks = pool.run(fit, world_size=2, args=(2, {**P2, **options}, settings))
     for waits in (waits for batches in ranks for waits in batches["train"][1:]):
         report, decision = waits
-        assert report.place in ("engine/step_report.py read_numbers", "engine/sharing.py share_report")
+        assert report.place in (
+            "engine/step_report.py read_numbers",
+            "engine/sharing.py share_report",
+        )
         assert (
-            decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step")) and not decision.in_schedule
+            decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step"))
+            and not decision.in_schedule
         )
 
 
 def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
     for batches in ranks:
-        for kind, (_, *later) in batches.items():  # the first of its shapes tells the others what they are
+        for kind, (
+            _,
+            *later,
+        ) in batches.items():  # the first of its shapes tells the others what they are
             assert len(later) == (2 if kind == "train" else 1)
             for waits in later:
                 assert not any(wait.in_schedule for wait in waits), waits

@@ -1,4 +1,5 @@
-"""Labels that count: unequal numbers are told once, and float16 sees gradients of the size of one process's."""
+"""Labels that count: unequal numbers are told once, and float16 sees gradients of the size of one
+process's."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ class LitLabels(L.LightningModule):
     def __init__(self, counts: bool) -> None:
         super().__init__()
         self.embedding, self.counts = nn.Embedding(VOCABULARY, 8), counts
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         logits = self.layers(self.embedding(batch["tokens"]))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["answers"].flatten(), ignore_index=-100)
-        return {"loss": loss, "num_tokens": (batch["answers"] != -100).sum()} if self.counts else loss
+        return (
+            {"loss": loss, "num_tokens": (batch["answers"] != -100).sum()} if self.counts else loss
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -79,16 +84,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, pool: Pool) -> None:
     size, layout = LAYOUTS[name]
-    told = [text for rank in pool.run(fit, world_size=size, args=(size, layout, {})) for text in rank["told"]]
+    told = [
+        text
+        for rank in pool.run(fit, world_size=size, args=(size, layout, {}))
+        for text in rank["told"]
+    ]
     assert len(told) == 1
     assert told[0].startswith("'answers' of a batch ignores unequal numbers of labels (-100)")
 
 
 @pytest.mark.parametrize("settings", [{"counts": True}, {"uneven": False}], ids=["counted", "even"])
 @pytest.mark.parametrize("name", ["one m2", "p2", "d2"])
-def test_nothing_is_told_of_a_step_that_counts_or_of_equal_numbers(name: str, settings: dict[str, Any], pool: Pool) -> None:
+def test_nothing_is_told_of_a_step_that_counts_or_of_equal_numbers(
+    name: str, settings: dict[str, Any], pool: Pool
+) -> None:
     size, layout = LAYOUTS[name]
-    assert not any(rank["told"] for rank in pool.run(fit, world_size=size, args=(size, layout, settings)))
+    assert not any(
+        rank["told"] for rank in pool.run(fit, world_size=size, args=(size, layout, settings))
+    )
 
 
 def test_the_shares_are_of_a_sample() -> None:
@@ -112,4 +125,10 @@ def test_float16_takes_the_steps_of_one_process(name: str, pool: Pool) -> None:
     for found in pool.run(fit, world_size=size, args=(size, layout, settings)):
         assert found["scale"] == expected["scale"]
         for key, value in expected["final"].items():
-            torch.testing.assert_close(found["final"][key], value, rtol=2e-2, atol=2e-3, msg=lambda text, k=key: f"{k}: {text}")
+            torch.testing.assert_close(
+                found["final"][key],
+                value,
+                rtol=2e-2,
+                atol=2e-3,
+                msg=lambda text, k=key: f"{k}: {text}",
+            )

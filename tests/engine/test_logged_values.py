@@ -38,7 +38,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``answers``: only the last tokens of a sequence have labels, as in fine-tuning, so that half of the slices have none."""
+    """``answers``: only the last tokens of a sequence have labels, as in fine-tuning, so that half
+    of the slices have none."""
 
     answers: bool = False
     counts: bool = True
@@ -62,7 +63,11 @@ class LitEvaluated(LitTiny):
         self.case, self.error = case, MeanMetric()
 
     def token_losses(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return F.cross_entropy(
+            self.model(batch["input_ids"]).flatten(0, 1),
+            batch["labels"].flatten(),
+            reduction="none",
+        )
 
     def step(self, batch: dict[str, Tensor], name: str, **options: Any) -> Any:
         losses, counted = self.token_losses(batch), batch["labels"].flatten() != -100
@@ -92,7 +97,11 @@ class LitShifts(LitEvaluated):
     def step(self, batch: dict[str, Tensor], name: str, **options: Any) -> Any:
         loss = self.model(**batch).loss
         self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, **options)
-        return {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()} if self.case.counts else loss
+        return (
+            {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
+            if self.case.counts
+            else loss
+        )
 
 
 class Seen(L.Callback):
@@ -114,9 +123,17 @@ def run(rank: int, case: Case, world_size: int, layout: dict[str, int]) -> Any:
     L.seed_everything(3, verbose=False)
     seen, module = Seen(), LitShifts(case) if case.hugging_face else LitEvaluated(case)
     trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout), accelerator="cpu", devices=world_size, max_epochs=1, callbacks=[seen], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+        strategy=PTDPStrategy(**layout),
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=1,
+        callbacks=[seen],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
     data = Answers(12) if case.answers else PaddedTokens(12)
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
     loader = DataLoader(data, batch_size=4 // sampler.num_replicas, sampler=sampler)
@@ -144,18 +161,34 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in LAYOUTS for case in CASES if C in LAYOUTS[name][1] or CASES[case].counts]
+    ("name", "case"),
+    [
+        (name, case)
+        for name in LAYOUTS
+        for case in CASES
+        if C in LAYOUTS[name][1] or CASES[case].counts
+    ],
 )
 def test_values_are_those_of_one_process(name: str, case: str, pool: Pool, reference: Any) -> None:
     world_size, layout = LAYOUTS[name]
     expected = reference(CASES[case])
     for found in pool.run(run, world_size=world_size, args=(CASES[case], world_size, layout)):
-        for mine, theirs in zip([*found["logged"], found["last"]], [*expected["logged"], expected["last"]], strict=True):
+        for mine, theirs in zip(
+            [*found["logged"], found["last"]], [*expected["logged"], expected["last"]], strict=True
+        ):
             assert mine == pytest.approx(theirs, rel=1e-5)
-        for mine, theirs in zip(found["outputs"], expected["outputs"], strict=bool(found["outputs"])):
+        for mine, theirs in zip(
+            found["outputs"], expected["outputs"], strict=bool(found["outputs"])
+        ):
             assert mine == pytest.approx(theirs, rel=1e-5)
         for key, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][key], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=key: f"{n}: {text}")
+            torch.testing.assert_close(
+                found["weights"][key],
+                value,
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, n=key: f"{n}: {text}",
+            )
 
 
 class Uneven(IterableDataset):
@@ -173,17 +206,29 @@ class LitAtTheEnd(LitTiny):
     """Lightning itself sums over the replicas at the end of the epoch only."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        loss = F.cross_entropy(
+            self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+        )
         self.log("val_loss", loss, sync_dist=True)
         return {"num_tokens": (batch["labels"] != -100).sum()}
 
 
 def validate_unevenly(rank: int) -> float:
     L.seed_everything(3, verbose=False)
-    trainer = L.Trainer(strategy=PTDPStrategy(), accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
-    return trainer.validate(LitAtTheEnd(Run(layers=2)), DataLoader(Uneven(trainer), batch_size=2), verbose=False)[0]["val_loss"]
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(),
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_progress_bar=False,
+    )
+    return trainer.validate(
+        LitAtTheEnd(Run(layers=2)), DataLoader(Uneven(trainer), batch_size=2), verbose=False
+    )[0]["val_loss"]
 
 
-def test_replicas_that_evaluate_unequally_many_batches_do_not_wait_for_each_other(pool: Pool) -> None:
+def test_replicas_that_evaluate_unequally_many_batches_do_not_wait_for_each_other(
+    pool: Pool,
+) -> None:
     first, second = pool.run(validate_unevenly, world_size=2)
     assert first == second

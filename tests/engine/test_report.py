@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
-from lightning_ptdp.engine.step_report import LogCall, LogRecorder, StepReport, average_calls, numbers_on, read_numbers
+from lightning_ptdp.engine.step_report import (
+    LogCall,
+    LogRecorder,
+    StepReport,
+    average_calls,
+    numbers_on,
+    read_numbers,
+)
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 
@@ -25,26 +32,52 @@ def no_metrics(_: Any) -> str:
 
 def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
     recorded = [
-        [LogCall("loss", torch.tensor(1.0), {}), LogCall("count", 2, SUM), LogCall("worst", 3.0, {"reduce_fx": "max"})],
-        [LogCall("loss", torch.tensor(4.0), {}), LogCall("count", 5, SUM), LogCall("worst", 1.0, {"reduce_fx": max})],
+        [
+            LogCall("loss", torch.tensor(1.0), {}),
+            LogCall("count", 2, SUM),
+            LogCall("worst", 3.0, {"reduce_fx": "max"}),
+        ],
+        [
+            LogCall("loss", torch.tensor(4.0), {}),
+            LogCall("count", 5, SUM),
+            LogCall("worst", 1.0, {"reduce_fx": max}),
+        ],
     ]
     numbers = numbers_on(CPU, [call.value for calls in recorded for call in calls])
     calls = average_calls(recorded, numbers, numbers_on(CPU, (2.0, 1.0)), metric_path=no_metrics)
-    assert [(call.name, call.value) for call in calls] == [("loss", 2.0), ("count", 7.0), ("worst", 3.0)]
+    assert [(call.name, call.value) for call in calls] == [
+        ("loss", 2.0),
+        ("count", 7.0),
+        ("worst", 3.0),
+    ]
 
 
 def test_other_reductions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"self.log\('a', reduce_fx=median\).*torchmetrics.Metric"):
-        average_calls([[LogCall("a", 1.0, {"reduce_fx": torch.median})]], torch.ones(1), torch.ones(1), metric_path=no_metrics)
+        average_calls(
+            [[LogCall("a", 1.0, {"reduce_fx": torch.median})]],
+            torch.ones(1),
+            torch.ones(1),
+            metric_path=no_metrics,
+        )
 
 
 def test_different_names_in_different_microbatches_are_refused() -> None:
     with pytest.raises(ValueError, match="different names"):
-        average_calls([[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]], torch.ones(2), torch.ones(2), metric_path=no_metrics)
+        average_calls(
+            [[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]],
+            torch.ones(2),
+            torch.ones(2),
+            metric_path=no_metrics,
+        )
 
 
 def test_rows_are_read_together() -> None:
-    values = ([torch.tensor(3), 2], (), [torch.tensor([0.5]), None, torch.tensor(1.5, dtype=torch.bfloat16)])
+    values = (
+        [torch.tensor(3), 2],
+        (),
+        [torch.tensor([0.5]), None, torch.tensor(1.5, dtype=torch.bfloat16)],
+    )
     rows = read_numbers(*(numbers_on(CPU, row) for row in values))
     assert rows == [[3.0, 2.0], [], [0.5, 0.0, 1.5]]
 
@@ -55,14 +88,33 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
     reports = [
         StepReport(1.0, 2.0, False, [LogCall("a", 3.0, {"prog_bar": True})]),
         StepReport(1.5, 2.0, False, [LogCall("a", 4.0, {"prog_bar": True})]),  # only values change
-        StepReport(2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]),  # more than fit
         StepReport(
-            0.0, 0.0, False, [], {"prediction": [torch.arange(3).to(dtype) for dtype in DTYPES] + [torch.ones(()), torch.ones(0)]}
+            2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]
+        ),  # more than fit
+        StepReport(
+            0.0,
+            0.0,
+            False,
+            [],
+            {
+                "prediction": [torch.arange(3).to(dtype) for dtype in DTYPES]
+                + [torch.ones(()), torch.ones(0)]
+            },
         ),
     ]
     for report in reports:
-        shared = share_report(report if rank == 2 else None, group=group, source=2, memory=memory, device=torch.device("cpu"))
-        extras = None if shared.extras is None else [(t.tolist(), t.dtype) for t in shared.extras["prediction"]]
+        shared = share_report(
+            report if rank == 2 else None,
+            group=group,
+            source=2,
+            memory=memory,
+            device=torch.device("cpu"),
+        )
+        extras = (
+            None
+            if shared.extras is None
+            else [(t.tolist(), t.dtype) for t in shared.extras["prediction"]]
+        )
         seen.append((shared.loss, shared.weight, shared.counted, shared.calls, extras))
     return seen
 
@@ -102,7 +154,11 @@ def _share_column(rank: int) -> list[float]:
     group = Group(dist.new_group([0, 1]), (0, 1), rank)
     report = StepReport(0.0, 0.0, False, [], {"column": torch.arange(6.0).view(2, 3)[:1, 1]})
     return (
-        share_report(report if rank else None, group=group, source=1, memory=ReportMemory(), device=CPU).extras["column"].tolist()
+        share_report(
+            report if rank else None, group=group, source=1, memory=ReportMemory(), device=CPU
+        )
+        .extras["column"]
+        .tolist()
     )
 
 

@@ -20,7 +20,11 @@ class LitPlain(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-        self.teacher, self.seen, self.outputs = nn.Linear(4, 4).requires_grad_(False), 0, list[Tensor]()
+        self.teacher, self.seen, self.outputs = (
+            nn.Linear(4, 4).requires_grad_(False),
+            0,
+            list[Tensor](),
+        )
         self.register_buffer("queue", torch.zeros(4))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -105,7 +109,9 @@ class LitMasked(LitPlain):
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         observed = (y > 0).float()
-        return (F.mse_loss(prediction, y, reduction="none") * observed).sum() / observed.sum().clamp(min=1)
+        return (
+            F.mse_loss(prediction, y, reduction="none") * observed
+        ).sum() / observed.sum().clamp(min=1)
 
 
 class LitMaskedMean(LitMasked):
@@ -128,7 +134,13 @@ class LitMeans(LitPlain):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         error = (prediction - y).square()
         means = error.mean(1).mean(0) + error.mean((0, 1)) + error[:, :2].T.mean(0).mean()
-        return means + error.norm(2) + torch.norm(error, 2) + F.normalize(error, 2, 1).mean() + torch.max(prediction, y).mean()
+        return (
+            means
+            + error.norm(2)
+            + torch.norm(error, 2)
+            + F.normalize(error, 2, 1).mean()
+            + torch.max(prediction, y).mean()
+        )
 
 
 class LitDivided(LitPlain):
@@ -150,7 +162,9 @@ def fit(rank: int, kind: type[LitPlain], layout: dict[str, Any], size: int) -> l
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(kind(), DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 4)), batch_size=8))
+        trainer.fit(
+            kind(), DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 4)), batch_size=8)
+        )
     return [str(one.message) for one in told if "docs/microbatches.md" in str(one.message)]
 
 
@@ -178,7 +192,9 @@ CASES: dict[type[LitPlain], str | None] = {
 def test_what_a_microbatch_changes_is_told_once(kind: type[LitPlain], pool: Pool) -> None:
     expected = CASES[kind]
     (told,) = pool.run(fit, world_size=1, args=(kind, M2, 1))
-    assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
+    assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), (
+        told
+    )
 
 
 @pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitQueue, LitNormalized])
@@ -186,12 +202,18 @@ def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
     layout = {**M2, "pipeline_parallel_size": 2}
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
     expected = CASES[kind]
-    assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), told
+    assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), (
+        told
+    )
 
 
-@pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized])
+@pytest.mark.parametrize(
+    "kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized]
+)
 @pytest.mark.parametrize("layout", [{}, {"shard_optimizer": True}], ids=["d2", "sharded"])
-def test_what_replicas_change_is_told_once(kind: type[LitPlain], layout: dict[str, Any], pool: Pool) -> None:
+def test_what_replicas_change_is_told_once(
+    kind: type[LitPlain], layout: dict[str, Any], pool: Pool
+) -> None:
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
     expected = None if kind is LitCarried else CASES[kind]
     starts = (expected or "").replace("microbatch", "replica")
@@ -206,7 +228,9 @@ def test_nothing_is_told_without_microbatches(pool: Pool) -> None:
 class LitNormed(LitPlain):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+        self.net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        )
 
 
 def test_state_that_a_recomputed_block_changes_is_told(pool: Pool) -> None:

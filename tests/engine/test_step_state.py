@@ -26,8 +26,17 @@ class Holder(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.number, self.text, self.nothing, self.pair = 1, "a", None, (1, 2)
-        self.numbers, self.long, self.nested = [1, 2], list(range(1000)), {"a": [1], "b": {"c": [torch.ones(1)]}}
-        self.counts, self.lists, self.recent, self.names = Counter("ab"), defaultdict(list), deque([1, 2], maxlen=2), {"x"}
+        self.numbers, self.long, self.nested = (
+            [1, 2],
+            list(range(1000)),
+            {"a": [1], "b": {"c": [torch.ones(1)]}},
+        )
+        self.counts, self.lists, self.recent, self.names = (
+            Counter("ab"),
+            defaultdict(list),
+            deque([1, 2], maxlen=2),
+            {"x"},
+        )
         self.array, self.tensor, self.meter, self.late = np.zeros(2), torch.zeros(2), Meter(), {}
         self.same = self.numbers
         self.register_buffer("buffer", torch.zeros(2))
@@ -37,7 +46,12 @@ class Holder(L.LightningModule):
 
 def change(module: Any) -> None:
     """One of everything."""
-    module.number, module.text, module.nothing, module.pair = module.number + 1, "b", torch.ones(3, dtype=torch.bfloat16), (3,)
+    module.number, module.text, module.nothing, module.pair = (
+        module.number + 1,
+        "b",
+        torch.ones(3, dtype=torch.bfloat16),
+        (3,),
+    )
     module.numbers += [3, torch.tensor(4)]
     module.long.append(5)
     module.nested["a"].append(2)
@@ -58,9 +72,17 @@ def change(module: Any) -> None:
 def state(module: Any) -> dict[str, Any]:
     found = {}
     for owner in find_owners(module):
-        attributes = {name: vars(value) if isinstance(value, Meter) else value for name, value in owner.attributes().items()}
-        attributes = {name: sorted(value) if isinstance(value, set) else value for name, value in attributes.items()}
-        found[owner.name] = {name: value for name, value in attributes.items() if not callable(value)}
+        attributes = {
+            name: vars(value) if isinstance(value, Meter) else value
+            for name, value in owner.attributes().items()
+        }
+        attributes = {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in attributes.items()
+        }
+        found[owner.name] = {
+            name: value for name, value in attributes.items() if not callable(value)
+        }
     return found
 
 

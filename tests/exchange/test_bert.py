@@ -1,4 +1,5 @@
-"""BERT in Hugging Face folders, with LayerNorm behind the sums and in front: the same bits, the same logits of both heads."""
+"""BERT in Hugging Face folders, with LayerNorm behind the sums and in front: the same bits, the
+same logits of both heads."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    read_full,
+    read_metadata,
+    read_state,
+    save_checkpoint,
+)
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggingface
 from lightning_ptdp.models import BertConfig, LitBert
@@ -21,10 +28,19 @@ from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocabulary_size": 61, "sequence_length": 20, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 40}
+SIZES = {
+    "vocabulary_size": 61,
+    "sequence_length": 20,
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "ffn_hidden_size": 40,
+}
 OURS = {
     "post": BertConfig.original(**SIZES),
-    "post, tanh, three segments": BertConfig.original(**SIZES, gelu="tanh", num_segments=3, attention_dropout=0.2),
+    "post, tanh, three segments": BertConfig.original(
+        **SIZES, gelu="tanh", num_segments=3, attention_dropout=0.2
+    ),
     "pre": BertConfig.megatron(**SIZES),
 }
 THEIRS = {"post": "Bert", "pre": "MegatronBert"}
@@ -79,17 +95,31 @@ def _module(config: BertConfig) -> LitBert:
 
 
 def _save(module: LitBert, path: Path, *, size: int = 1, rank: int = 0) -> None:
-    """The module's checkpoint, the vocabulary shared out over ``size`` ranks with padding behind its last part."""
-    state = {name: value for name, value in module.state_dict().items() if name != "model.masked_head.decoder.weight"}
+    """The module's checkpoint, the vocabulary shared out over ``size`` ranks with padding behind
+    its last part."""
+    state = {
+        name: value
+        for name, value in module.state_dict().items()
+        if name != "model.masked_head.decoder.weight"
+    }
     tensors: dict[str, tuple[torch.Tensor, Sharding]] = {
-        f"model/{name}": shard(value, "vocabulary" if name.endswith(VOCABULARY) else "replicated", size=size, rank=rank)
+        f"model/{name}": shard(
+            value, "vocabulary" if name.endswith(VOCABULARY) else "replicated", size=size, rank=rank
+        )
         for name, value in state.items()
     }
     aliases = {"model.masked_head.decoder.weight": "model.embeddings.token.weight"}
-    save_checkpoint(path, tensors=tensors, state={"hyper_parameters": dict(module.hparams)}, metadata={"aliases": aliases})
+    save_checkpoint(
+        path,
+        tensors=tensors,
+        state={"hyper_parameters": dict(module.hparams)},
+        metadata={"aliases": aliases},
+    )
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("Bert", {}), ("Bert", {"hidden_act": "gelu_new"}), ("MegatronBert", {})])
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("Bert", {}), ("Bert", {"hidden_act": "gelu_new"}), ("MegatronBert", {})]
+)
 def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     theirs, folder = _hugging_face(kind, **changes), tmp_path / "hf"
     theirs.save_pretrained(folder, max_shard_size="20KB")
@@ -103,7 +133,12 @@ def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> N
     again = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "back").eval()
     assert type(again) is type(theirs)
     # Not to the bit: their two forms of GELU by tanh differ in the order of their operations.
-    torch.testing.assert_close(again(**_inputs()).prediction_logits, theirs(**_inputs()).prediction_logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        again(**_inputs()).prediction_logits,
+        theirs(**_inputs()).prediction_logits,
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -120,7 +155,9 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], value) for key, value in module.state_dict().items())
     assert read_metadata(tmp_path / "back").tensors == read_metadata(tmp_path / "ours").tensors
     config = module.config
-    assert _ours(tmp_path / "back").config == replace(config, attention_dropout=config.attention_dropout_rate)
+    assert _ours(tmp_path / "back").config == replace(
+        config, attention_dropout=config.attention_dropout_rate
+    )
 
 
 def _save_in_two(rank: int, path: Path) -> None:
@@ -129,11 +166,19 @@ def _save_in_two(rank: int, path: Path) -> None:
 
 def test_a_vocabulary_that_was_padded_for_two_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_in_two, world_size=2, args=(tmp_path / "ours",))
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "hf"), "--shard_size", "15KB"]) == 0
+    assert (
+        main(["convert", str(tmp_path / "ours"), str(tmp_path / "hf"), "--shard_size", "15KB"]) == 0
+    )
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
     found = open_huggingface(tmp_path / "hf")
-    assert (found["bert.embeddings.word_embeddings.weight"].shape, found["cls.predictions.bias"].shape) == ((61, 32), (61,))
-    _same_logits(_module(OURS["post"]), transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "hf").eval())
+    assert (
+        found["bert.embeddings.word_embeddings.weight"].shape,
+        found["cls.predictions.bias"].shape,
+    ) == ((61, 32), (61,))
+    _same_logits(
+        _module(OURS["post"]),
+        transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "hf").eval(),
+    )
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
     _same_logits(_ours(tmp_path / "back"), _hugging_face_of(tmp_path / "hf"))
 
@@ -149,10 +194,14 @@ def test_names_of_older_files(tmp_path: Path) -> None:
     theirs, file = _hugging_face("Bert"), tmp_path / "hf" / "model.safetensors"
     theirs.save_pretrained(tmp_path / "hf")
     older = {
-        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): value
         for name, value in load_file(file).items()
     }
-    older["cls.predictions.decoder.weight"] = older["bert.embeddings.word_embeddings.weight"].clone()
+    older["cls.predictions.decoder.weight"] = older[
+        "bert.embeddings.word_embeddings.weight"
+    ].clone()
     older["cls.predictions.decoder.bias"] = older["cls.predictions.bias"].clone()
     older["bert.embeddings.position_ids"] = torch.arange(20)[None]
     save_file(older, file)
@@ -163,16 +212,27 @@ def test_names_of_older_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "relu"}, r"hidden_act is 'relu', not one of \['gelu', 'gelu_new', 'gelu_pytorch_tanh'\]"),
-        ({"position_embedding_type": "relative_key"}, r"position_embedding_type='relative_key': our BERT would need"),
+        (
+            {"hidden_act": "relu"},
+            r"hidden_act is 'relu', not one of \['gelu', 'gelu_new', 'gelu_pytorch_tanh'\]",
+        ),
+        (
+            {"position_embedding_type": "relative_key"},
+            r"position_embedding_type='relative_key': our BERT would need",
+        ),
         ({"is_decoder": True}, r"is_decoder=True: our BERT would need is_decoder=False"),
-        ({"tie_word_embeddings": False}, r"tie_word_embeddings=False: our BERT would need tie_word_embeddings=True"),
+        (
+            {"tie_word_embeddings": False},
+            r"tie_word_embeddings=False: our BERT would need tie_word_embeddings=True",
+        ),
         ({"num_attention_heads": 5}, r"hidden_size=32 is not divisible by num_heads=5"),
         ({"num_hidden_layers": 3}, r"lacks \['bert\.encoder\.layer\.2\."),
         ({"model_type": "megatron-bert"}, r"no place for 'bert\.embeddings\.LayerNorm"),
     ],
 )
-def test_what_our_model_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_what_our_model_cannot_be_is_said(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     _hugging_face("Bert").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -183,5 +243,7 @@ def test_what_our_model_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any
 
 def test_files_without_the_heads_are_not_enough(tmp_path: Path) -> None:
     _hugging_face("Bert").bert.save_pretrained(tmp_path / "bare")
-    with pytest.raises(CheckpointError, match=r"lacks \['cls\.predictions\.bias', 'cls\.predictions\.transform"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks \['cls\.predictions\.bias', 'cls\.predictions\.transform"
+    ):
         from_huggingface(tmp_path / "bare", tmp_path / "ours")

@@ -1,4 +1,5 @@
-"""A Hugging Face folder that several ranks write together, each what it has of the tensors; and what is left when one of them fails."""
+"""A Hugging Face folder that several ranks write together, each what it has of the tensors; and
+what is left when one of them fails."""
 
 from __future__ import annotations
 
@@ -15,9 +16,21 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of, save_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    LocalRectangle,
+    rectangles_of,
+    save_checkpoint,
+)
 from lightning_ptdp.checkpoint.rectangle_owners import Held, share_out
-from lightning_ptdp.exchange import FolderExport, convert, described_by_state, export_writer, open_huggingface, to_huggingface
+from lightning_ptdp.exchange import (
+    FolderExport,
+    convert,
+    described_by_state,
+    export_writer,
+    open_huggingface,
+    to_huggingface,
+)
 from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.parameters.sharding import Sharding
@@ -25,7 +38,9 @@ from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool, WorkerFailure
 
-BERT = BertConfig.original(vocabulary_size=60, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2)
+BERT = BertConfig.original(
+    vocabulary_size=60, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2
+)
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
 Config = GPTConfig | BertConfig
 
@@ -37,7 +52,9 @@ def _whole(config: Config) -> dict[str, torch.Tensor]:
     module.configure_model()
     first: dict[int, str] = {}
     state = {
-        name: value for name, value in module.state_dict(keep_vars=True).items() if first.setdefault(id(value), name) == name
+        name: value
+        for name, value in module.state_dict(keep_vars=True).items()
+        if first.setdefault(id(value), name) == name
     }
     return {f"model/{name}": torch.randn(value.shape) for name, value in state.items()}
 
@@ -45,11 +62,15 @@ def _whole(config: Config) -> dict[str, torch.Tensor]:
 def _part(config: Config, rank: int) -> list[LocalRectangle]:
     """Return the rectangles that one of four ranks holds.
 
-    The ranks form two replicas of two. A pair holds rows, columns or a vocabulary part of a tensor, or all of it.
-    """
+    The ranks form two replicas of two. A pair holds rows, columns or a vocabulary part of a tensor,
+    or all of it."""
     tensors = {}
     for number, (name, value) in enumerate(_whole(config).items()):
-        kinds = ["replicated", "vocabulary", *["row"] * (value.dim() == 2 and value.shape[1] % 2 == 0)]
+        kinds = [
+            "replicated",
+            "vocabulary",
+            *["row"] * (value.dim() == 2 and value.shape[1] % 2 == 0),
+        ]
         kinds += ["column"] * (value.shape[0] % 2 == 0)
         tensors[name] = shard(value, kinds[number % len(kinds)], size=2, rank=rank % 2)
     return rectangles_of(tensors)
@@ -73,15 +94,26 @@ def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None
     pool.run(_write, world_size=4, args=(tmp_path / "all",))
     assert sorted(os.listdir(tmp_path / "all")) == sorted(CONFIGS)
     for name, config in CONFIGS.items():
-        tensors = {key: (value, Sharding.replicated(tuple(value.shape))) for key, value in _whole(config).items()}
-        save_checkpoint(tmp_path / "c", tensors=tensors, state={"hyper_parameters": {"config": asdict(config)}}, metadata={})
+        tensors = {
+            key: (value, Sharding.replicated(tuple(value.shape)))
+            for key, value in _whole(config).items()
+        }
+        save_checkpoint(
+            tmp_path / "c",
+            tensors=tensors,
+            state={"hyper_parameters": {"config": asdict(config)}},
+            metadata={},
+        )
         to_huggingface(tmp_path / "c", tmp_path / "one", dtype=torch.bfloat16, shard_bytes=9_000)
         one, together = (
-            {path.name: path.read_bytes() for path in place.iterdir()} for place in (tmp_path / "one", tmp_path / "all" / name)
+            {path.name: path.read_bytes() for path in place.iterdir()}
+            for place in (tmp_path / "one", tmp_path / "all" / name)
         )
         assert len(one) > 3
         assert one == together
-        assert sum(value.float().norm() for value in open_huggingface(tmp_path / "one").values()) > 100  # no holes on both sides
+        assert (
+            sum(value.float().norm() for value in open_huggingface(tmp_path / "one").values()) > 100
+        )  # no holes on both sides
 
 
 def test_ranks_write_about_the_same() -> None:
@@ -92,7 +124,9 @@ def test_ranks_write_about_the_same() -> None:
     assert written.keys() == {(one.name, one.place) for rank in ranks for one in rank}
     assert set(written.values()) == {1}
     assert all(
-        what in {(one.name, one.place) for one in rank} for rank, share in zip(ranks, shares, strict=True) for what in share
+        what in {(one.name, one.place) for one in rank}
+        for rank, share in zip(ranks, shares, strict=True)
+        for what in share
     )
     bytes_of = {(one.name, one.place): one.num_bytes for rank in ranks for one in rank}
     loads = [sum(bytes_of[what] for what in share) for share in shares]
@@ -144,12 +178,19 @@ def _fail(rank: int, target: Path, how: str) -> str:
         ("full disk", r"exporting .*out failed: rank 1: OSError: .*File too large"),
         (
             "lacking",
-            r"exporting .*out failed: rank 0: the module has no 'model.head.weight', which its hyperparameters' model has",
+            r"exporting .*out failed: rank 0: the module has no 'model.head.weight', which its "
+            r"hyperparameters' model has",
         ),
-        ("not shared", r"rank 1: .*safetensors was made but is not seen here: all ranks must write to one shared file system"),
+        (
+            "not shared",
+            r"rank 1: .*safetensors was made but is not seen here: all ranks must write to one "
+            r"shared file system",
+        ),
     ],
 )
-def test_one_that_fails_fails_all_and_leaves_the_old_folder(how: str, words: str, pool: Pool, tmp_path: Path) -> None:
+def test_one_that_fails_fails_all_and_leaves_the_old_folder(
+    how: str, words: str, pool: Pool, tmp_path: Path
+) -> None:
     messages = pool.run(_fail, world_size=2, args=(tmp_path / "new" / "out", how))
     assert messages[0] == messages[1]
     assert re.search(words, messages[0]), messages[0]
@@ -165,8 +206,16 @@ def test_a_folder_that_cannot_be_made_is_told_before(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
-    tensors = {name: (value, Sharding.replicated(tuple(value.shape))) for name, value in _whole(LLAMA).items()}
-    save_checkpoint(tmp_path / "c", tensors=tensors, state={"hyper_parameters": {"config": asdict(LLAMA)}}, metadata={})
+    tensors = {
+        name: (value, Sharding.replicated(tuple(value.shape)))
+        for name, value in _whole(LLAMA).items()
+    }
+    save_checkpoint(
+        tmp_path / "c",
+        tensors=tensors,
+        state={"hyper_parameters": {"config": asdict(LLAMA)}},
+        metadata={},
+    )
     (tmp_path / "thesis.tex").write_text("years of work")
     to_huggingface(tmp_path / "c", tmp_path / "out")
     for make in (convert, to_huggingface):

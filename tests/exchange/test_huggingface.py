@@ -1,4 +1,5 @@
-"""Hugging Face folders in and out: the same bits, the same logits, in the same file sizes or others."""
+"""Hugging Face folders in and out: the same bits, the same logits, in the same file sizes or
+others."""
 
 from __future__ import annotations
 
@@ -11,8 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint
-from lightning_ptdp.exchange import OurWeights, from_huggingface, open_huggingface, to_huggingface, verify_export
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    read_full,
+    read_metadata,
+    read_state,
+    save_checkpoint,
+)
+from lightning_ptdp.exchange import (
+    OurWeights,
+    from_huggingface,
+    open_huggingface,
+    to_huggingface,
+    verify_export,
+)
 from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.model_config import GPTConfig
@@ -55,11 +68,18 @@ def _mixtral() -> torch.nn.Module:
     return randomized(transformers.MixtralForCausalLM(config))
 
 
-MODELS = {"mixtral": _mixtral, "gpt2": hf_gpt2, "llama": hf_llama, "llama, tied, biases, bf16": _tied_llama}
+MODELS = {
+    "mixtral": _mixtral,
+    "gpt2": hf_gpt2,
+    "llama": hf_llama,
+    "llama, tied, biases, bf16": _tied_llama,
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+def theirs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[torch.nn.Module, Path]:
     model, folder = MODELS[request.param](), tmp_path_factory.mktemp("hf")
     model.save_pretrained(folder, max_shard_size="30KB")
     return model, folder
@@ -81,14 +101,23 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
     ids = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(1))
     exact = next(model.parameters()).dtype == torch.float32
     tolerance = 1e-5 if exact else 0.1
-    torch.testing.assert_close(_ours(tmp_path / "ours")(ids), model(ids).logits, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        _ours(tmp_path / "ours")(ids), model(ids).logits, rtol=tolerance, atol=tolerance
+    )
 
     straight, whole = OurWeights.open(folder), read_full(tmp_path / "ours")
     aliases = read_metadata(tmp_path / "ours").aliases
-    assert {name.removeprefix("model/") for name in straight.tensors} == whole.keys() - aliases.keys()
-    for name, entry in straight.tensors.items():  # as a rank of two reads it that holds the second half
+    assert {
+        name.removeprefix("model/") for name in straight.tensors
+    } == whole.keys() - aliases.keys()
+    for (
+        name,
+        entry,
+    ) in straight.tensors.items():  # as a rank of two reads it that holds the second half
         full = whole[name.removeprefix("model/")]
-        local, sharding = shard(full, "column" if full.size(0) % 2 == 0 else "replicated", size=2, rank=1)
+        local, sharding = shard(
+            full, "column" if full.size(0) % 2 == 0 else "replicated", size=2, rank=1
+        )
         filled = torch.zeros_like(local)
         straight.fill({name: (filled, sharding)})
         assert entry.shape == tuple(full.shape)
@@ -101,7 +130,8 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
         assert value.dtype == after[name].dtype
         assert torch.equal(value, after[name]), name
     first, again = (
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (folder, tmp_path / "back")
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+        for path in (folder, tmp_path / "back")
     )
     assert type(again) is type(first)
     assert torch.equal(again(ids).logits, first(ids).logits)
@@ -111,12 +141,20 @@ def test_shards_are_as_small_as_asked(theirs: tuple[torch.nn.Module, Path], tmp_
     from_huggingface(theirs[1], tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "many", shard_bytes=20_000)
     to_huggingface(tmp_path / "ours", tmp_path / "one")
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [".lightning-ptdp", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == [
+        ".lightning-ptdp",
+        "config.json",
+        "model.safetensors",
+    ]
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     values = open_huggingface(tmp_path / "many")
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
     assert index["weight_map"].keys() == values.keys()
-    assert len(set(index["weight_map"].values())) == len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    assert (
+        len(set(index["weight_map"].values()))
+        == len(list((tmp_path / "many").glob("*.safetensors")))
+        > 1
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied, biases, one kv head", "mixtral"])
@@ -128,10 +166,15 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     state = dict(module.state_dict())
     aliases = {"model.head.weight": "model.wte.weight"} if config.tie_embeddings else {}
     tensors = {
-        f"model/{key}": (value, Sharding.replicated(tuple(value.shape))) for key, value in state.items() if key not in aliases
+        f"model/{key}": (value, Sharding.replicated(tuple(value.shape)))
+        for key, value in state.items()
+        if key not in aliases
     }
     save_checkpoint(
-        tmp_path / "ours", tensors=tensors, state={"hyper_parameters": dict(module.hparams)}, metadata={"aliases": aliases}
+        tmp_path / "ours",
+        tensors=tensors,
+        state={"hyper_parameters": dict(module.hparams)},
+        metadata={"aliases": aliases},
     )
     to_huggingface(tmp_path / "ours", tmp_path / "theirs")
     assert "are equal" in verify_export(tmp_path / "ours", tmp_path / "theirs")
@@ -155,7 +198,13 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"shared_experts": 1}, {"dense_layers": 1}, {"router_score": "sigmoid"}, {"balance": "bias"}, {"experts_per_token": 1}],
+    [
+        {"shared_experts": 1},
+        {"dense_layers": 1},
+        {"router_score": "sigmoid"},
+        {"balance": "bias"},
+        {"experts_per_token": 1},
+    ],
     ids=str,
 )
 def test_experts_that_hugging_face_has_not(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -210,8 +259,12 @@ def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
     assert torch.equal(wrapper.net.eval()(ids).logits, model(ids).logits)
     (tmp_path / "bert" / "tokenizer_config.json").write_text("{}")
     to_huggingface(tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert")
-    assert (tmp_path / "back" / "tokenizer_config.json").exists(), "transformers would invent a tokenizer"
-    assert "every tensor equal" in verify_export(tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert")
+    assert (tmp_path / "back" / "tokenizer_config.json").exists(), (
+        "transformers would invent a tokenizer"
+    )
+    assert "every tensor equal" in verify_export(
+        tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert"
+    )
     again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(again(ids).logits, model(ids).logits)
 
@@ -225,10 +278,16 @@ def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
         ("architecture", "none that transformers"),
     ],
 )
-def test_what_the_architecture_does_not_have_is_not_exported(changed: str, words: str, tmp_path: Path) -> None:
+def test_what_the_architecture_does_not_have_is_not_exported(
+    changed: str, words: str, tmp_path: Path
+) -> None:
     model = hf_gpt2()
     model.save_pretrained(tmp_path / "base")
-    values = {f"net.{name}": value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    values = {
+        f"net.{name}": value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     if changed == "adapter":
         values["net.transformer.h.0.lora_A.weight"] = torch.ones(2, 2)
     if changed == "missing":
@@ -236,9 +295,14 @@ def test_what_the_architecture_does_not_have_is_not_exported(changed: str, words
     if changed == "shape":
         values["net.transformer.ln_f.bias"] = torch.ones(3)
     if changed == "architecture":
-        config = json.loads((tmp_path / "base" / "config.json").read_text()) | {"architectures": ["Unheard"]}
+        config = json.loads((tmp_path / "base" / "config.json").read_text()) | {
+            "architectures": ["Unheard"]
+        }
         (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    tensors = {f"model/{name}": (value, Sharding.replicated(tuple(value.shape))) for name, value in values.items()}
+    tensors = {
+        f"model/{name}": (value, Sharding.replicated(tuple(value.shape)))
+        for name, value in values.items()
+    }
     save_checkpoint(tmp_path / "lora", tensors=tensors, state={}, metadata={})
     with pytest.raises(CheckpointError, match=words):
         to_huggingface(tmp_path / "lora", tmp_path / "out", config=tmp_path / "base")
@@ -250,8 +314,13 @@ def test_our_own_model_is_compared_with_its_table(tmp_path: Path) -> None:
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     values = read_full(tmp_path / "ours") | {"model.h.0.lora_A.weight": torch.ones(2, 2)}
     values.pop("model.head.weight", None)
-    tensors = {f"model/{name}": (value, Sharding.replicated(tuple(value.shape))) for name, value in values.items()}
-    save_checkpoint(tmp_path / "lora", tensors=tensors, state=dict(read_state(tmp_path / "ours")), metadata={})
+    tensors = {
+        f"model/{name}": (value, Sharding.replicated(tuple(value.shape)))
+        for name, value in values.items()
+    }
+    save_checkpoint(
+        tmp_path / "lora", tensors=tensors, state=dict(read_state(tmp_path / "ours")), metadata={}
+    )
     with pytest.raises(CheckpointError, match=r"lora_A.*merge adapters"):
         to_huggingface(tmp_path / "lora", tmp_path / "out")
 
@@ -275,17 +344,26 @@ def _edit(folder: Path, **changes: Any) -> None:
     [
         (
             {"model_type": "opt"},
-            r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama', 'mixtral', 'bert', 'megatron-bert'",
+            r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama', "
+            r"'mixtral', 'bert', 'megatron-bert'",
         ),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu': our GPT would need hidden_act='silu'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, r"rope_type='llama3': our GPT would need rope_type='default'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3"}},
+            r"rope_type='llama3': our GPT would need rope_type='default'",
+        ),
         ({"num_hidden_layers": 4}, r"lacks \['model\.layers\.3\."),
         ({"num_hidden_layers": 2}, r"has \['blocks\.2\..* that its config\.json does not have"),
-        ({"vocab_size": 60}, r"'wte\.weight' would have the shape \(61, 32\), but config\.json makes it \(60, 32\)"),
+        (
+            {"vocab_size": 60},
+            r"'wte\.weight' would have the shape \(61, 32\), but config\.json makes it \(60, 32\)",
+        ),
         ({"num_key_value_heads": 4}, r"k_proj\.weight' has 16 rows, but config\.json says 32"),
     ],
 )
-def test_what_our_model_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_what_our_model_cannot_be_is_said(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     hf_llama().save_pretrained(tmp_path / "hf")
     _edit(tmp_path / "hf", **changes)
     with pytest.raises(CheckpointError, match=words):
@@ -302,7 +380,10 @@ def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -
         with pytest.raises(CheckpointError, match=f"{file.name} is not a whole safetensors file"):
             from_huggingface(folder, tmp_path / "ours")
     file.unlink()
-    with pytest.raises(CheckpointError, match=rf"index\.json names \d+ files, of which 1 is not there \({file.name}\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"index\.json names \d+ files, of which 1 is not there \({file.name}\)",
+    ):
         from_huggingface(folder, tmp_path / "ours")
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
@@ -315,14 +396,20 @@ def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
     for hyper_parameters, words in (
         (
             {"config": vars(config)},
-            r"no model with norm='layer', position='rope', mlp='gelu', has_experts=False: 'gpt2' has .*; 'llama' has",
+            r"no model with norm='layer', position='rope', mlp='gelu', has_experts=False: 'gpt2' "
+            r"has .*; 'llama' has",
         ),
         ({"config": vars(replace(GPT2, bias=False))}, r"has biases .* bias=False"),
-        ({"config": {"hidden_sise": 3}}, r"not one of our models' .* its fields are \['hidden_sise'\]"),
+        (
+            {"config": {"hidden_sise": 3}},
+            r"not one of our models' .* its fields are \['hidden_sise'\]",
+        ),
         ({}, r"name that model's config\.json"),
     ):
         one = {"model/model.w": (torch.ones(2), Sharding.replicated((2,)))}
-        save_checkpoint(tmp_path / "c", tensors=one, state={"hyper_parameters": hyper_parameters}, metadata={})
+        save_checkpoint(
+            tmp_path / "c", tensors=one, state={"hyper_parameters": hyper_parameters}, metadata={}
+        )
         with pytest.raises(CheckpointError, match=words):
             to_huggingface(tmp_path / "c", tmp_path / "hf")
     assert LLAMA.norm == "rms"

@@ -1,4 +1,5 @@
-"""Folders that are links: those of the hub's cache are read, those that lead anywhere else are not."""
+"""Folders that are links: those of the hub's cache are read, those that lead anywhere else are
+not."""
 
 from __future__ import annotations
 
@@ -12,17 +13,23 @@ from lightning_ptdp.exchange import open_huggingface, write_safetensors
 
 
 def test_the_hubs_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "0123",
+        tmp_path / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     value = torch.arange(4.0)
-    write_safetensors(blobs / "4567", {"w": TensorEntry(shape=(4,), dtype=torch.float32)}, lambda name: value)
+    write_safetensors(
+        blobs / "4567", {"w": TensorEntry(shape=(4,), dtype=torch.float32)}, lambda name: value
+    )
     (snapshot / "model.safetensors").symlink_to(Path("../../blobs/4567"))
     assert torch.equal(open_huggingface(snapshot)["w"], value)
     (blobs / "4567").rename(tmp_path / "4567")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(tmp_path / "4567")
     with pytest.raises(
-        CheckpointError, match=r"model\.safetensors cannot be read: it is a link to .*/4567, outside of its folder"
+        CheckpointError,
+        match=r"model\.safetensors cannot be read: it is a link to .*/4567, outside of its folder",
     ):
         open_huggingface(snapshot)

@@ -9,7 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, read_full, read_metadata, read_state, save_checkpoint, verify_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    read_full,
+    read_metadata,
+    read_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert, kind_of, open_state_dict
 from lightning_ptdp.parameters.sharding import Sharding
@@ -35,7 +42,13 @@ def checkpoint(tmp_path: Path) -> Path:
         "model/scale": (torch.tensor(3.0), Sharding.replicated(())),
         "optimizer/0/exp_avg/embedding.weight": (weight.square(), Sharding.replicated((5, 4))),
     }
-    state = {"hyper_parameters": {"width": 4}, "epoch": 2, "global_step": 7, "optimizer_states": [{}], "lr_schedulers": []}
+    state = {
+        "hyper_parameters": {"width": 4},
+        "epoch": 2,
+        "global_step": 7,
+        "optimizer_states": [{}],
+        "lr_schedulers": [],
+    }
     metadata = {"aliases": {"head.weight": "embedding.weight"}, "layout": "t1"}
     save_checkpoint(tmp_path / "c", tensors=tensors, state=state, metadata=metadata)
     return tmp_path / "c"
@@ -69,7 +82,9 @@ def test_prefixes(checkpoint: Path, tmp_path: Path) -> None:
     assert state["weight"].dtype == torch.bfloat16
     convert(tmp_path / "x.pt", tmp_path / "back", prefix="other.")
     assert list(read_full(tmp_path / "back")) == ["other.weight"]
-    with pytest.raises(CheckpointError, match=r"begins with 'nothing\.'; there are \['embedding\.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"begins with 'nothing\.'; there are \['embedding\.weight'"
+    ):
         convert(checkpoint, tmp_path / "y.pt", prefix="nothing.")
     assert not (tmp_path / "y.pt").exists()
 
@@ -97,17 +112,31 @@ def test_what_cannot_be_converted_is_said(checkpoint: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_on_the_command_line(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(checkpoint), str(tmp_path / "x.safetensors"), "--dtype", "float16"]) == 0
+def test_on_the_command_line(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["convert", str(checkpoint), str(tmp_path / "x.safetensors"), "--dtype", "float16"])
+        == 0
+    )
     assert "x.safetensors (state_dict)" in capsys.readouterr().out
     assert open_state_dict(tmp_path / "x.safetensors")[0]["scale"].dtype == torch.float16
     for arguments, words in (
         (["convert", str(tmp_path / "no"), "x"], "no does not exist"),
-        (["convert", str(checkpoint), str(tmp_path / "hf")], "name no configuration of one of our models"),
-        (["convert", str(checkpoint), "x", "--shard_size", "big"], "--shard_size big is not a size"),
+        (
+            ["convert", str(checkpoint), str(tmp_path / "hf")],
+            "name no configuration of one of our models",
+        ),
+        (
+            ["convert", str(checkpoint), "x", "--shard_size", "big"],
+            "--shard_size big is not a size",
+        ),
         (["ckpt", "inspect", str(tmp_path)], "is not a checkpoint, or not a whole one"),
         (["ckpt", "reshard", str(checkpoint), str(checkpoint)], "which is read here"),
-        (["ckpt", "reshard", str(checkpoint), str(tmp_path / "r"), "--files", "0"], "num_files=0 must be"),
+        (
+            ["ckpt", "reshard", str(checkpoint), str(tmp_path / "r"), "--files", "0"],
+            "num_files=0 must be",
+        ),
     ):
         assert main(arguments) == 2
         said = capsys.readouterr().err
@@ -117,7 +146,12 @@ def test_on_the_command_line(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
 def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "inspect", str(checkpoint), "--tensors"]) == 0
     said = capsys.readouterr().out
-    for words in ("layout          t1", "21 elements in 2 tensors (float32)", "model/embedding.weight  5x4  float32", "scalar"):
+    for words in (
+        "layout          t1",
+        "21 elements in 2 tensors (float32)",
+        "model/embedding.weight  5x4  float32",
+        "scalar",
+    ):
         assert words in said
     assert main(["ckpt", "inspect", str(checkpoint), "--json"]) == 0
     assert '"optimizer/0/exp_avg/embedding.weight"' in capsys.readouterr().out
@@ -135,9 +169,14 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
 
 def test_reshard(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert main(["ckpt", "reshard", str(checkpoint), str(out), "--files", "2", "--dtype", "bfloat16"]) == 0
+    assert (
+        main(["ckpt", "reshard", str(checkpoint), str(out), "--files", "2", "--dtype", "bfloat16"])
+        == 0
+    )
     assert len(list(out.glob("*.distcp"))) == 2
-    assert torch.equal(read_full(out)["embedding.weight"], read_full(checkpoint)["embedding.weight"].bfloat16())
+    assert torch.equal(
+        read_full(out)["embedding.weight"], read_full(checkpoint)["embedding.weight"].bfloat16()
+    )
     assert read_full(out, prefix="optimizer/0/exp_avg/")["embedding.weight"].dtype == torch.float32
     assert read_metadata(out).run == read_metadata(checkpoint).run
     assert read_state(out) == read_state(checkpoint)

@@ -35,10 +35,16 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
         asked.append(name)
         return TENSORS[name]
 
-    entries = {name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype) for name, value in TENSORS.items()}
+    entries = {
+        name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
+        for name, value in TENSORS.items()
+    }
     write_safetensors(tmp_path / "x.safetensors", entries, read, metadata={"format": "pt"})
     assert asked == list(TENSORS)
-    for found in (load_file(tmp_path / "x.safetensors"), open_safetensors(tmp_path / "x.safetensors")):
+    for found in (
+        load_file(tmp_path / "x.safetensors"),
+        open_safetensors(tmp_path / "x.safetensors"),
+    ):
         assert found.keys() == TENSORS.keys()
         for name, value in TENSORS.items():
             assert found[name].dtype == value.dtype
@@ -54,10 +60,19 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "words"),
     [
-        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "invalid shape, data type, or offset"),
-        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', "invalid offset for tensor `a`"),
+        (
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+            "invalid shape, data type, or offset",
+        ),
+        (
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}',
+            "invalid offset for tensor `a`",
+        ),
         (b'{"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}}', "unknown variant `F99`"),
-        (b'{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}', "integer `-2`, expected usize"),
+        (
+            b'{"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}}',
+            "integer `-2`, expected usize",
+        ),
         (b'{"a":{"dtype":"F32"}}', "missing field `shape`"),
         (b"[1, 2", "is not a whole safetensors file"),
     ],
@@ -70,23 +85,34 @@ def test_headers_that_do_not_fit(tmp_path: Path, header: bytes, words: str) -> N
 
 def test_a_dtype_without_a_code(tmp_path: Path) -> None:
     entry = TensorEntry(shape=(1,), dtype=torch.complex128)
-    with pytest.raises(CheckpointError, match=r"'z' is torch\.complex128, which safetensors does not store"):
+    with pytest.raises(
+        CheckpointError, match=r"'z' is torch\.complex128, which safetensors does not store"
+    ):
         write_safetensors(tmp_path / "x", {"z": entry}, lambda name: torch.zeros(1))
 
 
 @pytest.mark.parametrize("read", [list_safetensors, open_safetensors])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_a_pipe_is_refused_and_not_waited_for(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be read: it is not a regular file"):
+    with pytest.raises(
+        CheckpointError, match=r"x\.safetensors cannot be read: it is not a regular file"
+    ):
         read(tmp_path / "x.safetensors")
 
 
 def test_a_sparse_file_of_four_tebibytes_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+    ).encode()
     with open(tmp_path / "x.safetensors", "wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         stream.truncate(8 + len(header) + (1 << 42))
-    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be mapped into memory"), _address_space(1 << 42):
+    with (
+        pytest.raises(CheckpointError, match=r"x\.safetensors cannot be mapped into memory"),
+        _address_space(1 << 42),
+    ):
         open_safetensors(tmp_path / "x.safetensors")
 
 

@@ -15,15 +15,23 @@ from pathlib import Path
 import torch
 import transformers
 
-from lightning_ptdp.checkpoint import LocalRectangle, read_metadata, reshard_checkpoint, verify_checkpoint
+from lightning_ptdp.checkpoint import (
+    LocalRectangle,
+    read_metadata,
+    reshard_checkpoint,
+    verify_checkpoint,
+)
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.models import GPTConfig
 
-CONFIG = GPTConfig.gpt2(vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8)
+CONFIG = GPTConfig.gpt2(
+    vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8
+)
 LARGEST = 4 * CONFIG.hidden_size**2 * 4
-# What is read, what is transposed, what is written, and as many again, in each thread; and what Python and torch take for themselves.
+# What is read, what is transposed, what is written, and as many again, in each thread; and what
+# Python and torch take for themselves.
 THREADS = {"reshard": 2}
 LIMITS = {threads: threads * 8 * LARGEST + 24 * 2**20 for threads in (1, 2)}
 
@@ -42,18 +50,25 @@ def _write(path: Path) -> None:
         for name, shape in gpt2.shapes().items()
     ]
     state = {"hyper_parameters": {"config": asdict(CONFIG)}}
-    write_checkpoint(path, rectangles=rectangles, state=state, metadata={"aliases": {"model.head.weight": "model.wte.weight"}})
+    write_checkpoint(
+        path,
+        rectangles=rectangles,
+        state=state,
+        metadata={"aliases": {"model.head.weight": "model.wte.weight"}},
+    )
 
 
 def _anonymous_bytes() -> int:
-    """Memory that this process has filled itself; pages of mapped files, which the system may drop, are not among it."""
+    """Memory that this process has filled itself; pages of mapped files, which the system may drop,
+    are not among it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0]) * 1024
 
 
 @contextmanager
 def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
-    """The most memory that the block had beside what there was before. A model that is held is held for hundreds of samples."""
+    """The most memory that the block had beside what there was before. A model that is held is held
+    for hundreds of samples."""
     before, done = _anonymous_bytes(), threading.Event()
     peaks[name] = 0
 
@@ -79,9 +94,13 @@ def measure(folder: str) -> None:
         "write": lambda: _write(root / "ours"),
         "to Hugging Face": lambda: convert(root / "ours", root / "hf", shard_bytes=40_000_000),
         "from Hugging Face": lambda: convert(root / "hf", root / "back"),
-        "reshard": lambda: reshard_checkpoint(root / "ours", root / "two", num_files=THREADS["reshard"], dtype=torch.bfloat16),
+        "reshard": lambda: reshard_checkpoint(
+            root / "ours", root / "two", num_files=THREADS["reshard"], dtype=torch.bfloat16
+        ),
         "to safetensors": lambda: convert(root / "ours", root / "x.safetensors", prefix="model."),
-        "from safetensors": lambda: convert(root / "x.safetensors", root / "again", prefix="model."),
+        "from safetensors": lambda: convert(
+            root / "x.safetensors", root / "again", prefix="model."
+        ),
         "verify": lambda: verify_checkpoint(root / "back"),
     }
     for name, step in steps.items():
@@ -92,7 +111,9 @@ def measure(folder: str) -> None:
 
 def test_memory_of_conversions(tmp_path: Path) -> None:
     command = f"from tests.exchange.test_streaming import measure; measure({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     tensors = read_metadata(tmp_path / "back").tensors.values()

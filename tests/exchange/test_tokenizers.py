@@ -31,7 +31,9 @@ TEXTS = [
 def read_by_transformers(ours: Tokenizer, folder: Path, kind: str) -> PreTrainedTokenizerBase:
     ours.save(folder / "data")
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-    for name, content in tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(folder / "data")}}).items():
+    for name, content in tokenizer_of(
+        {"datamodule_hyper_parameters": {"data_dir": str(folder / "data")}}
+    ).items():
         (folder / name).write_bytes(content)
     return AutoTokenizer.from_pretrained(folder)
 
@@ -57,12 +59,22 @@ def test_that_of_a_bert_makes_texts_and_pairs_as_in_training(tmp_path: Path) -> 
         assert together["input_ids"] == [cls, *a, sep, *b, sep]
         assert together["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
         assert theirs.decode(a) == first
-    assert theirs("a [MASK] b")["input_ids"] == [cls, *ours.encode("a "), mask, *ours.encode(" b"), sep]
+    assert theirs("a [MASK] b")["input_ids"] == [
+        cls,
+        *ours.encode("a "),
+        mask,
+        *ours.encode(" b"),
+        sep,
+    ]
     assert (theirs.mask_token_id, theirs.pad_token_id) == (mask, ours.pad_id)
 
 
 def test_there_is_none_where_the_data_are_gone(tmp_path: Path) -> None:
-    assert tokenizer_of({}) == tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}}) == {}
+    assert (
+        tokenizer_of({})
+        == tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}})
+        == {}
+    )
 
 
 def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Path) -> None:
@@ -76,10 +88,20 @@ def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Pat
     ):
         (tmp_path / name).write_text(f"the model's {name}")
     beside = files_beside(tmp_path)
-    assert sorted(beside) == ["chat_template.jinja", "generation_config.json", "tokenizer.json", "vocab.json"]
+    assert sorted(beside) == [
+        "chat_template.jinja",
+        "generation_config.json",
+        "tokenizer.json",
+        "vocab.json",
+    ]
     Tokenizer.train(TEXTS * 20, vocabulary_size=600).save(tmp_path / "data")
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
-    state = {"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "data"), "chat_template": str(tmp_path / "mine.jinja")}}
+    state = {
+        "datamodule_hyper_parameters": {
+            "data_dir": str(tmp_path / "data"),
+            "chat_template": str(tmp_path / "mine.jinja"),
+        }
+    }
     given = files_beside(tmp_path / "config.json", state)
     assert given == {
         **tokenizer_of(state),
@@ -92,35 +114,51 @@ def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Pat
     assert "tokenizer.json" in tokenizer_of(state)
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "merges.txt", "tokenizer_config.json", "generation_config.json"]
+)
 def test_a_link_to_a_file_outside_the_folder_is_not_exported(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("not for you")
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: it is a link to .*/secret, outside of its folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{name} cannot be read: it is a link to .*/secret, outside of its folder",
+    ):
         files_beside(folder)
 
 
 def test_a_link_into_the_hubs_cache_is_exported(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "0123",
+        tmp_path / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "4567").write_text("{}")
     (snapshot / "generation_config.json").symlink_to(Path("../../blobs/4567"))
     (tmp_path / "named by the user").symlink_to(snapshot)
-    assert files_beside(snapshot) == files_beside(tmp_path / "named by the user") == {"generation_config.json": b"{}"}
+    assert (
+        files_beside(snapshot)
+        == files_beside(tmp_path / "named by the user")
+        == {"generation_config.json": b"{}"}
+    )
 
 
 def test_a_pipe_and_a_huge_file_beside_a_model_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "generation_config.json")
-    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read: it is not a regular file"):
+    with pytest.raises(
+        CheckpointError, match=r"generation_config\.json cannot be read: it is not a regular file"
+    ):
         files_beside(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     with open(tmp_path / "vocab.txt", "wb") as stream:
         stream.truncate(1 << 42)
-    with pytest.raises(CheckpointError, match=r"vocab\.txt has 4398046511104 bytes, at most 134217728 are read"):
+    with pytest.raises(
+        CheckpointError, match=r"vocab\.txt has 4398046511104 bytes, at most 134217728 are read"
+    ):
         files_beside(tmp_path)
 
 

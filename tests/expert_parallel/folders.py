@@ -1,4 +1,5 @@
-"""One training of a Hugging Face mixture from a folder, a checkpoint or sizes alone, and what it reads and writes."""
+"""One training of a Hugging Face mixture from a folder, a checkpoint or sizes alone, and what it
+reads and writes."""
 
 from __future__ import annotations
 
@@ -14,9 +15,16 @@ from lightning_ptdp.models import AdamWConfig, LitCausalLM
 from tests.huggingface.runs import VOCABULARY, Samples
 
 SIZES = {
-    "model_type": "mixtral", "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "num_local_experts": 4,
-}  # fmt: skip
+    "model_type": "mixtral",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_local_experts": 4,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,30 +48,44 @@ class Start(L.Callback):
 
 
 def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; the initial and the final weights of the whole model, and the bytes that were read of experts' files and of others."""
+    """Train; the initial and the final weights of the whole model, and the bytes that were read of
+    experts' files and of others."""
     L.seed_everything(3, verbose=False)
     read, fill = {"experts": 0, "others": 0}, folder_weights.read_stored
 
     def counted(wanted: Any) -> None:
         parts = list(wanted)
         for stored, one in parts:
-            read["experts" if ".experts." in one.name else "others"] += one.values.numel() * stored.entry.dtype.itemsize
+            read["experts" if ".experts." in one.name else "others"] += (
+                one.values.numel() * stored.entry.dtype.itemsize
+            )
         fill(parts)
 
     folder_weights.read_stored = counted
     try:
         start = Start()
         trainer = L.Trainer(
-            strategy=PTDPStrategy(**run.layout), accelerator="cpu", devices=run.world_size, max_steps=run.steps, logger=False,
-            gradient_clip_val=0.5, callbacks=[start], enable_checkpointing=False, enable_progress_bar=False,
+            strategy=PTDPStrategy(**run.layout),
+            accelerator="cpu",
+            devices=run.world_size,
+            max_steps=run.steps,
+            logger=False,
+            gradient_clip_val=0.5,
+            callbacks=[start],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
             enable_model_summary=False,
-        )  # fmt: skip
+        )
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01)
         given: dict[str, Any] = {"config": SIZES} if run.folder is None else {"path": run.folder}
         module = LitCausalLM(**given, optimizer=optimizer)
-        sampler = DistributedSampler(Samples("labelled"), **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+        sampler = DistributedSampler(
+            Samples("labelled"), **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+        )
         trainer.fit(
-            module, DataLoader(sampler.dataset, batch_size=4 // sampler.num_replicas, sampler=sampler), ckpt_path=run.resume
+            module,
+            DataLoader(sampler.dataset, batch_size=4 // sampler.num_replicas, sampler=sampler),
+            ckpt_path=run.resume,
         )
         if run.save is not None:
             trainer.save_checkpoint(run.save)

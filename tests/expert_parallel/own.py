@@ -18,7 +18,12 @@ from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig, LitGPT, gpt_plan
 
 VOCABULARY, LENGTH, SAMPLES, BATCH = 29, 8, 48, 8
 
-EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_hidden_size": 12, "z_loss_coefficient": 0.05}
+EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_hidden_size": 12,
+    "z_loss_coefficient": 0.05,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +62,16 @@ class Labelled(Dataset):
 
 
 def config_of(run: Run) -> GPTConfig:
-    sizes = {"vocabulary_size": VOCABULARY, "sequence_length": LENGTH, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
-    return GPTConfig.llama(**sizes, num_kv_heads=2, ffn_hidden_size=24, init_std=0.3, **EXPERTS | run.model)
+    sizes = {
+        "vocabulary_size": VOCABULARY,
+        "sequence_length": LENGTH,
+        "num_layers": 4,
+        "hidden_size": 16,
+        "num_heads": 4,
+    }
+    return GPTConfig.llama(
+        **sizes, num_kv_heads=2, ffn_hidden_size=24, init_std=0.3, **EXPERTS | run.model
+    )
 
 
 class LitUsual(L.LightningModule):
@@ -85,7 +98,9 @@ class LitUsual(L.LightningModule):
         return loss + 0.2 * balance + 0.02 * square
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.model.balance(partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum"))
+        self.model.balance(
+            partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum")
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
@@ -99,11 +114,21 @@ def module_of(run: Run) -> L.LightningModule:
 
 def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
     return L.Trainer(
-        strategy=PTDPStrategy(**run.layout), accelerator="cpu", devices=run.world_size, max_steps=run.steps, logger=False,
-        gradient_clip_val=run.clip, accumulate_grad_batches=run.accumulate, precision="64-true", callbacks=list(callbacks),
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        strategy=PTDPStrategy(**run.layout),
+        accelerator="cpu",
+        devices=run.world_size,
+        max_steps=run.steps,
+        logger=False,
+        gradient_clip_val=run.clip,
+        accumulate_grad_batches=run.accumulate,
+        precision="64-true",
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
 
 
 class Recorder(L.Callback):
@@ -119,11 +144,19 @@ class Recorder(L.Callback):
         self.held: dict[str, int] = {}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        parameters = [parameter for name, parameter in module.named_parameters() if "experts" in name]
-        states = [value for each in parameters for value in optimizer.state[each].values() if value.dim()]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # a sharded optimizer has none
+        parameters = [
+            parameter for name, parameter in module.named_parameters() if "experts" in name
+        ]
+        states = [
+            value for each in parameters for value in optimizer.state[each].values() if value.dim()
+        ]
+        gradients = [
+            parameter.grad for parameter in parameters if parameter.grad is not None
+        ]  # a sharded optimizer has none
         found = {"parameters": parameters, "gradients": gradients, "states": states}
-        self.held = {what: sum(tensor.numel() for tensor in tensors) for what, tensors in found.items()}
+        self.held = {
+            what: sum(tensor.numel() for tensor in tensors) for what, tensors in found.items()
+        }
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.initial = trainer.strategy.gather_state_dict()
@@ -139,8 +172,14 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     recorder = Recorder()
     trainer, module = trainer_of(run, recorder), module_of(run)
-    sampler = DistributedSampler(Labelled(all_labelled=run.usual), **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    loader = DataLoader(sampler.dataset, batch_size=BATCH // run.accumulate // sampler.num_replicas, sampler=sampler)
+    sampler = DistributedSampler(
+        Labelled(all_labelled=run.usual),
+        **trainer.strategy.distributed_sampler_kwargs,
+        shuffle=False,
+    )
+    loader = DataLoader(
+        sampler.dataset, batch_size=BATCH // run.accumulate // sampler.num_replicas, sampler=sampler
+    )
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
     if run.save is not None:
         trainer.save_checkpoint(run.save)

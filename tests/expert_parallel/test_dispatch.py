@@ -1,4 +1,5 @@
-"""One layer of experts over two ranks: its output and every gradient are those of all tokens on one, and what is sent is counted."""
+"""One layer of experts over two ranks: its output and every gradient are those of all tokens on
+one, and what is sent is counted."""
 
 from __future__ import annotations
 
@@ -36,11 +37,18 @@ def make(name: str, dtype: torch.dtype) -> nn.Module:
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": EXPERTS}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 24,
+        "num_local_experts": EXPERTS,
+    }
     config, kind = {
         "mixtral": (MixtralConfig(**sizes), MixtralExperts),
         "gpt_oss": (GptOssConfig(**sizes), GptOssExperts),
-        "nemotron_h": (NemotronHConfig(hidden_size=WIDTH, moe_intermediate_size=24, n_routed_experts=EXPERTS), NemotronHExperts),
+        "nemotron_h": (
+            NemotronHConfig(hidden_size=WIDTH, moe_intermediate_size=24, n_routed_experts=EXPERTS),
+            NemotronHExperts,
+        ),
     }[name]
     config._experts_implementation = "grouped_mm"
     module: nn.Module = kind(config).to(dtype)
@@ -58,20 +66,33 @@ def tokens(case: Case, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, torch.zeros_like(index) if case.routing == "one" else index, weights, grad
 
 
-def results(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def results(
+    module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor
+) -> dict[str, Tensor]:
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     output = module(x, index, weights)
     output.backward(grad)
     assert x.grad is not None and weights.grad is not None
-    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
     return {"output": output.detach(), "x": x.grad, "weights": weights.grad, **found}
 
 
 def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
     """This rank's results for its part of the tokens, and the bytes that each all-to-all took."""
-    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, expert_parallel_size=2), rank=rank)
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=2, expert_parallel_size=2), rank=rank
+    )
     module, _ = shard_module(
-        make(case.name, case.dtype), Experts(), group=mesh.group("expert"), sequence_parallel=False, shared={}, name="experts"
+        make(case.name, case.dtype),
+        Experts(),
+        group=mesh.group("expert"),
+        sequence_parallel=False,
+        shared={},
+        name="experts",
     )
     bytes_, send = [], dist.all_to_all_single
 
@@ -103,16 +124,26 @@ def test_two_ranks_are_one(case: Case, pool: Pool) -> None:
     for rank, (found, sent) in enumerate(pool.run(parallel, world_size=2, args=(case,))):
         for name, value in found.items():
             wanted = expected[name].chunk(2)[rank]
-            torch.testing.assert_close(value, wanted, rtol=1e-9 if item == 8 else 1e-4, atol=1e-9 if item == 8 else 1e-5)
+            torch.testing.assert_close(
+                value, wanted, rtol=1e-9 if item == 8 else 1e-4, atol=1e-9 if item == 8 else 1e-5
+            )
         came = int((index // (EXPERTS // 2) == rank).sum())
         here, there = (count * WIDTH * item for count in (TOKENS * CHOSEN, came))
-        assert sent == [8 * EXPERTS, here, there, here, there], "the numbers, the rows, the outputs, and the gradients of both"
+        assert sent == [8 * EXPERTS, here, there, here, there], (
+            "the numbers, the rows, the outputs, and the gradients of both"
+        )
 
 
 def test_nothing_is_added_up_where_it_lands(pool: Pool) -> None:
-    for names in pool.run(operations, world_size=2, args=(Case(name="mixtral", dtype=torch.float32),)):
-        assert not {"aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::nonzero"} & names.keys()
-        # To the ranks, by expert, back from that, to the tokens; the same in the backward; and four of numbers and weights.
+    for names in pool.run(
+        operations, world_size=2, args=(Case(name="mixtral", dtype=torch.float32),)
+    ):
+        assert (
+            not {"aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::nonzero"}
+            & names.keys()
+        )
+        # To the ranks, by expert, back from that, to the tokens; the same in the backward; and four
+        # of numbers and weights.
         assert names["aten::index_select"] == 12
         assert names["aten::sort"] == 1
         assert names["aten::_grouped_mm"] == 6

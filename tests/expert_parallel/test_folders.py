@@ -1,4 +1,5 @@
-"""Hugging Face's mixtures go into checkpoints and folders and come from them, whoever has the experts."""
+"""Hugging Face's mixtures go into checkpoints and folders and come from them, whoever has the
+experts."""
 
 from __future__ import annotations
 
@@ -21,14 +22,25 @@ FOLDER = {"checkpoint_format": "folder"}
 
 
 def test_a_checkpoint_goes_through_layouts_bitwise(pool: Pool, tmp_path: Path) -> None:
-    """e4 to one process to t2 p2 e2, weights and optimizer; and to a folder, without the folder of a model."""
-    layouts: list[tuple[int, dict[str, Any]]] = [(4, {E: 4}), (1, FOLDER), (8, {T: 2, P: 2, M: 2, E: 2})]
+    """e4 to one process to t2 p2 e2, weights and optimizer; and to a folder, without the folder of
+    a model."""
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (4, {E: 4}),
+        (1, FOLDER),
+        (8, {T: 2, P: 2, M: 2, E: 2}),
+    ]
     places = [str(tmp_path / f"{number}.ckpt") for number in range(len(layouts))]
     for (world_size, layout), resume, save in zip(layouts, [None, *places], places, strict=False):
-        pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, resume=resume, save=save),))
+        pool.run(
+            fit,
+            world_size=world_size,
+            args=(Run(world_size=world_size, layout=layout, resume=resume, save=save),),
+        )
     first, *others = [TensorReader(place) for place in places]
     names = set(first.tensors)
-    assert any(name.startswith("optimizer") and "experts" in name for name in names), sorted(names)[:5]
+    assert any(name.startswith("optimizer") and "experts" in name for name in names), sorted(names)[
+        :5
+    ]
     for other in others:
         assert set(other.tensors) == names
         for name in names:
@@ -36,13 +48,21 @@ def test_a_checkpoint_goes_through_layouts_bitwise(pool: Pool, tmp_path: Path) -
     to_huggingface(places[0], tmp_path / "folder")
     written = open_huggingface(tmp_path / "folder")
     gate = first.read("model/model.model.layers.1.mlp.experts.gate_up_proj")
-    experts = [written[f"model.layers.1.block_sparse_moe.experts.{index}.w1.weight"] for index in range(4)]
+    experts = [
+        written[f"model.layers.1.block_sparse_moe.experts.{index}.w1.weight"] for index in range(4)
+    ]
     assert torch.equal(torch.stack(experts), gate[:, : gate.size(1) // 2])
 
 
-def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_process(
+    pool: Pool, tmp_path: Path
+) -> None:
     for name, world_size, layout in (("one", 1, {}), ("two", 2, {E: 2})):
-        pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, export=str(tmp_path / name)),))
+        pool.run(
+            fit,
+            world_size=world_size,
+            args=(Run(world_size=world_size, layout=layout, export=str(tmp_path / name)),),
+        )
     one, two = open_huggingface(tmp_path / "one"), open_huggingface(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -50,15 +70,23 @@ def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_proc
     assert (tmp_path / "one/config.json").read_text() == (tmp_path / "two/config.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"], ids=["a file's tensor an expert", "all experts in one"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt_oss"], ids=["a file's tensor an expert", "all experts in one"]
+)
 def test_a_rank_reads_the_bytes_of_its_experts_alone(name: str, pool: Pool, tmp_path: Path) -> None:
     torch.manual_seed(11)
     model = build(name)
     model.save_pretrained(tmp_path)
     expected = model.state_dict()
-    found = pool.run(fit, world_size=2, args=(Run(world_size=2, layout={E: 2}, steps=1, folder=str(tmp_path)),))
+    found = pool.run(
+        fit, world_size=2, args=(Run(world_size=2, layout={E: 2}, steps=1, folder=str(tmp_path)),)
+    )
     bytes_of = {
-        key: sum(value.nbytes for n, value in expected.items() if (".experts." in n) == (key == "experts"))
+        key: sum(
+            value.nbytes
+            for n, value in expected.items()
+            if (".experts." in n) == (key == "experts")
+        )
         for key in ("experts", "others")
     }
     for rank in found:

@@ -1,4 +1,5 @@
-"""Hugging Face's mixtures, unmodified, with their experts shared out: all weights are as one process has them."""
+"""Hugging Face's mixtures, unmodified, with their experts shared out: all weights are as one
+process has them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ STEPS, CLIP = 6, 0.1
 
 
 def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -> Run:
-    return Run(architecture=name, layout=layout, world_size=world_size, steps=STEPS, clip=CLIP, options=options)
+    return Run(
+        architecture=name,
+        layout=layout,
+        world_size=world_size,
+        steps=STEPS,
+        clip=CLIP,
+        options=options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +52,9 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )
-def test_same_losses_and_weights_as_one_process(name: str, world_size: int, layout: dict[str, Any], pool: Pool) -> None:
+def test_same_losses_and_weights_as_one_process(
+    name: str, world_size: int, layout: dict[str, Any], pool: Pool
+) -> None:
     run = run_of(name, world_size, layout)
     assert pool.run(refusal, world_size=1, args=(run,)) == [None]
     report = verified(run)
@@ -54,7 +64,9 @@ def test_same_losses_and_weights_as_one_process(name: str, world_size: int, layo
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"])
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"]
+)
 def test_the_models_own_balance_loss_is_that_of_one_process_where_a_forward_sees_the_batch(
     world_size: int, layout: dict[str, Any]
 ) -> None:
@@ -64,7 +76,13 @@ def test_the_models_own_balance_loss_is_that_of_one_process_where_a_forward_sees
 
 @pytest.mark.parametrize(
     ("layout", "replicas", "told"),
-    [({}, 1, False), ({P: 2, M: 1}, 1, False), ({M: 2}, 1, True), ({E: 2}, 2, True), ({C: 2}, 2, True)],
+    [
+        ({}, 1, False),
+        ({P: 2, M: 1}, 1, False),
+        ({M: 2}, 1, True),
+        ({E: 2}, 2, True),
+        ({C: 2}, 2, True),
+    ],
     ids=["one process", "p2", "m2", "e2", "c2"],
 )
 def test_elsewhere_it_is_told(layout: dict[str, Any], replicas: int, told: bool) -> None:
@@ -87,12 +105,17 @@ def test_slices_of_a_sequence_have_no_balance_loss(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "lora",
-    [{"target_modules": ["q_proj", "v_proj"]}, {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}],
+    [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": [], "target_parameters": ["mlp.gate.weight"]},
+    ],
     ids=["attention", "router"],
 )
 def test_adapters_beside_experts(lora: dict[str, Any]) -> None:
     pytest.importorskip("peft")
-    report = verified(Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora}))
+    report = verified(
+        Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora})
+    )
     assert report.equal, str(report)
 
 

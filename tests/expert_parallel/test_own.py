@@ -1,4 +1,5 @@
-"""Our own GPT with experts trains in every layout as in one process: router's losses, bias and capacity included."""
+"""Our own GPT with experts trains in every layout as in one process: router's losses, bias and
+capacity included."""
 
 from __future__ import annotations
 
@@ -62,27 +63,46 @@ def check(pool: Pool, alone: Alone, run: Run) -> None:
     for found in pool.run(fit, world_size=run.world_size, args=(run,)):
         torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
         # What a replica logs is of its own samples.
-        for mine, theirs in zip(found["logged"], expected["logged"], strict=True) if found["replicas"] == 1 else ():
+        for mine, theirs in (
+            zip(found["logged"], expected["logged"], strict=True) if found["replicas"] == 1 else ()
+        ):
             assert mine == pytest.approx(theirs, rel=1e-5)
         assert found["final"].keys() == expected["final"].keys()
         for name, value in expected["final"].items():
-            assert torch.equal(found["initial"][name], expected["initial"][name]), f"{name} starts differently"
-            torch.testing.assert_close(found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(found["initial"][name], expected["initial"][name]), (
+                f"{name} starts differently"
+            )
+            torch.testing.assert_close(
+                found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS)
-def test_same_weights_as_one_process(world_size: int, layout: dict[str, Any], pool: Pool, alone: Alone) -> None:
-    check(pool, alone, Run(world_size=world_size, layout=layout, model={"shared_experts": 1, "dense_layers": 1}))
+def test_same_weights_as_one_process(
+    world_size: int, layout: dict[str, Any], pool: Pool, alone: Alone
+) -> None:
+    check(
+        pool,
+        alone,
+        Run(world_size=world_size, layout=layout, model={"shared_experts": 1, "dense_layers": 1}),
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "score"), [("e4 m2", "sigmoid"), ("p2 e2 zb_h1 recompute", "sigmoid"), ("t2 sp c2 e2", "softmax")]
+    ("name", "score"),
+    [("e4 m2", "sigmoid"), ("p2 e2 zb_h1 recompute", "sigmoid"), ("t2 sp c2 e2", "softmax")],
 )
 def test_a_bias_is_moved_as_in_one_process(name: str, score: str, pool: Pool, alone: Alone) -> None:
     world_size, layout = LAYOUTS[name]
     accumulate = 2 if name == "e4 m2" else 1
     layout = {key: value for key, value in layout.items() if accumulate == 1 or key != M}
-    model = {"balance": "bias", "bias_rate": 0.03, "router_score": score, "shared_experts": 1, "dense_layers": 1}
+    model = {
+        "balance": "bias",
+        "bias_rate": 0.03,
+        "router_score": score,
+        "shared_experts": 1,
+        "dense_layers": 1,
+    }
     run = Run(world_size=world_size, layout=layout, accumulate=accumulate, model=model)
     check(pool, alone, run)
     biases = [value for key, value in alone(run)["final"].items() if key.endswith("bias_nano")]
@@ -91,13 +111,21 @@ def test_a_bias_is_moved_as_in_one_process(name: str, score: str, pool: Pool, al
 
 
 @pytest.mark.parametrize(("name", "balance"), [("c2 e2", "loss"), ("p2 v2 e2", "bias")])
-def test_a_module_of_the_kind_that_people_write(name: str, balance: str, pool: Pool, alone: Alone) -> None:
+def test_a_module_of_the_kind_that_people_write(
+    name: str, balance: str, pool: Pool, alone: Alone
+) -> None:
     world_size, layout = LAYOUTS[name]
-    check(pool, alone, Run(world_size=world_size, layout=layout, model={"balance": balance}, usual=True))
+    check(
+        pool,
+        alone,
+        Run(world_size=world_size, layout=layout, model={"balance": balance}, usual=True),
+    )
 
 
 @pytest.mark.parametrize("name", ["e2", "t2 e2"])
-def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(name: str, pool: Pool, alone: Alone) -> None:
+def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(
+    name: str, pool: Pool, alone: Alone
+) -> None:
     world_size, layout = LAYOUTS[name]
     run = Run(world_size=world_size, layout=layout, model={"capacity_factor": 1.0})
     check(pool, alone, run)
@@ -105,18 +133,28 @@ def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(name: st
 
 
 @pytest.mark.parametrize("name", ["e2", "t2 et2", "t2 et2 e2"])
-def test_a_rank_holds_its_part_of_experts_of_their_gradients_and_of_the_optimizer(name: str, pool: Pool, alone: Alone) -> None:
+def test_a_rank_holds_its_part_of_experts_of_their_gradients_and_of_the_optimizer(
+    name: str, pool: Pool, alone: Alone
+) -> None:
     world_size, layout = {**LAYOUTS, "t2 et2 e2": (4, {T: 2, ET: 2, E: 2})}[name]
     whole = alone(Run(steps=2))["held"]
     assert whole["states"] == 2 * whole["parameters"] == 2 * whole["gradients"]
-    for found in pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, steps=2),)):
+    for found in pool.run(
+        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, steps=2),)
+    ):
         assert {what: world_size * number for what, number in found["held"].items()} == whole
 
 
-def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(
+    pool: Pool, tmp_path: Path
+) -> None:
     folder, layout = str(tmp_path / "split.ckpt"), {T: 2, ET: 2, E: 2}
-    (saved, *_) = pool.run(fit, world_size=4, args=(Run(world_size=4, layout=layout, steps=3, save=folder),))
-    (split, *_) = pool.run(fit, world_size=4, args=(Run(world_size=4, layout=layout, resume=folder),))
+    (saved, *_) = pool.run(
+        fit, world_size=4, args=(Run(world_size=4, layout=layout, steps=3, save=folder),)
+    )
+    (split, *_) = pool.run(
+        fit, world_size=4, args=(Run(world_size=4, layout=layout, resume=folder),)
+    )
     (found,) = pool.run(fit, world_size=1, args=(Run(resume=folder),))
     for name, value in saved["final"].items():
         assert torch.equal(found["initial"][name], value), name
@@ -126,8 +164,14 @@ def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(pool: Pool, tmp
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
-        ({T: 4, ET: 2}, r"expert_tensor_parallel_size=2 .* tensor_parallel_size=4: use 4 \(all of them\) or 1"),
-        ({ET: 2}, r"expert_tensor_parallel_size=2 .* tensor_parallel_size=1: set that, too, or use 1"),
+        (
+            {T: 4, ET: 2},
+            r"expert_tensor_parallel_size=2 .* tensor_parallel_size=4: use 4 \(all of them\) or 1",
+        ),
+        (
+            {ET: 2},
+            r"expert_tensor_parallel_size=2 .* tensor_parallel_size=1: set that, too, or use 1",
+        ),
     ],
 )
 def test_experts_are_split_over_all_tensor_ranks_or_none(layout: dict[str, Any], said: str) -> None:
@@ -138,17 +182,27 @@ def test_experts_are_split_over_all_tensor_ranks_or_none(layout: dict[str, Any],
 def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
     layout = {T: 2, ET: 2, "start_method": "fork"}
     with pytest.raises(
-        ValueError, match=r"inner width of an expert=9 .* expert_tensor_parallel_size=2; a size that works: \[1, 3, 9\]"
+        ValueError,
+        match=r"inner width of an expert=9 .* expert_tensor_parallel_size=2; a size that works: \[1, 3, 9\]",
     ):
         fit(0, Run(world_size=2, layout=layout, model={"expert_hidden_size": 9}))
     plan = ParallelPlan(tensor={"layers.*.experts": "experts"})
-    with pytest.raises(ValueError, match=r"'layers.0.experts': expert_tensor_parallel_size=2 .* Experts does not say"):
-        toy.trainer_of(toy.Run(world_size=2, layout=layout | {"plan": plan})).fit(toy.LitMixture(toy.Run()), [])
+    with pytest.raises(
+        ValueError,
+        match=r"'layers.0.experts': expert_tensor_parallel_size=2 .* Experts does not say",
+    ):
+        toy.trainer_of(toy.Run(world_size=2, layout=layout | {"plan": plan})).fit(
+            toy.LitMixture(toy.Run()), []
+        )
 
 
 def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, alone: Alone, tmp_path: Path) -> None:
     folder, model = str(tmp_path / "four.ckpt"), {"balance": "bias", "bias_rate": 0.03}
-    (saved, *_) = pool.run(fit, world_size=4, args=(Run(world_size=4, layout={E: 4}, steps=3, save=folder, model=model),))
+    (saved, *_) = pool.run(
+        fit,
+        world_size=4,
+        args=(Run(world_size=4, layout={E: 4}, steps=3, save=folder, model=model),),
+    )
     world_size, layout = LAYOUTS["p2 v2 e2"]
     run = Run(world_size=world_size, layout=layout, resume=folder, model=model)
     check(pool, alone, run)
@@ -159,7 +213,9 @@ def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, alone: Alone, tmp_pa
 
 
 def test_text_is_written_with_a_cache_as_without() -> None:
-    module = LitGPT(config_of(Run(model={"capacity_factor": 1.0, "shared_experts": 1, "dense_layers": 1})))
+    module = LitGPT(
+        config_of(Run(model={"capacity_factor": 1.0, "shared_experts": 1, "dense_layers": 1}))
+    )
     module.configure_model()
     ids = [3, 4, 5]
     (written,) = generate(module.eval(), [ids], Sampling(temperature=0.0, max_new_tokens=5))
@@ -171,13 +227,18 @@ def test_text_is_written_with_a_cache_as_without() -> None:
 def test_a_router_without_numbers_is_named() -> None:
     model = GPT(config_of(Run()))
     torch.nn.init.constant_(model.blocks[2].mixture.router.gate.weight, torch.nan)
-    with pytest.raises(ValueError, match="the router of layer 2 gave 16 weights that are not finite"):
+    with pytest.raises(
+        ValueError, match="the router of layer 2 gave 16 weights that are not finite"
+    ):
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
 def test_a_capacity_over_ranks_that_see_parts_of_a_sequence_is_refused_before_launch() -> None:
     run = Run(world_size=2, layout={C: 2, "start_method": "fork"}, model={"capacity_factor": 1.5})
-    with pytest.raises(ValueError, match=r"capacity_factor=1.5 with context_parallel_size=2.*use context_parallel_size=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"capacity_factor=1.5 with context_parallel_size=2.*use context_parallel_size=1",
+    ):
         trainer_of(run).fit(module_of(run), [])
 
 

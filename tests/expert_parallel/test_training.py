@@ -1,4 +1,5 @@
-"""A mixture with its experts shared out trains as on one process: every clipped step, whatever its router does."""
+"""A mixture with its experts shared out trains as on one process: every clipped step, whatever its
+router does."""
 
 from __future__ import annotations
 
@@ -15,14 +16,20 @@ from tests.pool import Pool, WorkerFailure
 
 
 def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
-    expected = expected or pool.run(fit, world_size=1, args=(replace(run, world_size=1, layout={}),))[0]
+    expected = (
+        expected or pool.run(fit, world_size=1, args=(replace(run, world_size=1, layout={}),))[0]
+    )
     assert min(expected["norms"]) > run.clip, "the clipping threshold must bite"
     for found in pool.run(fit, world_size=run.world_size, args=(run,)):
         torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
         assert found["validation"] == pytest.approx(expected["validation"], rel=1e-5)
         for name, value in expected["final"].items():
-            assert torch.equal(found["initial"][name], expected["initial"][name]), f"{name} starts differently"
-            torch.testing.assert_close(found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+            assert torch.equal(found["initial"][name], expected["initial"][name]), (
+                f"{name} starts differently"
+            )
+            torch.testing.assert_close(
+                found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("routing", ["own", "one"])
@@ -38,7 +45,9 @@ def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
     ],
     ids=["e2", "e4 m2", "d2 e2 zero", "p2 v2 e2", "p2 e2 zb_h1", "e2 recompute"],
 )
-def test_same_weights_as_one_process(world_size: int, layout: dict[str, Any], routing: str, pool: Pool) -> None:
+def test_same_weights_as_one_process(
+    world_size: int, layout: dict[str, Any], routing: str, pool: Pool
+) -> None:
     check(pool, Run(world_size=world_size, layout=layout, routing=routing))
 
 
@@ -48,8 +57,14 @@ def test_a_rank_has_its_part_of_the_experts(pool: Pool) -> None:
         assert 4 * found["numbers"] == whole["numbers"]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(2, {E: 2}), (4, {E: 2, P: 2, M: 2}), (2, {})], ids=["e2", "p2 e2", "d2"])
-def test_a_checkpoint_goes_on_in_another_layout(world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, {E: 2}), (4, {E: 2, P: 2, M: 2}), (2, {})],
+    ids=["e2", "p2 e2", "d2"],
+)
+def test_a_checkpoint_goes_on_in_another_layout(
+    world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "four.ckpt")
     begun = Run(world_size=4, layout={E: 4}, steps=3, save=folder)
     (saved, *_) = pool.run(fit, world_size=4, args=(begun,))
@@ -58,14 +73,24 @@ def test_a_checkpoint_goes_on_in_another_layout(world_size: int, layout: dict[st
     for found in pool.run(fit, world_size=world_size, args=(run,)):
         for name, value in saved["final"].items():
             assert torch.equal(found["initial"][name], value), name
-            torch.testing.assert_close(found["final"][name], expected["final"][name], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                found["final"][name], expected["final"][name], rtol=1e-5, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize(
     ("routing", "said"),
     [
-        ("nowhere", r"'layers.0.experts': its router chose experts that do not exist, \d+ times \(0 to 3 do\)"),
-        ("nan", r"'layers.0.experts': its router gave 48 weights that are not finite, on rank \d+(.|\n)*microbatch 0, stage 0"),
+        (
+            "nowhere",
+            r"'layers.0.experts': its router chose experts that do not exist, \d+ times \(0 to 3 "
+            r"do\)",
+        ),
+        (
+            "nan",
+            r"'layers.0.experts': its router gave 48 weights that are not finite, on rank "
+            r"\d+(.|\n)*microbatch 0, stage 0",
+        ),
     ],
 )
 def test_a_router_that_errs_is_named(routing: str, said: str, pool: Pool) -> None:
@@ -81,9 +106,26 @@ def test_replicas_that_evaluate_unequally_often_are_refused(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("world_size", "layout", "plan", "said"),
     [
-        (2, {E: 2}, False, r"expert_parallel_size=2 .* LitMixture has none that are known.*expert_parallel_size=1"),
-        (4, {E: 4, P: 2}, True, r"expert_parallel_size=4 takes its ranks from the 2 of context and data parallelism.* \[1, 2\]"),
-        (3, {E: 3}, True, r"'layers.0.experts': number of experts=4 is not divisible by expert_parallel_size=3.*\[1, 2, 4\]"),
+        (
+            2,
+            {E: 2},
+            False,
+            r"expert_parallel_size=2 .* LitMixture has none that are known.*expert_parallel_size=1",
+        ),
+        (
+            4,
+            {E: 4, P: 2},
+            True,
+            r"expert_parallel_size=4 takes its ranks from the 2 of context and data parallelism.* "
+            r"\[1, 2\]",
+        ),
+        (
+            3,
+            {E: 3},
+            True,
+            r"'layers.0.experts': number of experts=4 is not divisible by "
+            r"expert_parallel_size=3.*\[1, 2, 4\]",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_before_launch(

@@ -39,7 +39,8 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A router of two experts a token, and the experts. ``routing``: "own", or where it is told to send all tokens."""
+    """A router of two experts a token, and the experts. ``routing``: "own", or where it is told to
+    send all tokens."""
 
     def __init__(self, routing: str) -> None:
         super().__init__()
@@ -88,7 +89,9 @@ class LitMixture(L.LightningModule):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
 
     def configure_parallel(self) -> ParallelPlan:
-        return ParallelPlan(blocks="layers", tensor={"layers.*.experts": "experts"} if self.run.plan else {})
+        return ParallelPlan(
+            blocks="layers", tensor={"layers.*.experts": "experts"} if self.run.plan else {}
+        )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -124,11 +127,21 @@ class Recorder(L.Callback):
 
 def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
     return L.Trainer(
-        strategy=PTDPStrategy(**run.layout), accelerator="cpu", devices=run.world_size, max_steps=run.steps, logger=False,
-        gradient_clip_val=run.clip, callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, val_check_interval=run.steps, check_val_every_n_epoch=None,
+        strategy=PTDPStrategy(**run.layout),
+        accelerator="cpu",
+        devices=run.world_size,
+        max_steps=run.steps,
+        logger=False,
+        gradient_clip_val=run.clip,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=run.steps,
+        check_val_every_n_epoch=None,
         use_distributed_sampler=False,
-    )  # fmt: skip
+    )
 
 
 def fit(rank: int, run: Run) -> dict[str, Any]:
@@ -137,7 +150,9 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
     recorder = Recorder()
     trainer = trainer_of(run, recorder)
     ids = torch.randint(VOCABULARY, (48, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    sampler = DistributedSampler(TensorDataset(ids), **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+    sampler = DistributedSampler(
+        TensorDataset(ids), **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+    )
     loader = DataLoader(sampler.dataset, batch_size=8 // sampler.num_replicas, sampler=sampler)
     uneven = DataLoader(TensorDataset(ids[: 4 + 4 * sampler.rank]), batch_size=4)
     trainer.fit(LitMixture(run), loader, uneven if run.uneven else loader, ckpt_path=run.resume)
@@ -148,5 +163,9 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         "validation": float(trainer.callback_metrics["val_loss"]),
         "initial": recorder.initial,
         "final": trainer.strategy.gather_state_dict(),
-        "numbers": sum(parameter.numel() for name, parameter in trainer.lightning_module.named_parameters() if "experts" in name),
+        "numbers": sum(
+            parameter.numel()
+            for name, parameter in trainer.lightning_module.named_parameters()
+            if "experts" in name
+        ),
     }

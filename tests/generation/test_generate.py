@@ -48,15 +48,24 @@ def test_greedy_is_what_transformers_writes_for_each_prompt_alone(name: str) -> 
     model, theirs = make_model(name, sliding_window=4) if name == "gemma3" else make_model(name), []
     for prompt in PROMPTS:
         options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
-        theirs.append(model.eval().generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+        theirs.append(
+            model.eval().generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        )
     assert generate(model, PROMPTS, GREEDY) == theirs
 
 
-@pytest.mark.parametrize("options", [{}, {"position": "rope", "num_kv_heads": 2}], ids=["learned", "rope"])
-def test_the_cache_changes_nothing_also_beyond_the_longest_sequence(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"position": "rope", "num_kv_heads": 2}], ids=["learned", "rope"]
+)
+def test_the_cache_changes_nothing_also_beyond_the_longest_sequence(
+    options: dict[str, Any],
+) -> None:
     torch.manual_seed(1)
     model = gpt(dropout=0.5, **options)
-    for sampling in (Sampling(temperature=0.0, max_new_tokens=12), Sampling(temperature=2.0, top_k=0, max_new_tokens=12)):
+    for sampling in (
+        Sampling(temperature=0.0, max_new_tokens=12),
+        Sampling(temperature=2.0, top_k=0, max_new_tokens=12),
+    ):
         written = generate(model.train(), PROMPTS, sampling)
         assert model.training
         assert written == generate(Uncached(model), PROMPTS, sampling)
@@ -81,19 +90,28 @@ def test_a_row_ends_behind_an_end_token_and_is_what_it_would_be_alone() -> None:
     ended = generate(model, PROMPTS, SAMPLED, eos_ids=[ends])
     assert ended == [row[: row.index(ends) + 1] if ends in row else row for row in free]
     model = Counting()
-    assert generate(model, [[3], [4]], Sampling(temperature=0.0), eos_ids=[6]) == [[4, 5, 6], [5, 6]]
+    assert generate(model, [[3], [4]], Sampling(temperature=0.0), eos_ids=[6]) == [
+        [4, 5, 6],
+        [5, 6],
+    ]
 
 
 def test_the_seed_decides_and_nobody_elses_random_state_does() -> None:
     model, before = gpt(), torch.get_rng_state()
-    draws = [generate(model, PROMPTS, Sampling(max_new_tokens=20, temperature=1.5, seed=seed)) for seed in (0, 0, 1)]
+    draws = [
+        generate(model, PROMPTS, Sampling(max_new_tokens=20, temperature=1.5, seed=seed))
+        for seed in (0, 0, 1)
+    ]
     assert draws[0] == draws[1] != draws[2]
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_temperature_top_k_and_top_p() -> None:
     def drawn(**options: Any) -> list[int]:
-        return [row[0] for row in generate(Counting(), [[0]] * 2000, Sampling(max_new_tokens=1, **options))]
+        return [
+            row[0]
+            for row in generate(Counting(), [[0]] * 2000, Sampling(max_new_tokens=1, **options))
+        ]
 
     assert set(drawn(top_k=2)) == {1, 2}
     assert len(set(drawn(temperature=2.0, top_k=99))) == 10
@@ -108,7 +126,9 @@ def test_temperature_top_k_and_top_p() -> None:
 def test_old_tokens_are_dropped_and_nothing_may_be_asked_for() -> None:
     model = Counting()
     model.config = type("Config", (), {"sequence_length": 8})
-    assert generate(model, [[3]], Sampling(temperature=0.0, max_new_tokens=12)) == [[n % 10 for n in range(4, 16)]]
+    assert generate(model, [[3]], Sampling(temperature=0.0, max_new_tokens=12)) == [
+        [n % 10 for n in range(4, 16)]
+    ]
     assert model.longest == 8
     assert generate(model, [[1], [2]], Sampling(max_new_tokens=0)) == [[], []]
 
@@ -120,12 +140,21 @@ def test_old_tokens_are_dropped_and_nothing_may_be_asked_for() -> None:
         (lambda: Sampling(max_new_tokens=-1), "max_new_tokens=-1"),
         (lambda: Sampling(temperature=-0.5), "temperature=-0.5"),
         (lambda: Sampling(top_p=0.0), "top_p=0.0"),
-        (lambda: generate(nn.ModuleDict({"a": gpt(), "b": gpt()}), [[1]]), r"several models, 'a' and 'b'.*module\.a"),
+        (
+            lambda: generate(nn.ModuleDict({"a": gpt(), "b": gpt()}), [[1]]),
+            r"several models, 'a' and 'b'.*module\.a",
+        ),
         (lambda: generate(make_model("t5"), [[1]]), "T5ForConditionalGeneration writes no text"),
-        (lambda: generate(Bert(BertConfig(vocabulary_size=61, num_layers=1, hidden_size=8, num_heads=2)), [[1]]), "a Bert writes no"),
+        (
+            lambda: generate(
+                Bert(BertConfig(vocabulary_size=61, num_layers=1, hidden_size=8, num_heads=2)),
+                [[1]],
+            ),
+            "a Bert writes no",
+        ),
     ],
     ids=["empty", "tokens", "temperature", "top_p", "several", "t5", "bert"],
-)  # fmt: skip
+)
 def test_mistakes(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()

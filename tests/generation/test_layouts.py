@@ -61,8 +61,12 @@ def test_the_same_text_as_on_one_process(written: Fit, model: str, layout: str) 
 
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt", "t2p2"), ("llama", "p2v2"), ("gpt", None)])
-def test_training_goes_on_as_if_nothing_had_been_written(written: Fit, model: str, layout: str | None) -> None:
-    writes, silent = (written(model, layout, random=True, **options)[0] for options in ({}, {"samplings": None}))
+def test_training_goes_on_as_if_nothing_had_been_written(
+    written: Fit, model: str, layout: str | None
+) -> None:
+    writes, silent = (
+        written(model, layout, random=True, **options)[0] for options in ({}, {"samplings": None})
+    )
     assert len(writes["written"]) == 2 * 2
     assert not silent["written"]
     for name, value in silent["final"].items():

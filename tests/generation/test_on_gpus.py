@@ -26,7 +26,8 @@ TOKENS = 6
 
 
 class Writes(pl.Callback):
-    """Writes, of which the first tokens make what is kept, and notes what the host waited for behind these."""
+    """Writes, of which the first tokens make what is kept, and notes what the host waited for
+    behind these."""
 
     def __init__(self, waits: Waits) -> None:
         self._batches = waits.batches
@@ -34,7 +35,8 @@ class Writes(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for count in (2, TOKENS + 2):
             self._batches.append([])
-            # Of a mask transformers reads the values, so that it takes one more where there is padding.
+            # Of a mask transformers reads the values, so that it takes one more where there is
+            # padding.
             short = [8] if isinstance(pl_module, LitGPTWriting) else [8, 9, 10]
             generate(pl_module, [[5, 6, 7], short], Sampling(max_new_tokens=count))
         self._batches.append([])
@@ -45,11 +47,19 @@ def waits_of(rank: int, size: int, model: str, layout: dict[str, Any]) -> Counte
     torch.manual_seed(0)
     with fake_cuda(rank) as waits:
         trainer = pl.Trainer(
-            strategy=PTDPStrategy(process_group_backend="gloo", **layout), accelerator="gpu", devices=size, logger=False,
-            enable_progress_bar=False, callbacks=[Writes(waits)],
-        )  # fmt: skip
+            strategy=PTDPStrategy(process_group_backend="gloo", **layout),
+            accelerator="gpu",
+            devices=size,
+            logger=False,
+            enable_progress_bar=False,
+            callbacks=[Writes(waits)],
+        )
         module = (LitGPTWriting if model == "gpt" else LitWriting)(Writing(model=model))
-        trainer.predict(module, torch.utils.data.DataLoader([torch.zeros(3, dtype=torch.int64)]), return_predictions=False)
+        trainer.predict(
+            module,
+            torch.utils.data.DataLoader([torch.zeros(3, dtype=torch.int64)]),
+            return_predictions=False,
+        )
     few, many = (Counter((wait.what, wait.place) for wait in batch) for batch in waits.batches[1:3])
     return many - few
 
@@ -69,7 +79,10 @@ def calls_of(rank: int, writing: Writing) -> list[Any]:
 def test_ranks_issue_the_same_in_one_order(pool: Pool) -> None:
     size, layout = LAYOUTS["t2p2"]
     ranks = pool.run(
-        calls_of, world_size=size, args=(Writing(model="gpt", layout=layout, world_size=size, steps=1),), backend="queued"
+        calls_of,
+        world_size=size,
+        args=(Writing(model="gpt", layout=layout, world_size=size, steps=1),),
+        backend="queued",
     )
     programs = [operations_of(calls) for calls in ranks]
     for one_queue in (False, True):

@@ -23,8 +23,8 @@ SAMPLED = Sampling(temperature=1.5, top_k=20, top_p=0.9, max_new_tokens=6)
 class Writing:
     """A model to train, its layout, and the sampling of texts after every validation.
 
-    With ``samplings=None`` no text is generated. A ``random`` training draws other numbers in a layout than in one process.
-    """
+    With ``samplings=None`` no text is generated. A ``random`` training draws other numbers in a
+    layout than in one process."""
 
     model: str
     layout: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -35,7 +35,13 @@ class Writing:
 
 
 def gpt(**options: Any) -> GPT:
-    sizes = {"vocabulary_size": VOCABULARY, "sequence_length": LENGTH, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+    sizes = {
+        "vocabulary_size": VOCABULARY,
+        "sequence_length": LENGTH,
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_heads": 4,
+    }
     return GPT(GPTConfig(**sizes | options))
 
 
@@ -49,7 +55,9 @@ def mixtral() -> nn.Module:
         "num_hidden_layers": 4,
         "num_key_value_heads": 2,
     }
-    config = transformers.MixtralConfig(**sizes, intermediate_size=48, num_local_experts=4, max_position_embeddings=32)
+    config = transformers.MixtralConfig(
+        **sizes, intermediate_size=48, num_local_experts=4, max_position_embeddings=32
+    )
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -106,7 +114,9 @@ class LitWriting(L.LightningModule):
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(batch["input_ids"])
         logits = getattr(output, "logits", output)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), (batch["labels"] + 1).flatten() % VOCABULARY)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), (batch["labels"] + 1).flatten() % VOCABULARY
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
@@ -142,12 +152,24 @@ def fit(rank: int, writing: Writing) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     strategy, writer = PTDPStrategy(**writing.layout), Writer(writing.samplings or ())
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=writing.world_size, max_steps=writing.steps, callbacks=[writer], logger=False,
-        enable_checkpointing=False, num_sanity_val_steps=0, val_check_interval=1, limit_val_batches=1,
-        check_val_every_n_epoch=None, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=writing.world_size,
+        max_steps=writing.steps,
+        callbacks=[writer],
+        logger=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        val_check_interval=1,
+        limit_val_batches=1,
+        check_val_every_n_epoch=None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     module = (LitGPTWriting if writing.model in ("gpt", "rope") else LitWriting)(writing)
-    sampler = DistributedSampler(Samples("llama"), **strategy.distributed_sampler_kwargs, shuffle=False)
+    sampler = DistributedSampler(
+        Samples("llama"), **strategy.distributed_sampler_kwargs, shuffle=False
+    )
     loader = DataLoader(sampler.dataset, batch_size=4 // sampler.num_replicas, sampler=sampler)
     trainer.fit(module, loader, loader)
     return {"written": writer.written, "final": strategy.gather_state_dict()}

@@ -1,4 +1,5 @@
-"""Checkpoints, exports and state dicts that lie: every field with every lie, every file in every odd form, each digest right."""
+"""Checkpoints, exports and state dicts that lie: every field with every lie, every file in every
+odd form, each digest right."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ from tests.hostile.forging import forge, sign
 
 __all__ = ["cases"]
 
-_CONFIG = GPTConfig.gpt2(vocabulary_size=300, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2)
+_CONFIG = GPTConfig.gpt2(
+    vocabulary_size=300, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2
+)
 _LIES: Mapping[str, Any] = {
     "missing": "<missing>",
     "null": None,
@@ -80,12 +83,27 @@ def _made(folder: Path) -> tuple[Path, Path]:
     whole, export = folder / "whole", folder / "export"
     if not whole.exists():
         torch.manual_seed(0)
-        state = {name: value for name, value in GPT(_CONFIG).state_dict().items() if name != "head.weight"}
-        tensors = {f"model/{name}": (value, Sharding.replicated(tuple(value.shape))) for name, value in state.items()}
+        state = {
+            name: value
+            for name, value in GPT(_CONFIG).state_dict().items()
+            if name != "head.weight"
+        }
+        tensors = {
+            f"model/{name}": (value, Sharding.replicated(tuple(value.shape)))
+            for name, value in state.items()
+        }
         tensors["optimizer/0/step/wte.weight"] = (torch.tensor(3.0), Sharding.replicated(()))
-        content = {"epoch": 1, "global_step": 2, "hyper_parameters": {"config": asdict(_CONFIG)}, "optimizer_states": []}
+        content = {
+            "epoch": 1,
+            "global_step": 2,
+            "hyper_parameters": {"config": asdict(_CONFIG)},
+            "optimizer_states": [],
+        }
         save_checkpoint(
-            whole, tensors=tensors, state=content, metadata={"aliases": {"head.weight": "wte.weight"}, "layout": "t1"}
+            whole,
+            tensors=tensors,
+            state=content,
+            metadata={"aliases": {"head.weight": "wte.weight"}, "layout": "t1"},
         )
         convert(whole, export, to="huggingface", prefix="")
     return whole, export
@@ -115,7 +133,9 @@ _READERS: Mapping[str, Read] = {
 }
 
 
-def _case(name: str, source: Path, change: Callable[[Path], object], read: Read, *, harmless: bool = False) -> Case:
+def _case(
+    name: str, source: Path, change: Callable[[Path], object], read: Read, *, harmless: bool = False
+) -> Case:
     def write(folder: Path) -> None:
         shutil.copytree(source, folder / "c")
         change(folder / "c")
@@ -144,7 +164,11 @@ def _dumped(content: Any) -> str:
 
 
 def _lies(
-    kind: str, source: Path, file: str, places: Iterator[tuple[Any, ...]] | list[tuple[Any, ...]], readers: Mapping[str, Read]
+    kind: str,
+    source: Path,
+    file: str,
+    places: Iterator[tuple[Any, ...]] | list[tuple[Any, ...]],
+    readers: Mapping[str, Read],
 ) -> Iterator[Case]:
     """Every place of a JSON file with every lie, read in turn by every reader."""
     turn = cycle(readers.items())
@@ -158,23 +182,52 @@ def _lies(
                 if file == "metadata.json" and place != ("sha256",):
                     forge(folder, content)
                 (folder / file).write_text(
-                    _dumped(json.loads((folder / file).read_bytes()) if file == "metadata.json" else content)
+                    _dumped(
+                        json.loads((folder / file).read_bytes())
+                        if file == "metadata.json"
+                        else content
+                    )
                 )
                 if file == "index.json":
                     sign(folder)
 
-            yield _case(f"{kind}/{'.'.join(map(str, place))}/{named}/{reader}", source, change, read, harmless=True)
+            yield _case(
+                f"{kind}/{'.'.join(map(str, place))}/{named}/{reader}",
+                source,
+                change,
+                read,
+                harmless=True,
+            )
 
 
 def _metadata(whole: Path) -> Iterator[Case]:
     name = "model/wte.weight"
     places: list[tuple[Any, ...]] = [
-        *((key,) for key in ("format", "version", "created", "run", "packages", "files", "tensors", "sha256")),
+        *(
+            (key,)
+            for key in (
+                "format",
+                "version",
+                "created",
+                "run",
+                "packages",
+                "files",
+                "tensors",
+                "sha256",
+            )
+        ),
         *(("run", key) for key in ("aliases", "layout")),
         ("run", "aliases", "head.weight"),
         ("packages", "torch"),
-        *(("files", file) for file in ("index.json", ".metadata", "state.pt", "__0_0.distcp", "__0_0.crc")),
-        *(("files", file, key) for file in ("state.pt", "__0_0.distcp") for key in ("size", "sha256")),
+        *(
+            ("files", file)
+            for file in ("index.json", ".metadata", "state.pt", "__0_0.distcp", "__0_0.crc")
+        ),
+        *(
+            ("files", file, key)
+            for file in ("state.pt", "__0_0.distcp")
+            for key in ("size", "sha256")
+        ),
         ("tensors", name),
         *(("tensors", name, key) for key in ("shape", "dtype")),
         ("tensors", name, "shape", 0),
@@ -192,7 +245,10 @@ def _index(whole: Path) -> Iterator[Case]:
         *((*chunk, position) for position in range(4)),
         *((*chunk, position, 0) for position in (2, 3)),
     ]
-    readers = {name: _READERS[name] for name in ("verify", "reshard", "load", "full", "evaluate", "convert")}
+    readers = {
+        name: _READERS[name]
+        for name in ("verify", "reshard", "load", "full", "evaluate", "convert")
+    }
     yield from _lies("checkpoint index", whole, "index.json", places, readers)
 
 
@@ -213,7 +269,10 @@ def _odd_files(whole: Path) -> Iterator[Case]:
         for reader in ("verify", "full", "reshard"):
             yield _case(f"checkpoint sums/{named}/{reader}", whole, crc(content), _READERS[reader])
     forms: Mapping[str, Callable[[Path], object]] = {
-        "link": lambda file: (file.rename(file.parent.parent / "other"), file.symlink_to(file.parent.parent / "other")),
+        "link": lambda file: (
+            file.rename(file.parent.parent / "other"),
+            file.symlink_to(file.parent.parent / "other"),
+        ),
         "loop": lambda file: (file.unlink(), file.symlink_to(file.name)),
         "device": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
         "pipe": lambda file: (file.unlink(), os.mkfifo(file)),
@@ -222,9 +281,14 @@ def _odd_files(whole: Path) -> Iterator[Case]:
         "nothing": lambda file: file.write_bytes(b""),
     }
     for file in ("metadata.json", "index.json", "state.pt", "__0_0.distcp", "__0_0.crc"):
-        for (named, form), reader in zip(forms.items(), cycle(("verify", "evaluate", "resume")), strict=False):
+        for (named, form), reader in zip(
+            forms.items(), cycle(("verify", "evaluate", "resume")), strict=False
+        ):
             yield _case(
-                f"checkpoint files/{file}/{named}/{reader}", whole, lambda folder, f=form, n=file: f(folder / n), _READERS[reader]
+                f"checkpoint files/{file}/{named}/{reader}",
+                whole,
+                lambda folder, f=form, n=file: f(folder / n),
+                _READERS[reader],
             )
 
 
@@ -259,21 +323,37 @@ def _pickles(whole: Path) -> Iterator[Case]:
             for reader in ("verify", "reshard", "full"):
                 put = functools.partial(change, content=content)
                 yield _case(
-                    f"checkpoint pickle/{version}/{named}/{reader}", source, put, _READERS[reader], harmless=version == "2"
+                    f"checkpoint pickle/{version}/{named}/{reader}",
+                    source,
+                    put,
+                    _READERS[reader],
+                    harmless=version == "2",
                 )
 
 
 def _archive(pickled: bytes, *, packed: bool = False, values: bytes = b"\0" * 16) -> bytes:
     """As ``torch.save`` writes a file."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as archive:
-        for name, content in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", "data/0": values}.items():
+    with zipfile.ZipFile(
+        stream, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
+    ) as archive:
+        for name, content in {
+            "data.pkl": pickled,
+            "byteorder": b"little",
+            "version": b"3\n",
+            "data/0": values,
+        }.items():
             archive.writestr(f"archive/{name}", content)
     return stream.getvalue()
 
 
 def _tensor(
-    *, numel: int = 4, shape: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), offset: int = 0, key: str = "0"
+    *,
+    numel: int = 4,
+    shape: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
+    offset: int = 0,
+    key: str = "0",
 ) -> bytes:
     """The pickle of ``{"w": tensor}``."""
 
@@ -287,8 +367,23 @@ def _tensor(
     def sizes(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(map(number, values)) + b"t"
 
-    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + number(numel) + b"tQ"
-    made = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(offset) + sizes(shape) + sizes(stride) + b"\x89}tR"
+    storage = (
+        b"("
+        + text("storage")
+        + b"ctorch\nFloatStorage\n"
+        + text(key)
+        + text("cpu")
+        + number(numel)
+        + b"tQ"
+    )
+    made = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + number(offset)
+        + sizes(shape)
+        + sizes(stride)
+        + b"\x89}tR"
+    )
     return b"\x80\x02}" + text("w") + made + b"s."
 
 
@@ -303,7 +398,9 @@ def _saved(whole: Path) -> Iterator[Case]:
         "negative": _archive(_tensor(shape=(-1,))),
         "dimensions": _archive(_tensor(shape=(1,) * 5000, stride=(1,) * 5000)),
         "key": _archive(_tensor(key="../../../../canary/secret.bin")),
-        "packed": _archive(_tensor(numel=1 << 24, shape=(1 << 24,)), packed=True, values=b"\0" * (1 << 26)),
+        "packed": _archive(
+            _tensor(numel=1 << 24, shape=(1 << 24,)), packed=True, values=b"\0" * (1 << 26)
+        ),
         "memory": _archive(b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + big + b"\x85R."),
         "constructor": _archive(b"\x80\x02ctorch\nFloatTensor\n\x8a\x08" + big + b"\x85R."),
         "list": _archive(b"\x80\x02]."),
@@ -319,15 +416,29 @@ def _saved(whole: Path) -> Iterator[Case]:
         (folder / name).write_bytes(content)
 
     for named, content in contents.items():
-        for reader, read in (("verify", _READERS["verify"]), ("state", read_state), ("reshard", _READERS["reshard"])):
+        for reader, read in (
+            ("verify", _READERS["verify"]),
+            ("state", read_state),
+            ("reshard", _READERS["reshard"]),
+        ):
             change = functools.partial(state, content=content)
             yield _case(
-                f"checkpoint state/{named}/{reader}", whole, change, read, harmless=reader == "verify" or named == "dimensions"
+                f"checkpoint state/{named}/{reader}",
+                whole,
+                change,
+                read,
+                harmless=reader == "verify" or named == "dimensions",
             )
         for name in ("x.pt", "x.ckpt"):
             put = functools.partial(single, content=content, name=name)
             read = functools.partial(_convert_file, name=name)
-            yield _case(f"state dict/{name}/{named}/convert", whole, put, read, harmless=named == "dimensions")
+            yield _case(
+                f"state dict/{name}/{named}/convert",
+                whole,
+                put,
+                read,
+                harmless=named == "dimensions",
+            )
 
 
 def _convert_file(folder: Path, name: str) -> None:
@@ -347,7 +458,13 @@ _EXPORT_READERS: Mapping[str, Read] = {
 
 def _huggingface(export: Path) -> Iterator[Case]:
     config = json.loads((export / "config.json").read_bytes())
-    yield from _lies("configuration", export, "config.json", [(key,) for key in config], {"convert": _from_export})
+    yield from _lies(
+        "configuration",
+        export,
+        "config.json",
+        [(key,) for key in config],
+        {"convert": _from_export},
+    )
 
     def index(folder: Path, content: Any) -> None:
         (folder / "model.safetensors.index.json").write_text(_dumped(content))
@@ -359,7 +476,12 @@ def _huggingface(export: Path) -> Iterator[Case]:
             ("file", {"weight_map": {"transformer.wte.weight": lie}}),
         ):
             for reader, read in _EXPORT_READERS.items():
-                yield _case(f"export index/{what}/{named}/{reader}", export, functools.partial(index, content=content), read)
+                yield _case(
+                    f"export index/{what}/{named}/{reader}",
+                    export,
+                    functools.partial(index, content=content),
+                    read,
+                )
 
 
 def _safetensors(export: Path) -> Iterator[Case]:
@@ -367,7 +489,9 @@ def _safetensors(export: Path) -> Iterator[Case]:
         content = (folder / "model.safetensors").read_bytes()
         length = int.from_bytes(content[:8], "little")
         header = _dumped(make(json.loads(content[8 : 8 + length]))).encode()
-        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+        (folder / "model.safetensors").write_bytes(
+            len(header).to_bytes(8, "little") + header + content[8 + length :]
+        )
 
     def put(header: dict[str, Any], place: tuple[Any, ...], lie: Any) -> Any:
         if place:
@@ -376,15 +500,33 @@ def _safetensors(export: Path) -> Iterator[Case]:
         return lie
 
     name = "transformer.wte.weight"
-    fields: list[tuple[Any, ...]] = [(), (name,), *((name, key) for key in ("dtype", "shape", "data_offsets"))]
-    turn = cycle({**_EXPORT_READERS, "open": lambda folder: open_safetensors(folder / "model.safetensors")}.items())
-    for place in [*fields, (name, "shape", 0), (name, "data_offsets", 0), (name, "data_offsets", 1)]:
+    fields: list[tuple[Any, ...]] = [
+        (),
+        (name,),
+        *((name, key) for key in ("dtype", "shape", "data_offsets")),
+    ]
+    turn = cycle(
+        {
+            **_EXPORT_READERS,
+            "open": lambda folder: open_safetensors(folder / "model.safetensors"),
+        }.items()
+    )
+    for place in [
+        *fields,
+        (name, "shape", 0),
+        (name, "data_offsets", 0),
+        (name, "data_offsets", 1),
+    ]:
         for named, lie in _LIES.items():
             reader, read = next(turn)
             make = functools.partial(put, place=place, lie=lie)
             where = ".".join(map(str, place)) or "header"
             yield _case(
-                f"safetensors/{where}/{named}/{reader}", export, functools.partial(change, make=make), read, harmless=True
+                f"safetensors/{where}/{named}/{reader}",
+                export,
+                functools.partial(change, make=make),
+                read,
+                harmless=True,
             )
     lengths = {"0": 0, "10^13": 10**13, "2^64 - 1": 2**64 - 1, "1": 1}
     for named, length in lengths.items():

@@ -21,7 +21,9 @@ _BASE = b"base: gpt/nano\n"
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
     """All of them."""
-    parsed_values(resolve_configs(["--config", "gpt/nano"]))  # imports what a parser does when it is used first
+    parsed_values(
+        resolve_configs(["--config", "gpt/nano"])
+    )  # imports what a parser does when it is used first
     for what, text in _TEXTS.items():
         for where, before in {"alone": b"", "with a base": _BASE}.items():
             yield _case(f"{what}/{where}", before + text.encode("utf-8", "surrogatepass"), _resolve)
@@ -36,7 +38,11 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
         yield _case(f"value: {what}", _BASE + lines.encode(), _parse)
     for what in ("aliases", "merges", "brackets"):
         for place in ("model", "trainer", "data", "trainer.callbacks", "config"):
-            yield Case(f"configuration/{place} names a file of {what}", partial(_write_named, place, _TEXTS[what]), _parse)
+            yield Case(
+                f"configuration/{place} names a file of {what}",
+                partial(_write_named, place, _TEXTS[what]),
+                _parse,
+            )
     draw = random.Random(3)
     sound = (recipe_folder() / "common.yaml").read_bytes()
     for number in range(25):
@@ -49,15 +55,25 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
 
 def _grown(form: str) -> str:
     """Each line nine of the line before."""
-    lines = [f"a{number}: &a{number} {form.format(', '.join([f'*a{number - 1}'] * 9))}" for number in range(1, 12)]
+    lines = [
+        f"a{number}: &a{number} {form.format(', '.join([f'*a{number - 1}'] * 9))}"
+        for number in range(1, 12)
+    ]
     return "\n".join(["a0: &a0 {x: 1}", *lines])
 
 
 _TEXTS: Mapping[str, str] = {
     "aliases": _grown("[{}]"),
-    "aliases as keys": "\n".join(["a0: &a0 x", *(f"a{number}: &a{number} {{k: [{'*a0, ' * 5000}]}}" for number in range(1, 9))]),
+    "aliases as keys": "\n".join(
+        [
+            "a0: &a0 x",
+            *(f"a{number}: &a{number} {{k: [{'*a0, ' * 5000}]}}" for number in range(1, 9)),
+        ]
+    ),
     "merges": _grown("{{<<: [{}]}}"),
-    "a chain": "\n".join(["a0: &a0 [x]", *(f"a{number}: &a{number} [*a{number - 1}]" for number in range(1, 5000))]),
+    "a chain": "\n".join(
+        ["a0: &a0 [x]", *(f"a{number}: &a{number} [*a{number - 1}]" for number in range(1, 5000))]
+    ),
     "itself": "a: &a [*a]",
     "itself in itself": "a: &a {b: &b [*a, *b]}",
     "nothing": "a: *b",
@@ -142,15 +158,27 @@ _VALUES: Mapping[str, str] = {
 }
 
 
-def _case(name: str, content: bytes | Callable[[Path], None], read: Callable[[Path], None], *, harmless: bool = False) -> Case:
-    return Case(f"configuration/{name}", lambda folder: put(folder, {_FILE: content}), read, harmless)
+def _case(
+    name: str,
+    content: bytes | Callable[[Path], None],
+    read: Callable[[Path], None],
+    *,
+    harmless: bool = False,
+) -> Case:
+    return Case(
+        f"configuration/{name}", lambda folder: put(folder, {_FILE: content}), read, harmless
+    )
 
 
 def _write_named(place: str, text: str, folder: Path) -> None:
     head, _, rest = place.partition(".")
     put(
         folder,
-        {_FILE: _BASE + f"{head}: {f'{{{rest}: named.yaml}}' if rest else 'named.yaml'}\n".encode(), "named.yaml": text.encode()},
+        {
+            _FILE: _BASE
+            + f"{head}: {f'{{{rest}: named.yaml}}' if rest else 'named.yaml'}\n".encode(),
+            "named.yaml": text.encode(),
+        },
     )
 
 

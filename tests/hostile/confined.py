@@ -1,8 +1,9 @@
-"""One case in a process of its own, watched: what it opened, removed and started outside, how long it took, how much memory.
+"""One case in a process of its own, watched: what it opened, removed and started outside, how long
+it took, how much memory.
 
-Beside the folders of the cases lies a canary. The process is a fork of this one, so that nothing is imported in it that a reader needs.
-What Python and libraries open in their own folders does not count, everything else outside of the case's folder does.
-"""
+Beside the folders of the cases lies a canary. The process is a fork of this one, so that nothing is
+imported in it that a reader needs. What Python and libraries open in their own folders does not
+count, everything else outside of the case's folder does."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ CANARY = "canary"
 MOST_S = 1.0  # of a processor: the machine may be busy with something else
 _PATIENCE_S = 15.0  # of the clock: whoever waits for a pipe takes no processor
 MOST_MB = 200.0
-_ADDRESS_SPACE = 4 << 30  # more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's choice
+_ADDRESS_SPACE = (
+    4 << 30
+)  # more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's choice
 _PACKAGE = Path(__file__).resolve().parents[2] / "lightning_ptdp"
 _EVALUATING = (
     "typing.py",
@@ -45,11 +48,31 @@ _EVALUATING = (
     "jinja2/debug.py",
 )
 _PATHS = {
-    "os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "os.mkdir": (0,), "os.link": (0, 1), "os.symlink": (1,), "os.truncate": (0,),
-    "os.chmod": (0,), "os.chown": (0,), "os.utime": (0,), "os.setxattr": (0,), "shutil.rmtree": (0,), "shutil.move": (0, 1),
-}  # fmt: skip
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.rmdir": (0,),
+    "os.mkdir": (0,),
+    "os.link": (0, 1),
+    "os.symlink": (1,),
+    "os.truncate": (0,),
+    "os.chmod": (0,),
+    "os.chown": (0,),
+    "os.utime": (0,),
+    "os.setxattr": (0,),
+    "shutil.rmtree": (0,),
+    "shutil.move": (0, 1),
+}
 _READS = ("os.listdir", "os.scandir")
-_EXECUTIONS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn")
+_EXECUTIONS = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "pty.spawn",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +125,9 @@ class Confinement:
         try:
             reply, status = _forked(lambda: _confined(case, folder), folder)
             wrong = "" if reply is not None else _ended(status)
-            outcome = Outcome(name=case.name, **(reply or {}), **({"wrong": wrong} if wrong else {}))
+            outcome = Outcome(
+                name=case.name, **(reply or {}), **({"wrong": wrong} if wrong else {})
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         touched = {name for name, _ in _inventory(self.root / CANARY).items() ^ before.items()}
@@ -161,14 +186,20 @@ def _confined(case: Case, folder: Path) -> dict[str, Any]:
 def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
     """Return the reason why an error is not one of the package's that names a file, or ""."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    ours = type(error).__module__.startswith("lightning_ptdp") or Path(place.filename).is_relative_to(_PACKAGE)
+    ours = type(error).__module__.startswith("lightning_ptdp") or Path(
+        place.filename
+    ).is_relative_to(_PACKAGE)
     if not isinstance(error, ValueError) or not ours:
         return f"{type(error).__name__} of {place.filename}:{place.lineno}: {said[:200]}"
     if "\n" in said or len(said) > 1500:
         return f"more than a sentence: {said[:300]!r}"
     # A parser knows the key, which is what there is to mend in a configuration.
     names = {path.name for path in folder.rglob("*")} | {path.stem for path in folder.rglob("*")}
-    named = case.name.startswith("configuration") or str(folder) in said or any(name in said for name in names if len(name) > 1)
+    named = (
+        case.name.startswith("configuration")
+        or str(folder) in said
+        or any(name in said for name in names if len(name) > 1)
+    )
     return "" if named else f"no file is named: {said[:300]}"
 
 
@@ -184,7 +215,13 @@ class _Watch:
     def __post_init__(self) -> None:
         self._own = os.path.realpath(self.folder)
         here = str(Path(__file__).resolve().parents[2])
-        libraries = {sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), here, *filter(None, sys.path)}
+        libraries = {
+            sys.prefix,
+            sys.base_prefix,
+            os.path.dirname(os.__file__),
+            here,
+            *filter(None, sys.path),
+        }
         whole = {os.path.realpath(path) + os.sep for path in libraries}
         self._libraries = tuple(path for path in whole if not self._own.startswith(path))
         self._system = (
@@ -202,7 +239,11 @@ class _Watch:
             return
         if event == "open":
             path, _, flags = arguments
-            self._touch(event, path, writes=bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)))
+            self._touch(
+                event,
+                path,
+                writes=bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)),
+            )
         elif event in _READS:
             self._touch(event, arguments[0], writes=False)
         elif event in _PATHS:
@@ -225,17 +266,23 @@ class _Watch:
         whole = (
             os.path.realpath(text)
             if follows
-            else os.path.join(os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text))
+            else os.path.join(
+                os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text)
+            )
         )
         inside = f"{whole}{os.sep}".startswith(self._own + os.sep)
-        known = whole.startswith(self._system) or (not writes and f"{whole}{os.sep}".startswith(self._libraries))
+        known = whole.startswith(self._system) or (
+            not writes and f"{whole}{os.sep}".startswith(self._libraries)
+        )
         if not inside and not known:
             self.outside.append(f"{event} {whole}")
 
     def _exec(self, code: Any) -> None:
         name = str(getattr(code, "co_filename", code))
         caller = sys._getframe(2).f_code.co_filename
-        if name.startswith("<") and (name.startswith("<frozen") or caller.endswith(_EVALUATING) or "jsonargparse" in caller):
+        if name.startswith("<") and (
+            name.startswith("<frozen") or caller.endswith(_EVALUATING) or "jsonargparse" in caller
+        ):
             return
         if not os.path.realpath(name).startswith(self._libraries):
             self.executed.append(f"exec {name} from {caller}")
@@ -260,7 +307,10 @@ def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str,
             status = 0
         except BaseException as error:
             with contextlib.suppress(OSError):
-                os.write(writing, json.dumps({"wrong": f"could not be written: {error!r}"[:500]}).encode())
+                os.write(
+                    writing,
+                    json.dumps({"wrong": f"could not be written: {error!r}"[:500]}).encode(),
+                )
         finally:
             os._exit(status)
     os.close(writing)
@@ -284,12 +334,20 @@ def _read_for(descriptor: int, seconds: float) -> Iterator[bytes]:
 
 def _ended(status: int) -> str:
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    return f"waited for more than {_PATIENCE_S:.0f} s" if number == signal.SIGKILL else f"the process ended with signal {number}"
+    return (
+        f"waited for more than {_PATIENCE_S:.0f} s"
+        if number == signal.SIGKILL
+        else f"the process ended with signal {number}"
+    )
 
 
 def _memory(name: str) -> float:
     """Kilobytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return float(line.split()[1])
 
 
@@ -305,5 +363,10 @@ def _inventory(folder: Path) -> dict[str, tuple[Any, ...]]:
     for path in (folder, *sorted(folder.rglob("*"))):
         stat = path.lstat()
         read = stat.st_atime_ns if path.is_file() else 0  # folders are read by this
-        found[str(path.relative_to(folder.parent))] = (stat.st_mode, stat.st_size, stat.st_mtime_ns, read)
+        found[str(path.relative_to(folder.parent))] = (
+            stat.st_mode,
+            stat.st_size,
+            stat.st_mtime_ns,
+            read,
+        )
     return found

@@ -26,7 +26,14 @@ from lightning_ptdp.data import (
 )
 from tests.data.conftest import write_corpus
 from tests.hostile import Case
-from tests.hostile.lies import BROKEN_JSON, FALSE_NUMBERS, FALSE_VALUES, ODD_FILES, names_outside, put
+from tests.hostile.lies import (
+    BROKEN_JSON,
+    FALSE_NUMBERS,
+    FALSE_VALUES,
+    ODD_FILES,
+    names_outside,
+    put,
+)
 
 __all__ = ["cases", "prepared_files"]
 
@@ -51,7 +58,11 @@ def prepared_files() -> Mapping[str, bytes]:
                 validation_fraction=0.2,
             )
         )
-        return {path.relative_to(made.folder).as_posix(): path.read_bytes() for path in made.folder.rglob("*") if path.is_file()}
+        return {
+            path.relative_to(made.folder).as_posix(): path.read_bytes()
+            for path in made.folder.rglob("*")
+            if path.is_file()
+        }
 
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
@@ -71,12 +82,25 @@ def _manifests() -> Iterator[Case]:
             yield _prepared(f"manifest is {what}/{reader}", {"manifest.json": content}, read)
         for what in names_outside(_anywhere()):
             yield _lie(f"name {what}/{reader}", partial(_name_outside, what), read)
-    for place in ("vocabulary_size", "splits.train.tokens", f"files.{_CHUNK}.size", "corpus.characters"):
+    for place in (
+        "vocabulary_size",
+        "splits.train.tokens",
+        f"files.{_CHUNK}.size",
+        "corpus.characters",
+    ):
         for what, value in FALSE_VALUES.items():
             # How many characters there were nobody can compare with anything.
             true = place == "corpus.characters" and what == "10^13"
             yield _lie(f"{place} is {what}", partial(_set, place, value), _verify, harmless=true)
-    for place in ("format", "splits", "files", "splits.train", "splits.train.dtype", f"files.{_CHUNK}", f"files.{_CHUNK}.sha256"):
+    for place in (
+        "format",
+        "splits",
+        "files",
+        "splits.train",
+        "splits.train.dtype",
+        f"files.{_CHUNK}",
+        f"files.{_CHUNK}.sha256",
+    ):
         for what, value in {**FALSE_VALUES, "an object": "O", "a path": "../x"}.items():
             yield _lie(f"{place} is {what}", partial(_set, place, value), _verify)
     for name in (_CHUNK, _INDEX, "tokenizer.model", "tokenizer.json"):
@@ -94,12 +118,21 @@ def _indices() -> Iterator[Case]:
     for what, value in FALSE_VALUES.items():
         for place in ("chunks", "chunks.0", "chunks.0.filename", "chunks.0.dim"):
             yield _lie_of_index(f"{place} is {what}", partial(_set, place, value))
-    yield _lie_of_index("a chunk twice", lambda _, index: index["chunks"].append(index["chunks"][0]))
-    yield _lie_of_index("a million chunks", lambda _, index: index["chunks"].extend([index["chunks"][0]] * 300_000))
-    for what, tokens in {"outside": b"\xff\xff", "just outside": struct.pack("<H", _VOCABULARY)}.items():
+    yield _lie_of_index(
+        "a chunk twice", lambda _, index: index["chunks"].append(index["chunks"][0])
+    )
+    yield _lie_of_index(
+        "a million chunks", lambda _, index: index["chunks"].extend([index["chunks"][0]] * 300_000)
+    )
+    for what, tokens in {
+        "outside": b"\xff\xff",
+        "just outside": struct.pack("<H", _VOCABULARY),
+    }.items():
         chunk = bytearray(prepared_files()[_CHUNK])
         chunk[112:114] = tokens
-        yield _lie(f"a token {what} of the vocabulary", lambda *_: None, _stream, {_CHUNK: bytes(chunk)})
+        yield _lie(
+            f"a token {what} of the vocabulary", lambda *_: None, _stream, {_CHUNK: bytes(chunk)}
+        )
 
 
 def _damage() -> Iterator[Case]:
@@ -111,27 +144,51 @@ def _damage() -> Iterator[Case]:
             yield _prepared(f"{name} flipped {number}", {name: bytes(flipped)}, _verify)
         for number in range(3):
             yield _prepared(
-                f"{name} cut off {number}", {name: content[: draw.randrange(len(content))]}, _fetch if number else _verify
+                f"{name} cut off {number}",
+                {name: content[: draw.randrange(len(content))]},
+                _fetch if number else _verify,
             )
         for what, odd in ODD_FILES.items():
             if name != "manifest.json":
                 for reader, read in _READERS.items():
                     yield _prepared(f"{name} is {what}/{reader}", {name: odd}, read)
-    yield Case("prepared/sound", lambda folder: put(folder / "store", prepared_files()), _stream, harmless=True)
-    yield Case("prepared/sound/fetch", lambda folder: put(folder / "store", prepared_files()), _fetch, harmless=True)
+    yield Case(
+        "prepared/sound",
+        lambda folder: put(folder / "store", prepared_files()),
+        _stream,
+        harmless=True,
+    )
+    yield Case(
+        "prepared/sound/fetch",
+        lambda folder: put(folder / "store", prepared_files()),
+        _fetch,
+        harmless=True,
+    )
 
 
 def _prepared(name: str, changed: Mapping[str, Any], read: Callable[[Path], None]) -> Case:
-    return Case(f"prepared/{name}", lambda folder: put(folder / "store", {**prepared_files(), **changed}), read)
+    return Case(
+        f"prepared/{name}",
+        lambda folder: put(folder / "store", {**prepared_files(), **changed}),
+        read,
+    )
 
 
 def _lie(
-    name: str, change: Change, read: Callable[[Path], None], files: Mapping[str, bytes] | None = None, *, harmless: bool = False
+    name: str,
+    change: Change,
+    read: Callable[[Path], None],
+    files: Mapping[str, bytes] | None = None,
+    *,
+    harmless: bool = False,
 ) -> Case:
     """Files and a manifest that agree with each other, digest and hashes too."""
 
     def write(folder: Path) -> None:
-        put(folder / "store", _sealed(folder / "store", {**prepared_files(), **(files or {})}, change))
+        put(
+            folder / "store",
+            _sealed(folder / "store", {**prepared_files(), **(files or {})}, change),
+        )
 
     return Case(f"prepared/{name}", write, read, harmless)
 
@@ -151,7 +208,9 @@ def _lie_of_index(name: str, change: Change) -> Case:
 def _sealed(folder: Path, files: Mapping[str, bytes], change: Change) -> dict[str, bytes]:
     values = json.loads(files["manifest.json"])
     del values["sha256"]
-    values["files"] = {name: _record(content) for name, content in files.items() if name != "manifest.json"}
+    values["files"] = {
+        name: _record(content) for name, content in files.items() if name != "manifest.json"
+    }
     change(folder, values)
     seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     return {**files, "manifest.json": json.dumps({**values, "sha256": seal}).encode()}
@@ -194,7 +253,9 @@ def _name_outside(what: str, folder: Path, values: dict[str, Any]) -> None:
 
 def _chunk_outside(what: str, folder: Path, index: dict[str, Any]) -> None:
     tokens = ((_root(folder) / "secret.bin").stat().st_size - 12) // 2
-    index["chunks"].insert(0, {**index["chunks"][0], "filename": names_outside(folder)[what], "dim": tokens})
+    index["chunks"].insert(
+        0, {**index["chunks"][0], "filename": names_outside(folder)[what], "dim": tokens}
+    )
 
 
 def _root(folder: Path) -> Path:
@@ -215,7 +276,9 @@ def _fetch(folder: Path) -> None:
 
 
 def _stream(folder: Path) -> None:
-    data = TextDataModule(data_dir=str(folder / "store"), vocabulary_size=_VOCABULARY, sequence_length=32)
+    data = TextDataModule(
+        data_dir=str(folder / "store"), vocabulary_size=_VOCABULARY, sequence_length=32
+    )
     data.setup()
     for split in ("train", "validation"):
         stream = TokenStream(folder / "store", split=split, sequence_length=32)
@@ -230,33 +293,57 @@ def _indexed() -> Iterator[Case]:
     for field, (place, form) in header.items():
         for value in (0, 1, 2, 10**6, 10**13, 2**62, 2**63, 2**64 - 1):
             yield _index_file(
-                f"{field} is {value}", partial(_pack, place, form, value), harmless=(field, value) == ("version", 1)
+                f"{field} is {value}",
+                partial(_pack, place, form, value),
+                harmless=(field, value) == ("version", 1),
             )
     for code in (0, 1, 2, 3, 4, 5, 6, 7, 9, 63, 255):
-        yield _index_file(f"type is {code}", partial(_pack, 17, "<B", code), harmless=code == 3)  # as wide, and the ids fit
+        yield _index_file(
+            f"type is {code}", partial(_pack, 17, "<B", code), harmless=code == 3
+        )  # as wide, and the ids fit
     for value in (-1, -(2**31), 2**31 - 1, 0, 10**9):
         for sequence in (0, 7, 19):
-            yield _index_file(f"length {sequence} is {value}", partial(_pack, 34 + 4 * sequence, "<i", value))
+            yield _index_file(
+                f"length {sequence} is {value}", partial(_pack, 34 + 4 * sequence, "<i", value)
+            )
     for value in (-1, -(2**63), 2**63 - 1, 1, 10**13):
         for sequence in (0, 7, 19):
-            yield _index_file(f"pointer {sequence} is {value}", partial(_pack, 34 + 80 + 8 * sequence, "<q", value))
-            yield _index_file(f"boundary {sequence} is {value}", partial(_pack, 34 + 240 + 8 * sequence, "<q", value))
+            yield _index_file(
+                f"pointer {sequence} is {value}",
+                partial(_pack, 34 + 80 + 8 * sequence, "<q", value),
+            )
+            yield _index_file(
+                f"boundary {sequence} is {value}",
+                partial(_pack, 34 + 240 + 8 * sequence, "<q", value),
+            )
     for suffix in ("idx", "bin"):
         for what, odd in ODD_FILES.items():
             if what != "a link":  # a user names these files, and may name links
-                yield Case(f"indexed/{suffix} is {what}", partial(_write_odd, suffix, odd), _read_indexed)
+                yield Case(
+                    f"indexed/{suffix} is {what}", partial(_write_odd, suffix, odd), _read_indexed
+                )
         for length in (0, 1, 8, 33, 34, 35, 113, 300):
-            yield Case(f"indexed/{suffix} ends at {length}", partial(_write_cut, suffix, length), _read_indexed)
+            yield Case(
+                f"indexed/{suffix} ends at {length}",
+                partial(_write_cut, suffix, length),
+                _read_indexed,
+            )
     draw = random.Random(1)
     for number in range(12):
-        yield Case(f"indexed/noise {number}", partial(_write_noise, draw.randbytes(400)), _read_indexed)
-    yield Case("indexed/sound", lambda folder: _write_indexed(folder, bytes), _read_indexed, harmless=True)
+        yield Case(
+            f"indexed/noise {number}", partial(_write_noise, draw.randbytes(400)), _read_indexed
+        )
+    yield Case(
+        "indexed/sound", lambda folder: _write_indexed(folder, bytes), _read_indexed, harmless=True
+    )
     for value in FALSE_NUMBERS:
         yield Case(f"indexed/a token is {value}", partial(_write_token, value), _read_indexed)
 
 
 def _index_file(name: str, change: Callable[[bytes], bytes], *, harmless: bool = False) -> Case:
-    return Case(f"indexed/{name}", lambda folder: _write_indexed(folder, change), _read_indexed, harmless)
+    return Case(
+        f"indexed/{name}", lambda folder: _write_indexed(folder, change), _read_indexed, harmless
+    )
 
 
 def _pack(place: int, form: str, value: int, index: bytes) -> bytes:
@@ -266,12 +353,25 @@ def _pack(place: int, form: str, value: int, index: bytes) -> bytes:
 
 def _sound_index() -> bytes:
     """20 documents of one sequence of 10 tokens."""
-    lengths, pointers, firsts = np.full(20, 10, "<i4"), np.arange(0, 400, 20, dtype="<i8"), np.arange(21, dtype="<i8")
-    return b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 20, 21) + lengths.tobytes() + pointers.tobytes() + firsts.tobytes()
+    lengths, pointers, firsts = (
+        np.full(20, 10, "<i4"),
+        np.arange(0, 400, 20, dtype="<i8"),
+        np.arange(21, dtype="<i8"),
+    )
+    return (
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, 20, 21)
+        + lengths.tobytes()
+        + pointers.tobytes()
+        + firsts.tobytes()
+    )
 
 
 def _write_indexed(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    put(folder, {"tokens.idx": change(_sound_index()), "tokens.bin": np.arange(200, dtype="<u2").tobytes()})
+    put(
+        folder,
+        {"tokens.idx": change(_sound_index()), "tokens.bin": np.arange(200, dtype="<u2").tobytes()},
+    )
 
 
 def _write_odd(suffix: str, odd: Callable[[Path], None], folder: Path) -> None:
@@ -292,7 +392,14 @@ def _write_noise(noise: bytes, folder: Path) -> None:
 
 def _write_token(what: str, folder: Path) -> None:
     """In files of eight bytes a token."""
-    value = {"-1": -1, "10^13": 10**13, "10^30": 2**63 - 1, "1e300": -(2**63), "a half": 300, "true": 2**31}[what]
+    value = {
+        "-1": -1,
+        "10^13": 10**13,
+        "10^30": 2**63 - 1,
+        "1e300": -(2**63),
+        "a half": 300,
+        "true": 2**31,
+    }[what]
     tokens = np.zeros(200, "<i8")
     tokens[50] = value
     index = _pack(17, "<B", 5, _sound_index())
@@ -304,6 +411,10 @@ def _read_indexed(folder: Path) -> None:
     IndexedFile(folder / "tokens").check_tokens(_VOCABULARY)
     for split in ("train", "validation"):
         stream = IndexedStream(
-            folder / "tokens", split=split, sequence_length=4, vocabulary_size=_VOCABULARY, validation_fraction=0.2
+            folder / "tokens",
+            split=split,
+            sequence_length=4,
+            vocabulary_size=_VOCABULARY,
+            validation_fraction=0.2,
         )
         stream.__getitems__(range(len(stream)))

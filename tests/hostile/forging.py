@@ -20,7 +20,8 @@ def forge(folder: Path, content: dict[str, Any], *, signed: bool = True) -> None
 
 
 def sign(folder: Path) -> None:
-    """Make ``metadata.json`` list the sizes and digests that the files of the folder have by now."""
+    """Make ``metadata.json`` list the sizes and digests that the files of the folder have by
+    now."""
     content = json.loads((folder / "metadata.json").read_bytes())
     for name, entry in content["files"].items():
         entry["size"] = (folder / name).stat().st_size

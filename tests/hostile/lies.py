@@ -39,13 +39,21 @@ FALSE_NUMBERS: Mapping[str, object] = {
     "a half": 0.5,
     "true": True,
 }
-FALSE_VALUES: Mapping[str, object] = {**FALSE_NUMBERS, "null": None, "a text": "x", "a list": [], "a mapping": {"a": [1]}}
+FALSE_VALUES: Mapping[str, object] = {
+    **FALSE_NUMBERS,
+    "null": None,
+    "a text": "x",
+    "a list": [],
+    "a mapping": {"a": [1]},
+}
 
 
 def names_outside(folder: Path) -> Mapping[str, str]:
     """Names of the canary's files, or of none, as they would be written in a file of ``folder``."""
     secret = Path(CANARY) / "secret.bin"
-    root = next((parent for parent in folder.parents if (parent / CANARY).is_dir()), folder.parents[1])
+    root = next(
+        (parent for parent in folder.parents if (parent / CANARY).is_dir()), folder.parents[1]
+    )
     up = os.path.relpath(root, folder)
     return {
         "up": f"{up}/{secret}",

@@ -1,4 +1,5 @@
-"""Hugging Face folders and conversations that lie: files that are none, configurations of no model, endless templates."""
+"""Hugging Face folders and conversations that lie: files that are none, configurations of no model,
+endless templates."""
 
 from __future__ import annotations
 
@@ -21,9 +22,28 @@ __all__ = ["cases"]
 
 Files = Mapping[str, "bytes | Callable[[Path], None]"]
 _CONFIG, _SETTINGS, _CHAT = "config.json", "tokenizer_config.json", "chat.jsonl"
-_TOKENIZER = ("tokenizer.json", _SETTINGS, "vocab.txt", "merges.txt", "tokenizer_extra.json", "special_tokens_map.json")
-_KEYS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size", "rms_norm_eps", "hidden_act",
-         "rope_parameters", "dtype", "model_type", "architectures", "pad_token_id")  # fmt: skip
+_TOKENIZER = (
+    "tokenizer.json",
+    _SETTINGS,
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer_extra.json",
+    "special_tokens_map.json",
+)
+_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "hidden_act",
+    "rope_parameters",
+    "dtype",
+    "model_type",
+    "architectures",
+    "pad_token_id",
+)
 _ROW = b'{"prompt": "a", "response": "b"}\n'
 _LIMIT_S = 0.2
 
@@ -55,8 +75,15 @@ def _warm() -> None:
         _chat(Path(folder))
 
 
-def _case(name: str, changed: Mapping[str, Any], read: Callable[[Path], None], *, harmless: bool = False) -> Case:
-    return Case(f"model/{name}", lambda folder: put(folder / "model", {**_tiny(), **changed}), read, harmless)
+def _case(
+    name: str, changed: Mapping[str, Any], read: Callable[[Path], None], *, harmless: bool = False
+) -> Case:
+    return Case(
+        f"model/{name}",
+        lambda folder: put(folder / "model", {**_tiny(), **changed}),
+        read,
+        harmless,
+    )
 
 
 def _files() -> Iterator[Case]:
@@ -65,10 +92,18 @@ def _files() -> Iterator[Case]:
         for name in _TOKENIZER:
             yield _case(f"{name} is {what}/tokenizer", {name: odd}, _tokenizer, harmless=gone)
         for name in (*_TOKENIZER, "generation_config.json", "preprocessor_config.json"):
-            yield _case(f"{name} is {what}/export", {name: odd}, _export, harmless=gone or what == "a link to itself")
+            yield _case(
+                f"{name} is {what}/export",
+                {name: odd},
+                _export,
+                harmless=gone or what == "a link to itself",
+            )
         for name in (_CONFIG, "generation_config.json", "model.safetensors", "tokenizer.json"):
             yield _case(
-                f"{name} is {what}/build", {name: odd}, _build, harmless=gone and name not in (_CONFIG, "model.safetensors")
+                f"{name} is {what}/build",
+                {name: odd},
+                _build,
+                harmless=gone and name not in (_CONFIG, "model.safetensors"),
             )
     for name in (_SETTINGS, "tokenizer.json"):
         for what, content in BROKEN_JSON.items():
@@ -80,7 +115,14 @@ def _configurations() -> Iterator[Case]:
     yield _case("sound", {}, _build, harmless=True)
     for what, content in BROKEN_JSON.items():
         yield _case(f"{_CONFIG} is {what}", {_CONFIG: content}, _build)
-    values = {**FALSE_VALUES, "10^9": 10**9, "-5": -5, "0": 0, "NaN": float("nan"), "infinity": float("inf")}
+    values = {
+        **FALSE_VALUES,
+        "10^9": 10**9,
+        "-5": -5,
+        "0": 0,
+        "NaN": float("nan"),
+        "infinity": float("inf"),
+    }
     for key in _KEYS:
         for what, value in values.items():
             content = json.dumps({**sound, key: value}).encode()
@@ -88,7 +130,11 @@ def _configurations() -> Iterator[Case]:
     for key in ("hidden_size", "num_hidden_layers", "intermediate_size"):
         content = json.dumps({**sound, key: 10**9}).encode()
         yield _case(f"{key} is a billion", {_CONFIG: content}, _build)
-    for key, value in {"intermediate_size": -5, "rms_norm_eps": float("nan"), "num_hidden_layers": 10**9}.items():
+    for key, value in {
+        "intermediate_size": -5,
+        "rms_norm_eps": float("nan"),
+        "num_hidden_layers": 10**9,
+    }.items():
         content = json.dumps({**sound, key: value}).encode()
         yield _case(f"{key} cannot be", {_CONFIG: content}, _build)
 
@@ -100,9 +146,15 @@ def _code() -> Iterator[Case]:
     strange = json.dumps({**sound, "model_type": "mine", "auto_map": classes}).encode()
     yield _case("code for the model", {_CONFIG: strange, "mine.py": module}, _build)
     known = json.dumps({**sound, "auto_map": classes}).encode()
-    yield _case("code beside a known model", {_CONFIG: known, "mine.py": module}, _build, harmless=True)
-    own = json.dumps({**settings, "tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}).encode()
-    yield _case("code for the tokenizer", {_CONFIG: strange, _SETTINGS: own, "mine.py": module}, _tokenizer)
+    yield _case(
+        "code beside a known model", {_CONFIG: known, "mine.py": module}, _build, harmless=True
+    )
+    own = json.dumps(
+        {**settings, "tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    ).encode()
+    yield _case(
+        "code for the tokenizer", {_CONFIG: strange, _SETTINGS: own, "mine.py": module}, _tokenizer
+    )
 
 
 def _conversations() -> Iterator[Case]:
@@ -127,7 +179,9 @@ def _conversations() -> Iterator[Case]:
 _NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}"
 _ENDLESS = {
     "loops": _NESTED + "{% endfor %}{% endfor %}",
-    "growing numbers": "{% set n = namespace(x=3) %}" + _NESTED + "{% set n.x = (n.x * 3) % 99991 %}{% endfor %}{% endfor %}",
+    "growing numbers": "{% set n = namespace(x=3) %}"
+    + _NESTED
+    + "{% set n.x = (n.x * 3) % 99991 %}{% endfor %}{% endfor %}",
     "powers": "{{ 9 ** 9 ** 9 ** 9 }}",
     "itself": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 }
@@ -164,5 +218,8 @@ def _chat(folder: Path) -> None:
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.config.HF_DATASETS_CACHE = folder / "out"
     ChatDataModule(
-        tokenizer_dir=str(folder / "model"), path=str(folder / _CHAT), data_dir=str(folder / "out" / "store"), sequence_length=64
+        tokenizer_dir=str(folder / "model"),
+        path=str(folder / _CHAT),
+        data_dir=str(folder / "out" / "store"),
+        sequence_length=64,
     ).check()

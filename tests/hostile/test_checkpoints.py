@@ -24,7 +24,11 @@ def test_each_is_one_named_error_at_once(tmp_path: Path) -> None:
             case.read(folder)
             said = "" if case.harmless else "was accepted"
         except CheckpointError as error:
-            said = "" if str(folder) in str(error) or "configuration" in str(error) else f"names no file: {error}"
+            said = (
+                ""
+                if str(folder) in str(error) or "configuration" in str(error)
+                else f"names no file: {error}"
+            )
         if said or time.process_time() - began > 1:
             wrong.append(f"{case.name}: {said or time.process_time() - began}")
     assert not wrong

@@ -18,8 +18,15 @@ _OF_EACH = 12
 
 def selection(cases: Iterable[Case]) -> list[Case]:
     """Spread evenly over the cases of each kind."""
-    kinds = {kind: list(group) for kind, group in groupby(cases, key=lambda case: case.name.partition("/")[0])}
-    return [group[place * len(group) // _OF_EACH] for group in kinds.values() for place in range(_OF_EACH)]
+    kinds = {
+        kind: list(group)
+        for kind, group in groupby(cases, key=lambda case: case.name.partition("/")[0])
+    }
+    return [
+        group[place * len(group) // _OF_EACH]
+        for group in kinds.values()
+        for place in range(_OF_EACH)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +34,9 @@ def selection(cases: Iterable[Case]) -> list[Case]:
     [data.cases, configurations.cases, tokenizers.cases, models.cases],
     ids=["data", "configurations", "tokenizers", "models"],
 )
-def test_hostile_files_are_refused_by_name_and_touch_nothing(cases: Callable[[], Iterable[Case]], tmp_path: Path) -> None:
+def test_hostile_files_are_refused_by_name_and_touch_nothing(
+    cases: Callable[[], Iterable[Case]], tmp_path: Path
+) -> None:
     confinement = Confinement(tmp_path / "cases")
     outcomes = [confinement.run(case) for case in selection(cases())]
     assert not [(outcome.name, outcome.wrong) for outcome in outcomes if outcome.wrong]
@@ -64,9 +73,13 @@ def start(folder: Path) -> None:
         (lambda folder: None, "was accepted"),
     ],
 )
-def test_the_watch_sees_what_it_is_there_for(read: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_the_watch_sees_what_it_is_there_for(
+    read: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
     def read_it(folder: Path) -> None:
         read(folder)
 
-    outcome: Outcome = Confinement(tmp_path / "cases").run(Case("any", lambda folder: None, read_it))
+    outcome: Outcome = Confinement(tmp_path / "cases").run(
+        Case("any", lambda folder: None, read_it)
+    )
     assert words in outcome.wrong

@@ -1,4 +1,5 @@
-"""Tokenizers that lie: a damaged record, a damaged model, and models that agree with their record."""
+"""Tokenizers that lie: a damaged record, a damaged model, and models that agree with their
+record."""
 
 from __future__ import annotations
 
@@ -36,18 +37,31 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
     model = prepared_files()[_MODEL]
     draw = random.Random(2)
     for number in range(12):
-        yield Case(f"tokenizer/model flipped {number}", partial(_write, {_MODEL: _flipped(model, draw, 1)}), _read)
-    # The record agrees with what follows, so that sentencepiece gets to read it. Harmless is another tokenizer that gives texts back.
+        yield Case(
+            f"tokenizer/model flipped {number}",
+            partial(_write, {_MODEL: _flipped(model, draw, 1)}),
+            _read,
+        )
+    # The record agrees with what follows, so that sentencepiece gets to read it. Harmless is
+    # another tokenizer that gives texts back.
     for number in range(40):
         yield Case(
-            f"tokenizer/model of noise {number}", partial(_write_model, _flipped(model, draw, 1 + number)), _read, harmless=True
+            f"tokenizer/model of noise {number}",
+            partial(_write_model, _flipped(model, draw, 1 + number)),
+            _read,
+            harmless=True,
         )
     for number in range(10):
         yield Case(
-            f"tokenizer/model cut off {number}", partial(_write_model, model[: draw.randrange(len(model))]), _read, harmless=True
+            f"tokenizer/model cut off {number}",
+            partial(_write_model, model[: draw.randrange(len(model))]),
+            _read,
+            harmless=True,
         )
     for what, content in _models().items():
-        yield Case(f"tokenizer/model with {what}", partial(_write_model, content), _read, harmless=True)
+        yield Case(
+            f"tokenizer/model with {what}", partial(_write_model, content), _read, harmless=True
+        )
 
 
 @cache
@@ -57,16 +71,21 @@ def _models() -> dict[str, bytes]:
     text = model.decode("latin-1")
     assert "<0x41>" in text
     return {
-        "a piece that is no text": text.replace("<0x41>", "\xff\xfe\xff\xfe\xff\xfe").encode("latin-1"),
+        "a piece that is no text": text.replace("<0x41>", "\xff\xfe\xff\xfe\xff\xfe").encode(
+            "latin-1"
+        ),
         "a byte piece twice": text.replace("<0x41>", "<0x42>").encode("latin-1"),
         "another name for newline": text.replace("\n\x01\n", "\n\x01!").encode("latin-1"),
-        "a normalizer": model + _field(3, _field(2, b"\xff\xff\xff\x7f" + b"\x01\x02\x03\x04" * 64)),
+        "a normalizer": model
+        + _field(3, _field(2, b"\xff\xff\xff\x7f" + b"\x01\x02\x03\x04" * 64)),
         "a short normalizer": model + _field(3, _field(2, b"\x01")),
-        "a normalizer of one table": model + _field(3, _field(2, (4).to_bytes(4, "little") + b"\xff\xff\xff\xff" + b"x\0")),
+        "a normalizer of one table": model
+        + _field(3, _field(2, (4).to_bytes(4, "little") + b"\xff\xff\xff\xff" + b"x\0")),
         "a denormalizer": model + _field(5, _field(2, b"\x08\0\0\0" + b"\xff" * 32)),
         "an empty piece": model + _field(1, _field(1, b"")),
         "a piece without a score": model + _field(1, _field(1, b"zz") + b"\x15\x00\x00\xc0\x7f"),
-        "300,000 more pieces": model + b"".join(_field(1, _field(1, b"%06x" % number)) for number in range(300_000)),
+        "300,000 more pieces": model
+        + b"".join(_field(1, _field(1, b"%06x" % number)) for number in range(300_000)),
         "a piece of a megabyte": model + _field(1, _field(1, b"a" * (1 << 20))),
         "another kind": model + _field(2, b"\x18\x01"),
         "no known kind": model + _field(2, b"\x18\x63"),
@@ -96,15 +115,24 @@ def _write(changed: dict[str, Any], folder: Path) -> None:
 
 
 def _write_record(key: str, value: object, folder: Path) -> None:
-    _write({_RECORD: json.dumps({**json.loads(prepared_files()[_RECORD]), key: value}).encode()}, folder)
+    _write(
+        {_RECORD: json.dumps({**json.loads(prepared_files()[_RECORD]), key: value}).encode()},
+        folder,
+    )
 
 
 def _write_model(content: bytes, folder: Path) -> None:
     """With a record that agrees, in every number if the model can be read."""
-    record = {**json.loads(prepared_files()[_RECORD]), "sha256": hashlib.sha256(content).hexdigest()}
+    record = {
+        **json.loads(prepared_files()[_RECORD]),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     with contextlib.suppress(ValueError):
         tokenizer = Tokenizer(content)
-        record |= {"fingerprint": tokenizer.fingerprint, "vocabulary_size": tokenizer.vocabulary_size}
+        record |= {
+            "fingerprint": tokenizer.fingerprint,
+            "vocabulary_size": tokenizer.vocabulary_size,
+        }
     _write({_MODEL: content, _RECORD: json.dumps(record).encode()}, folder)
 
 

@@ -1,4 +1,5 @@
-"""Small models of many architectures of Hugging Face: how each is built, without dropout, and what batches it takes."""
+"""Small models of many architectures of Hugging Face: how each is built, without dropout, and what
+batches it takes."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ class Architecture:
     Attributes:
         config: Class of its configuration.
         model: Class of the model.
-        task: What it is trained for, which decides the batch: "causal", "masked", "class", "token class", "question", "image",
-            "audio", "ctc", "text to text" or "speech to text".
+        task: What it is trained for, which decides the batch: "causal", "masked", "class", "token
+            class", "question", "image", "audio", "ctc", "text to text" or "speech to text".
         options: Of the configuration.
         layers: The option that counts its layers.
         experts: Whether it has a mixture of experts.
-        eager: Whether it must be built in ``__init__``, since parts of it (weight norm) cannot be given values one by one.
+        eager: Whether it must be built in ``__init__``, since parts of it (weight norm) cannot be
+            given values one by one.
     """
 
     config: str
@@ -43,44 +45,114 @@ class Architecture:
 
 
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "pad_token_id": 0}
-_LLAMA = {**_SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
+_LLAMA = {
+    **_SMALL,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 _SAME_HEADS = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"}
 _WIDE_HEADS = {**_LLAMA, "head_dim": 8}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _BERT = {**_SAME_HEADS, **_NO_DROPOUT}
 _GPT2 = {
-    "vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_positions": 32, "pad_token_id": 0,
-    "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-}  # fmt: skip
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_positions": 32,
+    "pad_token_id": 0,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 _CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts": True}
 _PATCHES = {
-    "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "image_size": 16, "patch_size": 4, **_NO_DROPOUT,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+    **_NO_DROPOUT,
+}
 _SPEECH = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "conv_dim": (16, 16),
-    "conv_kernel": (10, 4), "conv_stride": (5, 4), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 4, "classifier_proj_size": 16, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False,
-    "ctc_loss_reduction": "mean", "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 4),
+    "conv_stride": (5, 4),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "classifier_proj_size": 16,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+    "final_dropout": 0.0,
+    "layerdrop": 0.0,
+    "apply_spec_augment": False,
+    "ctc_loss_reduction": "mean",
+    "pad_token_id": 0,
+}
 _TWO_STACKS = {
-    "vocab_size": VOCABULARY, "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48, "dropout": 0.0, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1, "encoder_layers": 4, "forced_eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dropout": 0.0,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "encoder_layers": 4,
+    "forced_eos_token_id": None,
+}
 
 
 def _causal(name: str, options: Mapping[str, Any], **more: Any) -> Architecture:
     layers, experts = more.pop("layers", "num_hidden_layers"), more.pop("experts", False)
     model = more.pop("model", f"{name}ForCausalLM")
     options = {**options, **more}
-    return Architecture(config=f"{name}Config", model=model, task="causal", options=options, layers=layers, experts=experts)
+    return Architecture(
+        config=f"{name}Config",
+        model=model,
+        task="causal",
+        options=options,
+        layers=layers,
+        experts=experts,
+    )
 
 
-def _of(config: str, model: str, task: str, options: Mapping[str, Any], *, layers: str = "num_hidden_layers", **more: Any) -> Any:
+def _of(
+    config: str,
+    model: str,
+    task: str,
+    options: Mapping[str, Any],
+    *,
+    layers: str = "num_hidden_layers",
+    **more: Any,
+) -> Any:
     eager = more.pop("eager", False)
-    return Architecture(config=f"{config}Config", model=model, task=task, options={**options, **more}, layers=layers, eager=eager)
+    return Architecture(
+        config=f"{config}Config",
+        model=model,
+        task=task,
+        options={**options, **more},
+        layers=layers,
+        eager=eager,
+    )
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -109,7 +181,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "exaone4": _causal("Exaone4", _WIDE_HEADS),
         "mixtral": _causal("Mixtral", _LLAMA, num_local_experts=4, experts=True),
         "qwen3_moe": _causal(
-            "Qwen3Moe", _WIDE_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, experts=True
+            "Qwen3Moe",
+            _WIDE_HEADS,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            experts=True,
         ),
         "qwen2_moe": _causal(
             "Qwen2Moe",
@@ -132,11 +209,27 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             first_k_dense_replace=1,
             experts=True,
         ),
-        "glm4_moe": _causal("Glm4Moe", _WIDE_HEADS, n_routed_experts=4, **_CHOSEN, n_group=2, first_k_dense_replace=1),
-        "ernie4_5_moe": _causal("Ernie4_5_Moe", _LLAMA, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, experts=True),
+        "glm4_moe": _causal(
+            "Glm4Moe",
+            _WIDE_HEADS,
+            n_routed_experts=4,
+            **_CHOSEN,
+            n_group=2,
+            first_k_dense_replace=1,
+        ),
+        "ernie4_5_moe": _causal(
+            "Ernie4_5_Moe",
+            _LLAMA,
+            moe_num_experts=4,
+            moe_k=2,
+            moe_intermediate_size=16,
+            experts=True,
+        ),
         "granitemoe": _causal("GraniteMoe", _LLAMA, num_local_experts=4, experts=True),
         "minimax": _causal("MiniMax", _WIDE_HEADS, num_local_experts=4, block_size=8, experts=True),
-        "minimax_m2": _causal("MiniMaxM2", _WIDE_HEADS, num_local_experts=4, num_experts_per_tok=2, experts=True),
+        "minimax_m2": _causal(
+            "MiniMaxM2", _WIDE_HEADS, num_local_experts=4, num_experts_per_tok=2, experts=True
+        ),
         "qwen3_next": _causal(
             "Qwen3Next",
             _WIDE_HEADS,
@@ -164,15 +257,32 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         # Decoders that declare none.
         "gpt2": _causal("GPT2", _GPT2, model="GPT2LMHeadModel", layers="n_layer"),
         "stablelm": _causal("StableLm", _LLAMA),
-        "falcon": _causal("Falcon", _SMALL, new_decoder_architecture=True, num_kv_heads=2, max_position_embeddings=32),
+        "falcon": _causal(
+            "Falcon",
+            _SMALL,
+            new_decoder_architecture=True,
+            num_kv_heads=2,
+            max_position_embeddings=32,
+        ),
         "falcon 7b": _causal("Falcon", _SMALL, multi_query=True, max_position_embeddings=32),
         "falcon rw": _causal(
-            "Falcon", _SMALL, alibi=True, multi_query=False, parallel_attn=False, bias=True, max_position_embeddings=32
+            "Falcon",
+            _SMALL,
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+            max_position_embeddings=32,
         ),
         "gptj": _causal("GPTJ", _GPT2, layers="n_layer", rotary_dim=4),
         "gpt_neo": _causal(
             "GPTNeo",
-            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_heads": 4, "max_position_embeddings": 32},
+            {
+                "vocab_size": VOCABULARY,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "max_position_embeddings": 32,
+            },
             layers="num_layers",
             attention_types=[[["global", "local"], 2]],
             window_size=8,
@@ -182,10 +292,23 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             pad_token_id=0,
         ),
         "bloom": _causal(
-            "Bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_head": 4, "pad_token_id": 0}, layers="n_layer"
+            "Bloom",
+            {"vocab_size": VOCABULARY, "hidden_size": 32, "n_head": 4, "pad_token_id": 0},
+            layers="n_layer",
         ),
-        "mpt": _causal("Mpt", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "max_seq_len": 32}, layers="n_layers"),
-        "opt": _causal("OPT", _SMALL, ffn_dim=48, dropout=0.0, word_embed_proj_dim=32, max_position_embeddings=32),
+        "mpt": _causal(
+            "Mpt",
+            {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "max_seq_len": 32},
+            layers="n_layers",
+        ),
+        "opt": _causal(
+            "OPT",
+            _SMALL,
+            ffn_dim=48,
+            dropout=0.0,
+            word_embed_proj_dim=32,
+            max_position_embeddings=32,
+        ),
         "gpt_oss": _causal(
             "GptOss",
             _WIDE_HEADS,
@@ -208,7 +331,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             resid_pdrop=0.0,
             embd_pdrop=0.0,
         ),
-        "mamba": _causal("Mamba", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "pad_token_id": 0}),
+        "mamba": _causal(
+            "Mamba",
+            {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "pad_token_id": 0},
+        ),
         "mamba2": _causal(
             "Mamba2",
             {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "pad_token_id": 0},
@@ -243,7 +369,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "albert": _of("Albert", "AlbertForMaskedLM", "masked", _BERT, embedding_size=16),
         "deberta": _of(
-            "DebertaV2", "DebertaV2ForMaskedLM", "masked", _BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]
+            "DebertaV2",
+            "DebertaV2ForMaskedLM",
+            "masked",
+            _BERT,
+            relative_attention=True,
+            pos_att_type=["c2p", "p2c"],
         ),
         "modernbert": _of(
             "ModernBert",
@@ -262,26 +393,75 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "xlm_roberta": _of("XLMRoberta", "XLMRobertaForMaskedLM", "masked", _BERT),
         "mpnet": _of("MPNet", "MPNetForMaskedLM", "masked", _BERT),
         "megatron_bert": _of("MegatronBert", "MegatronBertForMaskedLM", "masked", _BERT),
-        "esm": _of("Esm", "EsmForMaskedLM", "masked", _BERT, mask_token_id=3, position_embedding_type="rotary"),
+        "esm": _of(
+            "Esm",
+            "EsmForMaskedLM",
+            "masked",
+            _BERT,
+            mask_token_id=3,
+            position_embedding_type="rotary",
+        ),
         "nomic_bert": _of("NomicBert", "NomicBertForMaskedLM", "masked", _BERT),
         # Heads of other tasks.
-        "llama classes": _of("Llama", "LlamaForSequenceClassification", "class", _LLAMA, num_labels=3),
+        "llama classes": _of(
+            "Llama", "LlamaForSequenceClassification", "class", _LLAMA, num_labels=3
+        ),
         "bert classes": _of("Bert", "BertForSequenceClassification", "class", _BERT, num_labels=3),
-        "gpt2 classes": _of("GPT2", "GPT2ForSequenceClassification", "class", _GPT2, layers="n_layer", num_labels=3),
-        "bert token classes": _of("Bert", "BertForTokenClassification", "token class", _BERT, num_labels=5),
-        "roberta token classes": _of("Roberta", "RobertaForTokenClassification", "token class", _BERT, num_labels=5),
+        "gpt2 classes": _of(
+            "GPT2", "GPT2ForSequenceClassification", "class", _GPT2, layers="n_layer", num_labels=3
+        ),
+        "bert token classes": _of(
+            "Bert", "BertForTokenClassification", "token class", _BERT, num_labels=5
+        ),
+        "roberta token classes": _of(
+            "Roberta", "RobertaForTokenClassification", "token class", _BERT, num_labels=5
+        ),
         "qwen2 token classes": _of(
-            "Qwen2", "Qwen2ForTokenClassification", "token class", _LLAMA, num_labels=5, classifier_dropout=0.0
+            "Qwen2",
+            "Qwen2ForTokenClassification",
+            "token class",
+            _LLAMA,
+            num_labels=5,
+            classifier_dropout=0.0,
         ),
         "bert question": _of("Bert", "BertForQuestionAnswering", "question", _BERT),
-        "electra classes": _of("Electra", "ElectraForSequenceClassification", "class", _BERT, embedding_size=32, num_labels=3),
+        "electra classes": _of(
+            "Electra",
+            "ElectraForSequenceClassification",
+            "class",
+            _BERT,
+            embedding_size=32,
+            num_labels=3,
+        ),
         # Images and sound.
         "vit": _of("ViT", "ViTForImageClassification", "image", _PATCHES, num_labels=3),
         "deit": _of("DeiT", "DeiTForImageClassification", "image", _PATCHES, num_labels=3),
-        "dinov2": _of("Dinov2", "Dinov2ForImageClassification", "image", _PATCHES, num_labels=3, mlp_ratio=2, drop_path_rate=0.0),
-        "beit": _of("Beit", "BeitForImageClassification", "image", _PATCHES, num_labels=3, drop_path_rate=0.0),
+        "dinov2": _of(
+            "Dinov2",
+            "Dinov2ForImageClassification",
+            "image",
+            _PATCHES,
+            num_labels=3,
+            mlp_ratio=2,
+            drop_path_rate=0.0,
+        ),
+        "beit": _of(
+            "Beit",
+            "BeitForImageClassification",
+            "image",
+            _PATCHES,
+            num_labels=3,
+            drop_path_rate=0.0,
+        ),
         "wav2vec2": _of("Wav2Vec2", "Wav2Vec2ForCTC", "ctc", _SPEECH, eager=True),
-        "wav2vec2 classes": _of("Wav2Vec2", "Wav2Vec2ForSequenceClassification", "audio", _SPEECH, num_labels=3, eager=True),
+        "wav2vec2 classes": _of(
+            "Wav2Vec2",
+            "Wav2Vec2ForSequenceClassification",
+            "audio",
+            _SPEECH,
+            num_labels=3,
+            eager=True,
+        ),
         "hubert": _of("Hubert", "HubertForCTC", "ctc", _SPEECH, eager=True),
         "audio spectrogram": _of(
             "AST",
@@ -299,11 +479,24 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "T5",
             "T5ForConditionalGeneration",
             "text to text",
-            {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "dropout_rate": 0.0},
+            {
+                "vocab_size": VOCABULARY,
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_heads": 4,
+                "dropout_rate": 0.0,
+            },
             layers="num_layers",
             decoder_start_token_id=0,
         ),
-        "bart": _of("Bart", "BartForConditionalGeneration", "text to text", _TWO_STACKS, layers="decoder_layers"),
+        "bart": _of(
+            "Bart",
+            "BartForConditionalGeneration",
+            "text to text",
+            _TWO_STACKS,
+            layers="decoder_layers",
+        ),
         "whisper": _of(
             "Whisper",
             "WhisperForConditionalGeneration",
@@ -316,7 +509,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             begin_suppress_tokens=None,
         ),
     }
-)  # fmt: skip
+)
 
 
 def build(name: str, **options: Any) -> nn.Module:
@@ -340,7 +533,8 @@ class Samples(Dataset):
     Args:
         task: Task of the architecture.
         count: Number of samples.
-        padded: Whether the last labels of a sample are ignored. Their number varies between samples.
+        padded: Whether the last labels of a sample are ignored. Their number varies between
+            samples.
     """
 
     def __init__(self, task: str, count: int, *, padded: bool = False) -> None:
@@ -353,10 +547,18 @@ class Samples(Dataset):
         self.masked = torch.cat([torch.ones(count, 1, dtype=torch.bool), others], dim=1)
         self.lengths = torch.randint(3, LENGTH, (count,), generator=self.generator)
         self.classes = torch.randint(0, 3, (count,), generator=self.generator)
-        shape = {"image": (3, 16, 16), "audio": (340,), "ctc": (660,), "spectrogram": (16, 16), "speech to text": (8, 16)}.get(
-            task
+        shape = {
+            "image": (3, 16, 16),
+            "audio": (340,),
+            "ctc": (660,),
+            "spectrogram": (16, 16),
+            "speech to text": (8, 16),
+        }.get(task)
+        self.values = (
+            torch.randn(count, *shape, generator=self.generator, dtype=torch.float64)
+            if shape is not None
+            else None
         )
-        self.values = torch.randn(count, *shape, generator=self.generator, dtype=torch.float64) if shape is not None else None
 
     def __len__(self) -> int:
         return self.count
@@ -369,13 +571,29 @@ class Samples(Dataset):
             case "masked":
                 masked = self.masked[index]
                 labels = self._cut(tokens.masked_fill(~masked, -100), index)
-                return {"input_ids": tokens.masked_fill(masked, 3), "labels": labels, "attention_mask": torch.ones_like(tokens)}
+                return {
+                    "input_ids": tokens.masked_fill(masked, 3),
+                    "labels": labels,
+                    "attention_mask": torch.ones_like(tokens),
+                }
             case "class":
-                return {"input_ids": tokens, "labels": self.classes[index], "attention_mask": torch.ones_like(tokens)}
+                return {
+                    "input_ids": tokens,
+                    "labels": self.classes[index],
+                    "attention_mask": torch.ones_like(tokens),
+                }
             case "token class":
-                return {"input_ids": tokens, "labels": self._cut(tokens % 5, index), "attention_mask": torch.ones_like(tokens)}
+                return {
+                    "input_ids": tokens,
+                    "labels": self._cut(tokens % 5, index),
+                    "attention_mask": torch.ones_like(tokens),
+                }
             case "question":
-                return {"input_ids": tokens, "start_positions": tokens[0] % LENGTH, "end_positions": tokens[1] % LENGTH}
+                return {
+                    "input_ids": tokens,
+                    "start_positions": tokens[0] % LENGTH,
+                    "end_positions": tokens[1] % LENGTH,
+                }
             case "image":
                 return {"pixel_values": value, "labels": self.classes[index]}
             case "audio" | "spectrogram":
@@ -391,4 +609,6 @@ class Samples(Dataset):
     def _cut(self, labels: Tensor, index: int) -> Tensor:
         if not self.padded:
             return labels
-        return F.pad(labels[: self.lengths[index]], (0, LENGTH - int(self.lengths[index])), value=-100)
+        return F.pad(
+            labels[: self.lengths[index]], (0, LENGTH - int(self.lengths[index])), value=-100
+        )

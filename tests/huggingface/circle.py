@@ -1,4 +1,5 @@
-"""From a folder to a folder and on: a model that transformers saved is trained in many processes and written, and goes on in one."""
+"""From a folder to a folder and on: a model that transformers saved is trained in many processes
+and written, and goes on in one."""
 
 from __future__ import annotations
 
@@ -17,9 +18,20 @@ from tests.pool import Pool
 __all__ = ["CIRCLE", "OPTIMIZER", "causal", "differences_around"]
 
 CIRCLE = (
-    "llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "olmo2", "granite", "starcoder2", "gpt_neox", "gpt2",
-)  # fmt: skip
-# Where the true gradient is zero (biases of keys), an epsilon of 1e-8 makes steps of its rounding: 3e-4 of the bias, in float64 1e-12.
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "granite",
+    "starcoder2",
+    "gpt_neox",
+    "gpt2",
+)
+# Where the true gradient is zero (biases of keys), an epsilon of 1e-8 makes steps of its rounding:
+# 3e-4 of the bias, in float64 1e-12.
 OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01)
 
 
@@ -29,13 +41,15 @@ def causal(run: Run) -> LitCausalLM:
     return LitCausalLM(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
 
 
-def differences_around(pool: Pool, name: str, folder: Path, *, layout: str = "t2p2v2", tolerance: float = 1e-5) -> list[str]:
+def differences_around(
+    pool: Pool, name: str, folder: Path, *, layout: str = "t2p2v2", tolerance: float = 1e-5
+) -> list[str]:
     """Return the differences between training in ``layout`` and training in one process.
 
-    A model trains two steps from a folder, in ``layout`` and in one process, and is exported to another folder. One process then
-    trains two more steps from each export. Losses, exported folders and final weights are compared.
-    transformers must load the folder from ``layout`` without missing or unexpected keys.
-    """
+    A model trains two steps from a folder, in ``layout`` and in one process, and is exported to
+    another folder. One process then trains two more steps from each export. Losses, exported
+    folders and final weights are compared. transformers must load the folder from ``layout``
+    without missing or unexpected keys."""
     import transformers
 
     torch.manual_seed(11)
@@ -43,21 +57,38 @@ def differences_around(pool: Pool, name: str, folder: Path, *, layout: str = "t2
     world_size, degrees = LAYOUTS[layout]
     begin = Run(model="labelled", module=causal, pretrained=str(folder / "begun"), steps=2)
     found: dict[str, Any] = {}
-    for who, run in (("many", replace(begin, layout=degrees, world_size=world_size)), ("one", begin)):
+    for who, run in (
+        ("many", replace(begin, layout=degrees, world_size=world_size)),
+        ("one", begin),
+    ):
         out = str(folder / who)
         first = pool.run(fit, world_size=run.world_size, args=(replace(run, export=out),))[0]
         on = pool.run(fit, world_size=1, args=(replace(begin, pretrained=out),))[0]
-        found[who] = (first["losses"] + first["validation"] + on["losses"] + on["validation"], on["final"])
+        found[who] = (
+            first["losses"] + first["validation"] + on["losses"] + on["validation"],
+            on["final"],
+        )
     unlike = [
         f"loss {index}: {ours} and {theirs}"
         for index, (ours, theirs) in enumerate(zip(found["many"][0], found["one"][0], strict=True))
         if abs(ours - theirs) > tolerance * abs(theirs)
     ]
     written, expected = open_huggingface(folder / "many"), open_huggingface(folder / "one")
-    for what, ours, theirs in (("folder", written, expected), ("end", found["many"][1], found["one"][1])):
-        unlike += [f"{what}: names {sorted(ours.keys() ^ theirs.keys())}"] if ours.keys() != theirs.keys() else []
+    for what, ours, theirs in (
+        ("folder", written, expected),
+        ("end", found["many"][1], found["one"][1]),
+    ):
+        unlike += (
+            [f"{what}: names {sorted(ours.keys() ^ theirs.keys())}"]
+            if ours.keys() != theirs.keys()
+            else []
+        )
         for key in ours.keys() & theirs.keys():
-            difference = float((ours[key] - theirs[key]).norm() / theirs[key].norm().clamp(min=1e-3))
+            difference = float(
+                (ours[key] - theirs[key]).norm() / theirs[key].norm().clamp(min=1e-3)
+            )
             unlike += [f"{what}: {key} is {difference:.1e} away"] if difference > tolerance else []
-    _, said = transformers.AutoModelForCausalLM.from_pretrained(folder / "many", output_loading_info=True)
+    _, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "many", output_loading_info=True
+    )
     return unlike + [f"{key}: {value}" for key, value in said.items() if value]

@@ -1,8 +1,8 @@
 """Habits of people's LightningModules, each a mixin over hooks that Lightning documents.
 
-A run with a habit must train as one process does, or be refused by name. None decays weights: parameters that no step uses have gradients
-of zero here, which a warning says, and none in one process, so that only here they would decay.
-"""
+A run with a habit must train as one process does, or be refused by name. None decays weights:
+parameters that no step uses have gradients of zero here, which a warning says, and none in one
+process, so that only here they would decay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _RATE = 0.1
 
 def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply a change to the loss that a step returned."""
-    return {**output, "loss": change(output["loss"])} if isinstance(output, dict) else change(output)
+    return (
+        {**output, "loss": change(output["loss"])} if isinstance(output, dict) else change(output)
+    )
 
 
 class Draws(L.LightningModule):
@@ -50,7 +52,11 @@ class LayerRates(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         groups = [
-            {"params": [parameter], "lr": _RATE * 0.9**index, "momentum": 0.5 if parameter.ndim > 1 else 0.0}
+            {
+                "params": [parameter],
+                "lr": _RATE * 0.9**index,
+                "momentum": 0.5 if parameter.ndim > 1 else 0.0,
+            }
             for index, parameter in enumerate(self.parameters())
         ]
         return torch.optim.SGD(groups)
@@ -61,8 +67,16 @@ class NamedGroups(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         names = dict(self.named_parameters())
-        slow = [parameter for name, parameter in names.items() if "norm" in name.lower() or name.endswith("bias")]
-        rest = [parameter for name, parameter in names.items() if not ("norm" in name.lower() or name.endswith("bias"))]
+        slow = [
+            parameter
+            for name, parameter in names.items()
+            if "norm" in name.lower() or name.endswith("bias")
+        ]
+        rest = [
+            parameter
+            for name, parameter in names.items()
+            if not ("norm" in name.lower() or name.endswith("bias"))
+        ]
         groups = [{"params": rest}] + ([{"params": slow, "lr": _RATE / 4}] if slow else [])
         optimizer = torch.optim.SGD(groups, lr=_RATE, momentum=0.9, nesterov=True)
         schedule = LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -94,7 +108,9 @@ class WatchesNorm(L.LightningModule):
     """Reads the norm of the gradient before each step of the optimizer."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in self.parameters() if parameter.grad is not None
+        ]
         self.log("norm", torch.nn.utils.get_total_norm(gradients))
 
 
@@ -109,7 +125,8 @@ class Freezes(L.LightningModule):
 
 
 class Averages(L.LightningModule):
-    """An exponential average of the weights by Lightning's callback, which puts it into the module at the end."""
+    """An exponential average of the weights by Lightning's callback, which puts it into the module
+    at the end."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [EMAWeightAveraging(decay=0.5)]

@@ -1,4 +1,5 @@
-"""One training run of somebody's LightningModule around a model of Hugging Face or torch, comparable between layouts."""
+"""One training run of somebody's LightningModule around a model of Hugging Face or torch,
+comparable between layouts."""
 
 from __future__ import annotations
 
@@ -44,21 +45,45 @@ class Run:
 
 
 def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
-    """A small model without dropout; with ``lora``, which are LoraConfig's arguments, what peft makes of it."""
+    """A small model without dropout; with ``lora``, which are LoraConfig's arguments, what peft
+    makes of it."""
     import transformers
 
     if lora is not None:
         import peft
 
         defaults = {"r": 3, "target_modules": "all-linear", "fan_in_fan_out": name == "gpt2"}
-        return peft.get_peft_model(make_model(name, **options), peft.LoraConfig(**defaults | dict(lora)))
-    small = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4}
-    llama = {**small, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    bert = {**small, "intermediate_size": 48, "max_position_embeddings": 32, "attention_probs_dropout_prob": 0.0}
+        return peft.get_peft_model(
+            make_model(name, **options), peft.LoraConfig(**defaults | dict(lora))
+        )
+    small = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+    }
+    llama = {
+        **small,
+        "intermediate_size": 48,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    bert = {
+        **small,
+        "intermediate_size": 48,
+        "max_position_embeddings": 32,
+        "attention_probs_dropout_prob": 0.0,
+    }
     gpt2 = {
-        "vocab_size": VOCABULARY, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 32,
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_positions": 32,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
     match name:
         case "llama":
             config = transformers.LlamaConfig(**llama | options)
@@ -69,20 +94,50 @@ def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
         case "phi3":
             config = transformers.Phi3Config(**llama | {"pad_token_id": 0} | options)
         case "gpt_neox":
-            config = transformers.GPTNeoXConfig(**{k: v for k, v in llama.items() if k != "num_key_value_heads"} | options)
+            config = transformers.GPTNeoXConfig(
+                **{k: v for k, v in llama.items() if k != "num_key_value_heads"} | options
+            )
         case "gpt2":
             config = transformers.GPT2Config(**gpt2 | options)
         case "opt":
-            config = transformers.OPTConfig(**small | {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32} | options)
+            config = transformers.OPTConfig(
+                **small | {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32} | options
+            )
         case "bert":
-            return transformers.BertForPreTraining(transformers.BertConfig(**bert | {"hidden_dropout_prob": 0.0} | options))
+            return transformers.BertForPreTraining(
+                transformers.BertConfig(**bert | {"hidden_dropout_prob": 0.0} | options)
+            )
         case "t5":
-            sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 4, "num_heads": 4}
-            more = {"vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0, **sizes, **options}
+            sizes = {
+                "d_model": 32,
+                "d_kv": 8,
+                "d_ff": 48,
+                "num_layers": 3,
+                "num_decoder_layers": 4,
+                "num_heads": 4,
+            }
+            more = {
+                "vocab_size": VOCABULARY,
+                "dropout_rate": 0.0,
+                "decoder_start_token_id": 0,
+                **sizes,
+                **options,
+            }
             return transformers.T5ForConditionalGeneration(transformers.T5Config(**more))
         case "bart":
-            sizes = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
-            heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32, "dropout": 0.0}
+            sizes = {
+                "d_model": 32,
+                "encoder_layers": 3,
+                "decoder_layers": 4,
+                "encoder_ffn_dim": 48,
+                "decoder_ffn_dim": 40,
+            }
+            heads = {
+                "encoder_attention_heads": 4,
+                "decoder_attention_heads": 4,
+                "max_position_embeddings": 32,
+                "dropout": 0.0,
+            }
             return transformers.BartForConditionalGeneration(
                 transformers.BartConfig(vocab_size=VOCABULARY, **sizes | heads | options)
             )
@@ -101,26 +156,35 @@ class Encoder(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(VOCABULARY, 32), nn.Embedding(LENGTH, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 48, **{"dropout": 0.0, "batch_first": True} | options)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 48, **{"dropout": 0.0, "batch_first": True} | options
+        )
         self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(32))
         self.head = nn.Linear(32, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Tensor) -> Any:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Tensor
+    ) -> Any:
         x = self.embedding(input_ids) + self.position(torch.arange(LENGTH, device=input_ids.device))
         first = self.encoder.layers[0].self_attn.batch_first
         x = x if first else x.transpose(0, 1)
         x = self.encoder(x, src_key_padding_mask=attention_mask == 0)
         logits = self.head(x if first else x.transpose(0, 1))
-        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+        return SimpleNamespace(
+            loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits
+        )
 
 
 class Transformer(nn.Module):
-    """``nn.Transformer`` between two embeddings, both looked up before the encoder runs, and a head."""
+    """``nn.Transformer`` between two embeddings, both looked up before the encoder runs, and a
+    head."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(VOCABULARY, 32), nn.Embedding(VOCABULARY, 32)
-        self.transformer = nn.Transformer(32, 4, 3, 4, 48, **{"dropout": 0.0, "batch_first": True} | options)
+        self.transformer = nn.Transformer(
+            32, 4, 3, 4, 48, **{"dropout": 0.0, "batch_first": True} | options
+        )
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
@@ -128,20 +192,27 @@ class Transformer(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(targets.shape[1])
         padding = torch.zeros(input_ids.shape).masked_fill(attention_mask == 0, -torch.inf)
         x, y = self.source(input_ids), self.target(targets)
-        found = self.transformer(x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        found = self.transformer(
+            x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding
+        )
         logits = self.head(found)
-        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+        return SimpleNamespace(
+            loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits
+        )
 
 
 class Samples(Dataset):
-    """Token sequences with the labels that each kind of model wants; as many labels in every sample."""
+    """Token sequences with the labels that each kind of model wants; as many labels in every
+    sample."""
 
     def __init__(self, model: str) -> None:
         generator = torch.Generator().manual_seed(7)
         self.model = model
         self.tokens = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
         half = LENGTH // 2  # no padding there: what stands at padded places is not defined
-        self.masked = F.pad(torch.rand(SAMPLES, half, generator=generator).argsort(1) < 3, (0, LENGTH - half))
+        self.masked = F.pad(
+            torch.rand(SAMPLES, half, generator=generator).argsort(1) < 3, (0, LENGTH - half)
+        )
         self.lengths = torch.randint(half, LENGTH, (SAMPLES,), generator=generator)
 
     def __len__(self) -> int:
@@ -157,7 +228,9 @@ class Samples(Dataset):
                 "labels": labels.masked_fill(torch.arange(len(labels)) == index % 5, -100),
             }
         if self.model == "labelled":
-            labels = tokens.roll(-1).masked_fill(torch.arange(LENGTH) >= LENGTH - 1 - index % 5, -100)
+            labels = tokens.roll(-1).masked_fill(
+                torch.arange(LENGTH) >= LENGTH - 1 - index % 5, -100
+            )
             return {"input_ids": tokens, "labels": labels}
         if self.model not in ("bert", "encoder"):
             return {"input_ids": tokens, "labels": tokens}
@@ -247,8 +320,12 @@ def fit(rank: int, run: Run) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    sampler = DistributedSampler(Samples(run.model), **strategy.distributed_sampler_kwargs, shuffle=False)
-    loader = DataLoader(sampler.dataset, batch_size=run.global_batch // sampler.num_replicas, sampler=sampler)
+    sampler = DistributedSampler(
+        Samples(run.model), **strategy.distributed_sampler_kwargs, shuffle=False
+    )
+    loader = DataLoader(
+        sampler.dataset, batch_size=run.global_batch // sampler.num_replicas, sampler=sampler
+    )
     trainer.fit(module, loader, loader, ckpt_path=run.resume)
     if run.save is not None:
         trainer.save_checkpoint(run.save)
@@ -288,14 +365,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def check(pool: Pool, reference: Any, run: Run, layout: str, *, tolerance: float = 1e-5) -> None:
     world_size, degrees = LAYOUTS[layout]
     expected = reference(run)
-    found = pool.run(fit, world_size=world_size, args=(replace(run, layout=run.layout | degrees, world_size=world_size),))
+    found = pool.run(
+        fit,
+        world_size=world_size,
+        args=(replace(run, layout=run.layout | degrees, world_size=world_size),),
+    )
     assert found[0]["initial"].keys() == expected["initial"].keys()
     for name, value in expected["initial"].items():
         assert torch.equal(found[0]["initial"][name], value), f"{name} starts differently"
     assert len({tuple(rank["losses"]) for rank in found}) == 1, "ranks disagree about the loss"
     for key in ("losses", "norms", "validation"):
         torch.testing.assert_close(
-            torch.tensor(found[0][key]), torch.tensor(expected[key]), rtol=tolerance, atol=0, msg=lambda m, k=key: f"{k}: {m}"
+            torch.tensor(found[0][key]),
+            torch.tensor(expected[key]),
+            rtol=tolerance,
+            atol=0,
+            msg=lambda m, k=key: f"{k}: {m}",
         )
     for name, value in expected["final"].items():
         difference = (found[0]["final"][name] - value).norm() / value.norm().clamp(min=1e-3)

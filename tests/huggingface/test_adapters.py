@@ -42,9 +42,16 @@ class Adapted(LitHuggingFace):
 def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
     strategy = PTDPStrategy(tensor_parallel_size=2)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
     trainer.fit(module(Run(model="llama")), DataLoader(Samples("llama"), batch_size=4))
     return [note for note in strategy.summary().notes if "not split" in note]
 

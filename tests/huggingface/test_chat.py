@@ -32,14 +32,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(root / "llama", vocabulary_size=400, hidden_size=32, intermediate_size=48)
     with open(root / "chat.jsonl", "w") as file:
         for number in range(48):
-            row = {"prompt": f"What is {number}?", "response": "So " * (number * 7 % 11 + 1) + f"{number}."}
+            row = {
+                "prompt": f"What is {number}?",
+                "response": "So " * (number * 7 % 11 + 1) + f"{number}.",
+            }
             file.write(json.dumps(row) + "\n")
     data(root, packing=False).prepare_data()
     return root
 
 
 def data(root: Path, **options: Any) -> ChatDataModule:
-    settings: dict[str, Any] = {"micro_batch_size": 2, "num_microbatches": 2, "validation_fraction": 0.2, **options}
+    settings: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "num_microbatches": 2,
+        "validation_fraction": 0.2,
+        **options,
+    }
     if "global_batch_size" in options:
         del settings["micro_batch_size"]
     return ChatDataModule(
@@ -60,18 +68,37 @@ def fit(
     resume: str | None = None,
     save: str | None = None,
 ) -> dict[str, Any]:
-    """Train three steps, from ``resume`` on where it is given; write a checkpoint into ``save`` after every step."""
+    """Train three steps, from ``resume`` on where it is given; write a checkpoint into ``save``
+    after every step."""
     L.seed_everything(3, verbose=False)
     recorder, steps = Recorder(), 3
-    saving = [ModelCheckpoint(save, "{step}", every_n_train_steps=1, save_top_k=-1)] if save is not None else []
+    saving = (
+        [ModelCheckpoint(save, "{step}", every_n_train_steps=1, save_top_k=-1)]
+        if save is not None
+        else []
+    )
     strategy = PTDPStrategy(**layout)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=world_size, max_steps=steps, gradient_clip_val=0.5, callbacks=[recorder, *saving],
-        logger=False, enable_checkpointing=bool(saving), num_sanity_val_steps=0, val_check_interval=steps, check_val_every_n_epoch=None,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=steps,
+        gradient_clip_val=0.5,
+        callbacks=[recorder, *saving],
+        logger=False,
+        enable_checkpointing=bool(saving),
+        num_sanity_val_steps=0,
+        val_check_interval=steps,
+        check_val_every_n_epoch=None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     module = LitCausalLM(str(root / "llama"), optimizer=AdamWConfig(learning_rate=5e-3, eps=1e-3))
-    trainer.fit(module, data(root, packing=packing, num_microbatches=2, global_batch_size=8), ckpt_path=resume)
+    trainer.fit(
+        module,
+        data(root, packing=packing, num_microbatches=2, global_batch_size=8),
+        ckpt_path=resume,
+    )
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
@@ -83,7 +110,8 @@ def fit(
 @pytest.fixture(scope="module")
 def alone(pool: Pool, folder: Path) -> dict[bool, Any]:
     return {
-        packing: pool.run(fit, world_size=1, args=(folder, packing, {"num_microbatches": 2}, 1))[0] for packing in (False, True)
+        packing: pool.run(fit, world_size=1, args=(folder, packing, {"num_microbatches": 2}, 1))[0]
+        for packing in (False, True)
     }
 
 
@@ -91,13 +119,24 @@ def alone(pool: Pool, folder: Path) -> dict[bool, Any]:
     ("packing", "layout"),
     [(False, "t2p2"), (True, "t2p2"), (True, "p2v2"), (True, "d2"), (True, "c2"), (True, "u2")],
 )
-def test_every_layout_trains_alike(packing: bool, layout: str, pool: Pool, folder: Path, alone: dict[bool, Any]) -> None:
+def test_every_layout_trains_alike(
+    packing: bool, layout: str, pool: Pool, folder: Path, alone: dict[bool, Any]
+) -> None:
     c2 = {"context_parallel_size": 2}
-    world_size, degrees = {**LAYOUTS, "u2": (2, {**c2, "context_parallel_attention": "all_to_all"})}[layout]
-    found = pool.run(fit, world_size=world_size, args=(folder, packing, {"num_microbatches": 2, **degrees}, world_size))[0]
+    world_size, degrees = {
+        **LAYOUTS,
+        "u2": (2, {**c2, "context_parallel_attention": "all_to_all"}),
+    }[layout]
+    found = pool.run(
+        fit,
+        world_size=world_size,
+        args=(folder, packing, {"num_microbatches": 2, **degrees}, world_size),
+    )[0]
     expected = alone[packing]
     for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
+        )
     for name, value in expected["final"].items():
         difference = (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3)
         assert difference < 1e-5, f"{name} ends {difference:.1e} away"
@@ -108,9 +147,15 @@ def test_resumed_with_other_replicas_in_the_middle_of_an_epoch(
 ) -> None:
     layout = {"num_microbatches": 2}
     pool.run(fit, world_size=2, args=(folder, True, layout, 2, None, str(tmp_path)))
-    resumed = pool.run(fit, world_size=1, args=(folder, True, layout, 1, str(tmp_path / "step=1.ckpt")))[0]
-    assert len(data(folder, packing=True)._stream("train")) > 8, "the place is in the middle of an epoch"
-    torch.testing.assert_close(torch.tensor(resumed["losses"]), torch.tensor(alone[True]["losses"][1:]), rtol=1e-5, atol=0)
+    resumed = pool.run(
+        fit, world_size=1, args=(folder, True, layout, 1, str(tmp_path / "step=1.ckpt"))
+    )[0]
+    assert len(data(folder, packing=True)._stream("train")) > 8, (
+        "the place is in the middle of an epoch"
+    )
+    torch.testing.assert_close(
+        torch.tensor(resumed["losses"]), torch.tensor(alone[True]["losses"][1:]), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "phi3"])
@@ -131,7 +176,13 @@ def test_packed_samples_are_as_if_they_were_apart(name: str, folder: Path, tmp_p
         losses = lit.token_losses(batch)
         loss = losses.sum() / (batch["labels"] >= 0).sum()
         loss.backward()
-        found.append((len(stream), loss.detach(), {key: value.grad.clone() for key, value in lit.named_parameters()}))
+        found.append(
+            (
+                len(stream),
+                loss.detach(),
+                {key: value.grad.clone() for key, value in lit.named_parameters()},
+            )
+        )
     (samples, apart, apart_grads), (sequences, packed, packed_grads) = found
     assert sequences < samples
     torch.testing.assert_close(packed, apart, rtol=1e-6, atol=0)
@@ -161,7 +212,9 @@ class Inherits(LitCausalLM):
     """Says nothing of its own."""
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen2_moe", "falcon", "opt", "gpt_oss", "bloom", "jamba"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma3", "qwen2_moe", "falcon", "opt", "gpt_oss", "bloom", "jamba"]
+)
 def test_whether_a_model_keeps_samples_apart_is_known_from_its_code(name: str) -> None:
     from tests.huggingface.architectures import VOCABULARY, build
 
@@ -171,30 +224,51 @@ def test_whether_a_model_keeps_samples_apart_is_known_from_its_code(name: str) -
     tokens = torch.randint(1, VOCABULARY, (1, 12))
     places = torch.cat([torch.arange(5), torch.arange(7)])[None]
     with torch.no_grad():
-        packed = model(input_ids=tokens, position_ids=places) if name not in ("bloom", "jamba") else model(input_ids=tokens)
+        packed = (
+            model(input_ids=tokens, position_ids=places)
+            if name not in ("bloom", "jamba")
+            else model(input_ids=tokens)
+        )
         apart = [model(input_ids=part).logits for part in (tokens[:, :5], tokens[:, 5:])]
     same = torch.allclose(packed.logits, torch.cat(apart, 1), atol=1e-5, rtol=1e-4)
     why = why_not_packed(Wrapped(model), Wrapped(model))
     assert (why is None) == same, why
 
 
-def test_what_would_let_packed_samples_see_each_other_is_refused_before_launch(folder: Path) -> None:
+def test_what_would_let_packed_samples_see_each_other_is_refused_before_launch(
+    folder: Path,
+) -> None:
     packed = data(folder, packing=True)
     strategy = PTDPStrategy(num_microbatches=2)
-    gpt = LitGPT(GPTConfig(vocabulary_size=400, sequence_length=LENGTH, num_layers=1, hidden_size=16, num_heads=2))
+    gpt = LitGPT(
+        GPTConfig(
+            vocabulary_size=400, sequence_length=LENGTH, num_layers=1, hidden_size=16, num_heads=2
+        )
+    )
     model: Any = make_model("llama", vocab_size=400)
-    with pytest.raises(ValueError, match="packing=True, but the attention of LitGPT is not known to tell samples apart"):
+    with pytest.raises(
+        ValueError,
+        match="packing=True, but the attention of LitGPT is not known to tell samples apart",
+    ):
         check_packing(gpt, packed, strategy.config)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM keeps a cache of keys.*config.use_cache = False"):
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM keeps a cache of keys.*config.use_cache = False"
+    ):
         check_packing(Wrapped(model), packed, strategy.config)
     model.config.use_cache = False
     check_packing(Wrapped(model), packed, strategy.config)
-    with pytest.raises(ValueError, match="Forgetful does not hand the batch's position_ids to its model"):
+    with pytest.raises(
+        ValueError, match="Forgetful does not hand the batch's position_ids to its model"
+    ):
         check_packing(Forgetful(model), packed, strategy.config)
     check_packing(Forgetful(model), data(folder, packing=False), strategy.config)
     check_packing(Inherits(str(folder / "llama")), packed, strategy.config)
     trainer = L.Trainer(
-        strategy=PTDPStrategy(num_microbatches=2), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False
+        strategy=PTDPStrategy(num_microbatches=2),
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
     )
     with pytest.raises(ValueError, match="packing=True, but the attention of LitGPT"):
         trainer.fit(gpt, packed)

@@ -1,4 +1,5 @@
-"""Folder -> layout -> folder -> one process, for three architectures; ci/unseen_models.py does it for more."""
+"""Folder -> layout -> folder -> one process, for three architectures; ci/unseen_models.py does it
+for more."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.shims.transformers import captured_outputs, has_sdpa, ignored_names, install_capture, is_capture
+from lightning_ptdp.shims.transformers import (
+    captured_outputs,
+    has_sdpa,
+    ignored_names,
+    install_capture,
+    is_capture,
+)
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
 from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure
@@ -27,7 +33,9 @@ class HiddenStates(LitHuggingFace):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(**batch, output_hidden_states=True)
         assert len(output.hidden_states) == 5
-        return output.loss + sum((k + 1) * h.square().mean() for k, h in enumerate(output.hidden_states))
+        return output.loss + sum(
+            (k + 1) * h.square().mean() for k, h in enumerate(output.hidden_states)
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -40,14 +48,16 @@ class Attentions(HiddenStates):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(**batch, output_attentions=True)
         assert len(output.attentions) == 4
-        return output.loss + sum((k + 1) * a.square().mean() for k, a in enumerate(output.attentions))
+        return output.loss + sum(
+            (k + 1) * a.square().mean() for k, a in enumerate(output.attentions)
+        )
 
 
 class Selected(HiddenStates):
     """Only some hidden states, by index.
 
-    transformers 5.23 counts from the first layer's input and takes negative indices. Older releases count from its output.
-    """
+    transformers 5.23 counts from the first layer's input and takes negative indices. Older releases
+    count from its output."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         states = self.model(**batch, output_hidden_states=[0, 2, -2]).hidden_states
@@ -62,9 +72,16 @@ class Routers(HiddenStates):
     def configure_model(self) -> None:
         if self.model is None:
             config = transformers.MixtralConfig(
-                vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
-                intermediate_size=32, num_local_experts=4, router_aux_loss_coef=1.0, output_router_logits=True,
-            )  # fmt: skip
+                vocab_size=VOCABULARY,
+                hidden_size=32,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                num_hidden_layers=4,
+                intermediate_size=32,
+                num_local_experts=4,
+                router_aux_loss_coef=1.0,
+                output_router_logits=True,
+            )
             self.model = transformers.AutoModelForCausalLM.from_config(config)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -108,9 +125,13 @@ def test_what_is_captured_is_as_in_one_process(
     run = Run(model="llama", options=options, module=module, steps=3)
     expected = reference(run)
     size = layout[P] * layout.get(T, 1)
-    found = pool.run(fit, world_size=size, args=(replace(run, layout={**layout, M: 2}, world_size=size),))[0]
+    found = pool.run(
+        fit, world_size=size, args=(replace(run, layout={**layout, M: 2}, world_size=size),)
+    )[0]
     for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
+        )
     for name, value in expected["final"].items():
         assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
 
@@ -119,13 +140,23 @@ def test_what_is_captured_is_as_in_one_process(
     ("module", "layout", "words"),
     [
         (Attentions, {T: 2}, "output_attentions=True with tensor_parallel_size > 1"),
-        (HiddenStates, {T: 2, "sequence_parallel": True}, "output_hidden_states=True with sequence_parallel=True"),
+        (
+            HiddenStates,
+            {T: 2, "sequence_parallel": True},
+            "output_hidden_states=True with sequence_parallel=True",
+        ),
     ],
 )
 def test_parts_of_what_is_captured_are_refused(
     module: type[LitHuggingFace], layout: dict[str, Any], words: str, pool: Pool
 ) -> None:
-    run = Run(model="llama", options=(("attn_implementation", "eager"),), module=module, layout=layout, world_size=2)
+    run = Run(
+        model="llama",
+        options=(("attn_implementation", "eager"),),
+        module=module,
+        layout=layout,
+        world_size=2,
+    )
     with pytest.raises(WorkerFailure, match=words):
         pool.run(fit, world_size=2, args=(run,))
 
@@ -138,14 +169,21 @@ def test_the_names_of_transformers_that_are_used() -> None:
     assert not hooks
     assert captured_outputs() == {}
     assert "attn.bias" in ignored_names(make_model("gpt2"))
-    assert (has_sdpa(transformers.LlamaForCausalLM), has_sdpa(transformers.GptOssForCausalLM)) == (True, False)
+    assert (has_sdpa(transformers.LlamaForCausalLM), has_sdpa(transformers.GptOssForCausalLM)) == (
+        True,
+        False,
+    )
     install_capture(model)
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
     assert len(hooks) == 8, "a hidden state and an attention a layer"
     assert all(map(is_capture, hooks))
     lengths = []
-    model.model.layers[2].register_forward_hook(lambda *_: lengths.append(len(captured_outputs()["hidden_states"])))
+    model.model.layers[2].register_forward_hook(
+        lambda *_: lengths.append(len(captured_outputs()["hidden_states"]))
+    )
     model(torch.zeros(1, 3, dtype=torch.int64), output_hidden_states=True)
     install_capture(model)
     assert lengths == [4]
-    assert sum(len(module._forward_hooks) for module in model.modules()) == 9, "no hook is put twice"
+    assert sum(len(module._forward_hooks) for module in model.modules()) == 9, (
+        "no hook is put twice"
+    )

@@ -1,4 +1,5 @@
-"""A Hugging Face Llama whose layers the strategy compiles: one graph for training and one for evaluation, whatever the layout."""
+"""A Hugging Face Llama whose layers the strategy compiles: one graph for training and one for
+evaluation, whatever the layout."""
 
 from __future__ import annotations
 
@@ -23,10 +24,16 @@ def _fit(rank: int, run: Run) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     found = fit(rank, run)
-    return {**found, "graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+    return {
+        **found,
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+    }
 
 
-@pytest.mark.parametrize("layout", [{T: 2}, {T: 2, SP: True}, {"context_parallel_size": 2}], ids=["t2", "t2sp", "c2"])
+@pytest.mark.parametrize(
+    "layout", [{T: 2}, {T: 2, SP: True}, {"context_parallel_size": 2}], ids=["t2", "t2sp", "c2"]
+)
 def test_a_layer_is_one_graph(layout: dict[str, Any], pool: Pool, reference: Any) -> None:
     run = replace(LLAMA, world_size=2, layout={**layout, **COMPILED})
     for found in pool.run(_fit, world_size=2, args=(run,)):

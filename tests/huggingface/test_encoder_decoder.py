@@ -1,4 +1,5 @@
-"""Encoder-decoders under a pipeline: both stacks in one cut, with the same answer as one process."""
+"""Encoder-decoders under a pipeline: both stacks in one cut, with the same answer as one
+process."""
 
 from __future__ import annotations
 
@@ -29,14 +30,31 @@ def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None:
 @pytest.mark.parametrize(
     ("run", "layout"),
     [
-        (Run(model="t5", eager=True, whole_output=True, options=(("feed_forward_proj", "gated-gelu"),)), "p4"),
-        (Run(model="bart", whole_output=True, options=(("scale_embedding", True), ("attn_implementation", "eager"))), "p2"),
+        (
+            Run(
+                model="t5",
+                eager=True,
+                whole_output=True,
+                options=(("feed_forward_proj", "gated-gelu"),),
+            ),
+            "p4",
+        ),
+        (
+            Run(
+                model="bart",
+                whole_output=True,
+                options=(("scale_embedding", True), ("attn_implementation", "eager")),
+            ),
+            "p2",
+        ),
         (Run(model="t5", options=(("tie_word_embeddings", False), ("use_cache", False))), "full"),
         (Run(model="bart", options=(("use_cache", False),)), "full"),
         (Run(model="t5"), "named"),
     ],
 )
-def test_other_ways_to_build_return_recompute_and_cut(run: Run, layout: str, pool: Pool, reference: Any) -> None:
+def test_other_ways_to_build_return_recompute_and_cut(
+    run: Run, layout: str, pool: Pool, reference: Any
+) -> None:
     check(pool, reference, run, layout)
 
 
@@ -48,12 +66,18 @@ def test_other_ways_to_build_return_recompute_and_cut(run: Run, layout: str, poo
             {"pipeline_parallel_size": 2},
             ["'model.model.encoder'", "layerdrop=0.1", "pipeline_parallel_size=1"],
         ),
-        ((), {"tensor_parallel_size": 2, "sequence_parallel": True}, ["sequence_parallel=True", "use sequence_parallel=False"]),
+        (
+            (),
+            {"tensor_parallel_size": 2, "sequence_parallel": True},
+            ["sequence_parallel=True", "use sequence_parallel=False"],
+        ),
         ((), {"context_parallel_size": 2}, ["context_parallel_size=2"]),
         ((), {"pipeline_parallel_size": 8}, ["num_layers=7", "pipeline_parallel_size=7"]),
     ],
 )
-def test_what_cannot_be_is_refused_before_launch(options: tuple, degrees: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_be_is_refused_before_launch(
+    options: tuple, degrees: dict[str, Any], words: list[str]
+) -> None:
     config = PTDPConfig(num_microbatches=8, **degrees)
     world_size = math.prod(value for key, value in degrees.items() if key.endswith("_size"))
     module = LitHuggingFace(Run(model="bart", options=options, eager=True))

@@ -1,4 +1,5 @@
-"""Under a plan, in float64: logits, loss and every gradient of one process; and what a layer costs in messages."""
+"""Under a plan, in float64: logits, loss and every gradient of one process; and what a layer costs
+in messages."""
 
 from __future__ import annotations
 
@@ -29,17 +30,29 @@ SOME = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama, multi-query, eager attention": ("llama", {"num_key_value_heads": 1, "attn_implementation": "eager"}),
-    "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama, multi-query, eager attention": (
+        "llama",
+        {"num_key_value_heads": 1, "attn_implementation": "eager"},
+    ),
+    "llama, tied, biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "llama, adapters everywhere": ("llama", {"lora": {"target_modules": ALL}}),
-    "llama, multi-query, some adapters, a trained head": ("llama", {"num_key_value_heads": 1, "lora": SOME}),
+    "llama, multi-query, some adapters, a trained head": (
+        "llama",
+        {"num_key_value_heads": 1, "lora": SOME},
+    ),
     "gpt2, adapters": ("gpt2", {"lora": {}}),
     "gpt2": ("gpt2", {}),
     "gpt2, eager attention": ("gpt2", {"attn_implementation": "eager"}),
     "bert": ("bert", {}),
     "encoder": ("encoder", {}),
     "t5": ("t5", {}),
-    "t5, gated, a head of its own": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "t5, gated, a head of its own": (
+        "t5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
     "bart": ("bart", {}),
 }
 
@@ -49,12 +62,15 @@ def randomized(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+            )
     return model.double()
 
 
 def outputs(model: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole logits, a loss in the logits' own precision, and the model's loss: decoders compute theirs in float32."""
+    """Whole logits, a loss in the logits' own precision, and the model's loss: decoders compute
+    theirs in float32."""
     data = Samples(kind)
     batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
     result = model(**batch)
@@ -69,7 +85,11 @@ def check_model(rank: int, name: str) -> None:
     group = tensor_group(rank)
     kind, options = MODELS[name]
     reference = randomized(
-        make_model(kind, **{"num_hidden_layers": 2} if kind not in ("encoder", "t5", "bart") else {}, **options)
+        make_model(
+            kind,
+            **{"num_hidden_layers": 2} if kind not in ("encoder", "t5", "bart") else {},
+            **options,
+        )
     )
     expected_logits, expected_loss, expected_own = outputs(reference, kind)
     limit = 1e-7 if kind in ("llama", "t5") else 1e-10  # its norms compute in float32
@@ -93,7 +113,11 @@ def check_model(rank: int, name: str) -> None:
                 continue
             found = whole_gradient(parameter.grad, shardings[key], group)
             torch.testing.assert_close(
-                found, slice_full(gradients[key], shardings[key]), rtol=0, atol=limit, msg=lambda text, key=key: f"{key}: {text}"
+                found,
+                slice_full(gradients[key], shardings[key]),
+                rtol=0,
+                atol=limit,
+                msg=lambda text, key=key: f"{key}: {text}",
             )
 
 
@@ -106,16 +130,21 @@ def test_logits_loss_and_gradients(name: str, size: int, pool: Pool) -> None:
 def check_messages(rank: int) -> None:
     """Check the number of collectives of one layer, as the difference between two depths.
 
-    Any model has two all-reduces forward and two backward (arXiv 1909.08053, section 3). Sequence parallelism has all-gathers and
-    reduce-scatters instead.
-    """
+    Any model has two all-reduces forward and two backward (arXiv 1909.08053, section 3). Sequence
+    parallelism has all-gathers and reduce-scatters instead."""
     group = tensor_group(rank)
-    for kind, layers in (("llama", "num_hidden_layers"), ("gpt2", "n_layer"), ("bert", "num_hidden_layers")):
+    for kind, layers in (
+        ("llama", "num_hidden_layers"),
+        ("gpt2", "n_layer"),
+        ("bert", "num_hidden_layers"),
+    ):
         for sequence_parallel in (False, True):
             seen = []
             for depth in (1, 2):
                 model = make_model(kind, **{layers: depth})
-                apply_plan(model, find_plan(model), group=group, sequence_parallel=sequence_parallel)
+                apply_plan(
+                    model, find_plan(model), group=group, sequence_parallel=sequence_parallel
+                )
                 with counted_collectives() as forward:
                     loss = outputs(model, kind)[1]
                 with counted_collectives() as backward:
@@ -125,9 +154,16 @@ def check_messages(rank: int) -> None:
             if sequence_parallel:
                 assert forward == {"all_gather": 2, "reduce_scatter": 2}, (kind, forward)
                 assert backward["reduce_scatter"] == 2, (kind, backward)
-                assert backward.total() <= 6, (kind, backward)  # a column layer alone gathers its input again
+                assert backward.total() <= 6, (
+                    kind,
+                    backward,
+                )  # a column layer alone gathers its input again
             else:
-                assert (forward, backward) == ({"all_reduce": 2}, {"all_reduce": 2}), (kind, forward, backward)
+                assert (forward, backward) == ({"all_reduce": 2}, {"all_reduce": 2}), (
+                    kind,
+                    forward,
+                    backward,
+                )
 
 
 def test_messages_a_layer(pool: Pool) -> None:

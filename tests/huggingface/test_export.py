@@ -1,4 +1,5 @@
-"""The trained model as a Hugging Face folder that all ranks write: what the checkpoint holds, bit for bit."""
+"""The trained model as a Hugging Face folder that all ranks write: what the checkpoint holds, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -49,30 +50,50 @@ TIED = (("tie_word_embeddings", True),)
     ],
 )
 def test_an_export_is_the_checkpoint(
-    model: str, options: Any, layout: dict[str, Any], world_size: int, precision: str, pool: Pool, tmp_path: Path
+    model: str,
+    options: Any,
+    layout: dict[str, Any],
+    world_size: int,
+    precision: str,
+    pool: Pool,
+    tmp_path: Path,
 ) -> None:
     out, saved = tmp_path / "out", tmp_path / "saved" / "last.ckpt"
     run = Run(
-        model=model, options=options, layout=layout, world_size=world_size, precision=precision, steps=2, export=str(out), save=str(saved)
-    )  # fmt: skip
+        model=model,
+        options=options,
+        layout=layout,
+        world_size=world_size,
+        precision=precision,
+        steps=2,
+        export=str(out),
+        save=str(saved),
+    )
     pool.run(fit, world_size=world_size, args=(run,))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "saved"]
     whole, aliases = read_full(saved), read_metadata(saved).aliases
     written = {f"model.{name}": value for name, value in open_huggingface(out).items()}
     assert written.keys() == whole.keys() - aliases.keys()
-    assert all(value.dtype == whole[name].dtype and torch.equal(value, whole[name]) for name, value in written.items())
+    assert all(
+        value.dtype == whole[name].dtype and torch.equal(value, whole[name])
+        for name, value in written.items()
+    )
 
     to_huggingface(saved, tmp_path / "converted", config=out, shard_bytes=20_000)
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "converted").iterdir()}
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
 
-    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype="auto", output_loading_info=True
+    )
     assert not any(said.values()), said
     assert json.loads(files["config.json"])["architectures"] == [type(loaded).__name__]
     state = loaded.state_dict()
     assert state.keys() == {name.removeprefix("model.") for name in whole}
-    assert all(torch.equal(state[name.removeprefix("model.")], value) for name, value in whole.items())
+    assert all(
+        torch.equal(state[name.removeprefix("model.")], value) for name, value in whole.items()
+    )
     assert loaded.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
@@ -91,7 +112,9 @@ class LitAdapted(LitHuggingFace):
     def configure_model(self) -> None:
         if self.model is None:
             super().configure_model()
-            peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], use_dora=True), self.model)
+            peft.inject_adapter_in_model(
+                peft.LoraConfig(target_modules=["q_proj"], use_dora=True), self.model
+            )
 
 
 class LitFull(LitHuggingFace):
@@ -102,7 +125,9 @@ class LitFull(LitHuggingFace):
         shutil.disk_usage = lambda path: usage._replace(free=9_000)
 
 
-def _fit(rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, Any], folder: Path) -> list[str]:
+def _fit(
+    rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, Any], folder: Path
+) -> list[str]:
     """Train with an export and return the names in its parent folder.
 
     If ``fit`` refuses the export, the error message comes first.
@@ -110,10 +135,18 @@ def _fit(rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, A
     L.seed_everything(3, verbose=False)
     usage, said = shutil.disk_usage, []
     trainer = L.Trainer(
-        strategy=PTDPStrategy(), accelerator="cpu", devices=2, max_steps=3, logger=False, enable_progress_bar=False,
-        callbacks=[ExportHuggingFace(folder, **options), ModelCheckpoint(folder.parent / "saved", every_n_train_steps=2, save_top_k=-1)],
+        strategy=PTDPStrategy(),
+        accelerator="cpu",
+        devices=2,
+        max_steps=3,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[
+            ExportHuggingFace(folder, **options),
+            ModelCheckpoint(folder.parent / "saved", every_n_train_steps=2, save_top_k=-1),
+        ],
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     try:
         trainer.fit(kind(Run(model=model)), DataLoader(Samples(model), batch_size=2))
     except CheckpointError as error:
@@ -128,11 +161,21 @@ def _fit(rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, A
     ("kind", "model", "words"),
     [
         (LitHuggingFace, "encoder", r"hyperparameters name no configuration of one of our models"),
-        (LitTwo, "llama", r"LitTwo holds the Hugging Face models \['model', 'teacher'\]: name the one.*, such as prefix='model\.'"),
+        (
+            LitTwo,
+            "llama",
+            r"LitTwo holds the Hugging Face models \['model', 'teacher'\]: name the one.*, such "
+            r"as prefix='model\.'",
+        ),
         (LitFull, "llama", r"will have 0\.\d+ MB, but its disk has 0\.0 MB left"),
-        (LitAdapted, "llama", r"adapter of 'model.model.layers.0.self_attn.q_proj' is more than a product of two matrices"),
+        (
+            LitAdapted,
+            "llama",
+            r"adapter of 'model.model.layers.0.self_attn.q_proj' is more than a product of two "
+            r"matrices",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_exported_is_refused_before_the_first_step(
     kind: type[LitHuggingFace], model: str, words: str, pool: Pool, tmp_path: Path
 ) -> None:
@@ -148,18 +191,27 @@ def test_beside_every_checkpoint_and_at_the_end(pool: Pool, tmp_path: Path) -> N
     assert sorted(os.listdir(tmp_path / "out")) == ["step-2", "step-3"]
     (checkpoint,) = (tmp_path / "saved").glob("*step=2*")
     whole, written = read_full(checkpoint), open_huggingface(tmp_path / "out" / "step-2")
-    assert {f"model.{name}" for name in written} == {name for name in whole if not name.startswith("teacher.")}
-    assert all(torch.equal(value, whole[f"model.{name}"].bfloat16()) for name, value in written.items())
+    assert {f"model.{name}" for name in written} == {
+        name for name in whole if not name.startswith("teacher.")
+    }
+    assert all(
+        torch.equal(value, whole[f"model.{name}"].bfloat16()) for name, value in written.items()
+    )
     later = open_huggingface(tmp_path / "out" / "step-3")
     assert not all(torch.equal(value, written[name]) for name, value in later.items())
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "world_size"), [("llama", {T: 2, P: 2, M: 2}, 4), ("gpt2", {T: 2, "sequence_parallel": True}, 2)]
+    ("model", "layout", "world_size"),
+    [("llama", {T: 2, P: 2, M: 2}, 4), ("gpt2", {T: 2, "sequence_parallel": True}, 2)],
 )
-def test_adapters_are_merged(model: str, layout: dict[str, Any], world_size: int, pool: Pool, tmp_path: Path) -> None:
+def test_adapters_are_merged(
+    model: str, layout: dict[str, Any], world_size: int, pool: Pool, tmp_path: Path
+) -> None:
     options = (
-        {"modules_to_save": ["lm_head"]} if model == "llama" else {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+        {"modules_to_save": ["lm_head"]}
+        if model == "llama"
+        else {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
     )
     run = Run(
         model=model,
@@ -188,9 +240,17 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
     monkeypatch.setattr(export_writer, "_BLOCK", 100)
     torch.manual_seed(0)
     model, first = build(name), dict[int, str]()
-    state = {key: value for key, value in model.state_dict(keep_vars=True).items() if first.setdefault(id(value), key) == key}
-    halves = [part for key, value in state.items() for part in _halves(f"model/net.{key}", value.detach())]
-    export = FolderExport(target=tmp_path / "out", described=described_by_module(model, {}), prefix="net.")
+    state = {
+        key: value
+        for key, value in model.state_dict(keep_vars=True).items()
+        if first.setdefault(id(value), key) == key
+    }
+    halves = [
+        part for key, value in state.items() for part in _halves(f"model/net.{key}", value.detach())
+    ]
+    export = FolderExport(
+        target=tmp_path / "out", described=described_by_module(model, {}), prefix="net."
+    )
     export.check(halves)
     export.write(halves)
     model.save_pretrained(tmp_path / "theirs")
@@ -198,18 +258,28 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
-    module, known = torch.nn.Module(), {f"net.{key}": value.detach() for key, value in state.items()}
+    module, known = (
+        torch.nn.Module(),
+        {f"net.{key}": value.detach() for key, value in state.items()},
+    )
     module.net = model
     every = model.named_parameters(remove_duplicate=False)
-    aliases = {f"net.{key}": f"net.{first[id(value)]}" for key, value in every if first[id(value)] != key}
+    aliases = {
+        f"net.{key}": f"net.{first[id(value)]}" for key, value in every if first[id(value)] != key
+    }
     stored = HuggingFaceWeights.open(tmp_path / "theirs", names_in(module, aliases))
     assert stored.names >= known.keys() - {key for key in known if "inv_freq" in key}
-    assert all(stored.tensors[f"model/{key}"].shape == known[key].shape for key in known.keys() & stored.names)
+    assert all(
+        stored.tensors[f"model/{key}"].shape == known[key].shape
+        for key in known.keys() & stored.names
+    )
     for one in halves:  # as two ranks read them
         if one.name in stored.tensors:
             read = torch.zeros_like(one.values)
             piece = Piece(local=(0,) * read.dim(), full=one.offset, size=tuple(read.shape))
-            place = Sharding(full_shape=one.full_shape, local_shape=tuple(read.shape), pieces=(piece,))
+            place = Sharding(
+                full_shape=one.full_shape, local_shape=tuple(read.shape), pieces=(piece,)
+            )
             stored.fill({one.name: (read, place)})
             assert torch.equal(read, one.values), one.name
 
@@ -236,7 +306,13 @@ def test_a_callback_that_makes_no_sense(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             ExportHuggingFace(tmp_path / "out", **options)  # type: ignore[arg-type]
     trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, callbacks=[ExportHuggingFace(tmp_path / "out")], logger=False, barebones=True
+        accelerator="cpu",
+        max_steps=1,
+        callbacks=[ExportHuggingFace(tmp_path / "out")],
+        logger=False,
+        barebones=True,
     )
-    with pytest.raises(ValueError, match=r'needs Trainer\(strategy="ptdp"\), not SingleDeviceStrategy'):
+    with pytest.raises(
+        ValueError, match=r'needs Trainer\(strategy="ptdp"\), not SingleDeviceStrategy'
+    ):
         trainer.fit(LitHuggingFace(Run(model="llama")), DataLoader(Samples("llama"), batch_size=2))

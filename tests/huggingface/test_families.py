@@ -1,5 +1,5 @@
-"""Every family that has a row, three encoder-decoders, and every kind of part that sequence parallelism leaves whole: all weights are as
-one process has them."""
+"""Every family that has a row, three encoder-decoders, and every kind of part that sequence
+parallelism leaves whole: all weights are as one process has them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def plan_of(name: str) -> ParallelPlan:
 
 
 OF_ROWS = [
-    name for name in ARCHITECTURES if not name.endswith("classes") and name != "bert question" and family_of(name) in FAMILIES
+    name
+    for name in ARCHITECTURES
+    if not name.endswith("classes") and name != "bert question" and family_of(name) in FAMILIES
 ]
 
 
@@ -55,7 +57,8 @@ def test_same_weights_as_one_process(name: str, pool: Pool) -> None:
 
 
 def test_projections_that_are_fused_by_shards(pool: Pool) -> None:
-    """CodeGen's are views of the input's shape, which must be that of the whole sequence; from transformers 5.24 on it declares a plan."""
+    """CodeGen's are views of the input's shape, which must be that of the whole sequence; from
+    transformers 5.24 on it declares a plan."""
     if find_plan(build("codegen")) is None:
         pytest.skip("this release of transformers declares no plan of CodeGen")
     check(pool, Run(architecture="codegen", layout={T: 2, SP: True}, world_size=2, steps=2))
@@ -64,10 +67,25 @@ def test_projections_that_are_fused_by_shards(pool: Pool) -> None:
 @pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
 def test_hidden_states_that_the_models_own_loop_collects(name: str, pool: Pool) -> None:
     layout = {P: 2, V: 2, M: 2}
-    check(pool, Run(architecture=name, options={"output_hidden_states": True}, hidden=True, layout=layout, world_size=2))
+    check(
+        pool,
+        Run(
+            architecture=name,
+            options={"output_hidden_states": True},
+            hidden=True,
+            layout=layout,
+            world_size=2,
+        ),
+    )
 
 
 @pytest.mark.parametrize(("name", "options"), [("mpnet", {}), ("t5", {"num_heads": 16})])
-def test_biases_of_the_attention_cross_whole_between_stages(name: str, options: dict[str, Any], pool: Pool) -> None:
-    """Tensor-parallel ranks share the sending of what they hold alike, but each has the bias, or its gradient, of its own heads."""
-    check(pool, Run(architecture=name, options=options, layout={T: 2, P: 2, M: 2}, world_size=4, steps=2))
+def test_biases_of_the_attention_cross_whole_between_stages(
+    name: str, options: dict[str, Any], pool: Pool
+) -> None:
+    """Tensor-parallel ranks share the sending of what they hold alike, but each has the bias, or
+    its gradient, of its own heads."""
+    check(
+        pool,
+        Run(architecture=name, options=options, layout={T: 2, P: 2, M: 2}, world_size=4, steps=2),
+    )

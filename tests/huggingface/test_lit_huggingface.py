@@ -37,7 +37,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "llama", vocabulary_size=300, hidden_size=32, intermediate_size=48)
 
     torch.manual_seed(5)
-    make_model("llama", tie_word_embeddings=True).save_pretrained(folder / "tied", max_shard_size="20KB")
+    make_model("llama", tie_word_embeddings=True).save_pretrained(
+        folder / "tied", max_shard_size="20KB"
+    )
     make_model("bert").save_pretrained(folder / "bert")
     return folder
 
@@ -45,9 +47,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_encoder_is_no_causal_language_model(folders: Path) -> None:
     module = LitCausalLM(str(folders / "bert"))
     for call in (module.configure_model, lambda: module.check_data(None)):
-        with pytest.raises(ValueError, match=r"is a bert model with is_decoder=False: .* Use LitMaskedLM"):
+        with pytest.raises(
+            ValueError, match=r"is a bert model with is_decoder=False: .* Use LitMaskedLM"
+        ):
             call()
-    LitCausalLM(config={"model_type": "bert", "is_decoder": True, "num_hidden_layers": 1}).check_data(None)
+    LitCausalLM(
+        config={"model_type": "bert", "is_decoder": True, "num_hidden_layers": 1}
+    ).check_data(None)
 
 
 def masked(run: Run) -> LitMaskedLM:
@@ -57,24 +63,47 @@ def masked(run: Run) -> LitMaskedLM:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", "t2"), ("tied", "p2v2"), ("tied", "t2p2sp"), ("llama", "d2"), ("llama", "c2"), ("bert", "t2")],
+    [
+        ("llama", "t2"),
+        ("tied", "p2v2"),
+        ("tied", "t2p2sp"),
+        ("llama", "d2"),
+        ("llama", "c2"),
+        ("bert", "t2"),
+    ],
 )
-def test_the_same_in_every_layout(name: str, layout: str, pool: Pool, reference: Any, folders: Path) -> None:
+def test_the_same_in_every_layout(
+    name: str, layout: str, pool: Pool, reference: Any, folders: Path
+) -> None:
     kind, data = (masked, "bert") if name == "bert" else (causal, "labelled")
     check(pool, reference, Run(model=data, module=kind, pretrained=str(folders / name)), layout)
 
 
-def test_initial_values_are_drawn_where_no_weights_are_wanted(pool: Pool, reference: Any, folders: Path) -> None:
-    run = Run(model="labelled", module=causal, pretrained=str(folders / "llama"), options=(("pretrained", False),), steps=2)
+def test_initial_values_are_drawn_where_no_weights_are_wanted(
+    pool: Pool, reference: Any, folders: Path
+) -> None:
+    run = Run(
+        model="labelled",
+        module=causal,
+        pretrained=str(folders / "llama"),
+        options=(("pretrained", False),),
+        steps=2,
+    )
     check(pool, reference, run, "p2v2")
-    begun = reference(Run(model="labelled", module=causal, pretrained=str(folders / "llama"), steps=2))["initial"]
+    begun = reference(
+        Run(model="labelled", module=causal, pretrained=str(folders / "llama"), steps=2)
+    )["initial"]
     name = "model.model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(reference(run)["initial"][name], begun[name])
 
 
 def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) -> None:
-    """Fit, validate, test, predict, and loading what was saved, without the strategy; the loss is the model's own."""
-    lit, loader = LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER), DataLoader(Samples("labelled"), batch_size=4)
+    """Fit, validate, test, predict, and loading what was saved, without the strategy; the loss is
+    the model's own."""
+    lit, loader = (
+        LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER),
+        DataLoader(Samples("labelled"), batch_size=4),
+    )
     trainer = quiet_trainer(tmp_path, max_steps=2, val_check_interval=2)
     trainer.fit(lit, loader, loader)
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
@@ -82,17 +111,26 @@ def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) ->
     assert loaded.optimizer_config == OPTIMIZER
     before = trainer.validate(loaded, loader, verbose=False)
     assert before == trainer.validate(lit, loader, verbose=False)
-    assert trainer.test(lit, loader, verbose=False)[0]["test_loss"] == pytest.approx(before[0]["val_loss"])
+    assert trainer.test(lit, loader, verbose=False)[0]["test_loss"] == pytest.approx(
+        before[0]["val_loss"]
+    )
     batch = next(iter(loader))
     found: Any = trainer.predict(lit, loader)
     logits = lit.model(batch["input_ids"]).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(batch["labels"])
+    expected = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(
+        batch["labels"]
+    )
     torch.testing.assert_close(found[0]["token_nll"], expected.detach())
-    assert lit.summarize_predictions(found[0])["token_count"].tolist() == found[0]["counted"].sum(1).tolist()
+    assert (
+        lit.summarize_predictions(found[0])["token_count"].tolist()
+        == found[0]["counted"].sum(1).tolist()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(pool: Pool, reference: Any, tmp_path: Path) -> None:
+def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(
+    pool: Pool, reference: Any, tmp_path: Path
+) -> None:
     from tests.huggingface.architectures import build
 
     asked = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).float()
@@ -103,8 +141,13 @@ def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(pool: Pool, 
     lit.configure_model()
     batch = {key: value[None] for key, value in Samples("labelled")[3].items()}
     batch["labels"] = F.pad(batch["input_ids"][:, 1:], (0, 1), value=-100)
-    torch.testing.assert_close(lit.training_step(batch, 0)["loss"], asked(batch["input_ids"], labels=batch["input_ids"]).loss)
-    assert not torch.equal(lit.validation_step(batch, 0)["loss"], lit.training_step(batch, 0)["loss"])
+    torch.testing.assert_close(
+        lit.training_step(batch, 0)["loss"],
+        asked(batch["input_ids"], labels=batch["input_ids"]).loss,
+    )
+    assert not torch.equal(
+        lit.validation_step(batch, 0)["loss"], lit.training_step(batch, 0)["loss"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +171,9 @@ def test_logits_that_the_model_scales_or_caps(
     loss, given = lit.training_step(batch, 0)["loss"], lit.model
     import transformers
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
     expected = F.cross_entropy(theirs(batch["input_ids"]).logits[0], batch["labels"][0])
     torch.testing.assert_close(loss, expected)
     assert given.config._attn_implementation == ("eager" if model == "gemma2" else "sdpa")
@@ -142,11 +187,15 @@ def test_logits_that_the_model_scales_or_caps(
             {"path": "x", "config": {"model_type": "llama"}},
             "path, a model's folder or name, or config, its sizes: give one of the two",
         ),
-        ({"config": {"model_type": "mixtrall"}}, "config.model_type='mixtrall' is no model of .*; did you mean 'mixtral'"),
+        (
+            {"config": {"model_type": "mixtrall"}},
+            "config.model_type='mixtrall' is no model of .*; did you mean 'mixtral'",
+        ),
         ({"config": {"hidden_size": 8}}, "config.model_type='' is no model of transformers"),
         (
             {"config": {"model_type": "mixtral", "num_hidden_layer": 8}},
-            "config.num_hidden_layer is no field of MixtralConfig; did you mean 'num_hidden_layers'",
+            "config.num_hidden_layer is no field of MixtralConfig; did you mean "
+            "'num_hidden_layers'",
         ),
         (
             {"config": {"model_type": "mixtral", "hidden_size": "8"}},
@@ -168,20 +217,29 @@ def refused(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(folders: Path, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(
+    folders: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folders / "llama", tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
     sizes = {"num_hidden_layers": 3, "intermediate_size": 40, "attention_bias": True}
     (tmp_path / "m/config.json").write_text(json.dumps(config | sizes))
     said = refused(tmp_path / "m")
     assert re.search(
-        r"path='.*/m': the weights are not this model's: it lacks 'model.model.layers.0.self_attn.q_proj.bias'.* and 4 more", said
+        r"path='.*/m': the weights are not this model's: it lacks "
+        r"'model.model.layers.0.self_attn.q_proj.bias'.* and 4 more",
+        said,
     )
     assert "the model has no 'model.model.layers.3." in said
-    assert "'model.model.layers.0.mlp.gate_proj.weight' is (48, 32) there and (40, 32) in the model" in said
+    assert (
+        "'model.model.layers.0.mlp.gate_proj.weight' is (48, 32) there and (40, 32) in the model"
+        in said
+    )
 
 
-def test_folders_that_cannot_be_trained_are_refused_before_launch(folders: Path, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_trained_are_refused_before_launch(
+    folders: Path, tmp_path: Path
+) -> None:
     def changed(name: str, change: Callable[[Path], object], of: str = "tied") -> Path:
         shutil.copytree(folders / of, tmp_path / name)
         change(tmp_path / name)
@@ -199,34 +257,62 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(folders: Path,
 
     small = json.loads((folders / "llama/config.json").read_text()) | {"vocab_size": 200}
     for said, words in (
-        (refused(tmp_path / "nowhere" / "at" / "all"), "there is no such folder; name one with config.json"),
+        (
+            refused(tmp_path / "nowhere" / "at" / "all"),
+            "there is no such folder; name one with config.json",
+        ),
         (refused(folders / "llama" / "config.json"), "is a file: name the folder"),
         (
             refused(changed("none", lambda f: (f / "model.safetensors").unlink(), "llama")),
             "put the weights there, as save_pretrained",
         ),
-        (refused(changed("bin", pickled, "llama")), r"pytorch_model\.bin is a pickle.*use_safetensors=False\)\.save_pretrained"),
-        (refused(changed("half", half)), r"names 8 files, of which 4 are not there \(model-00001.*…\): download"),
+        (
+            refused(changed("bin", pickled, "llama")),
+            r"pytorch_model\.bin is a pickle.*use_safetensors=False\)\.save_pretrained",
+        ),
+        (
+            refused(changed("half", half)),
+            r"names 8 files, of which 4 are not there \(model-00001.*…\): download",
+        ),
         (refused(changed("bare", lambda f: (f / "config.json").unlink())), "has no config.json"),
-        (refused(changed("what", config(model_type="nothing"))), "reads no model's configuration in config.json"),
-        (refused(changed("vit", config(model_type="vit"))), "of type 'vit', which is no AutoModelForCausalLM"),
-        (refused(changed("words", config(**small), "llama")), "ids up to 299, and the model's embedding 200 rows"),
+        (
+            refused(changed("what", config(model_type="nothing"))),
+            "reads no model's configuration in config.json",
+        ),
+        (
+            refused(changed("vit", config(model_type="vit"))),
+            "of type 'vit', which is no AutoModelForCausalLM",
+        ),
+        (
+            refused(changed("words", config(**small), "llama")),
+            "ids up to 299, and the model's embedding 200 rows",
+        ),
     ):
         assert re.search(words, said), said
     lit = LitCausalLM(str(folders / "llama"))
-    with pytest.raises(ValueError, match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size 300"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size 300",
+    ):
         lit.check_data(SimpleNamespace(vocabulary_size=512))
-    with pytest.raises(ValueError, match=r"data\.vocabulary_size=512 is more than the 300 rows.*give the tokenizer that"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.vocabulary_size=512 is more than the 300 rows.*give the tokenizer that",
+    ):
         lit.check_data(SimpleNamespace(vocabulary_size=512, hparams={"tokenizer_dir": "there"}))
 
 
-def test_a_name_on_the_hub_is_looked_up_in_the_cache(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_is_looked_up_in_the_cache(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said = refused(Path("someone/model"))
-    assert re.search(r"not in the cache .* and offline \(HF_HUB_OFFLINE\): run hf download someone/model", said)
+    assert re.search(
+        r"not in the cache .* and offline \(HF_HUB_OFFLINE\): run hf download someone/model", said
+    )
     stored = tmp_path / "models--someone--model"
     shutil.copytree(folders / "tied", stored / "snapshots" / "0123")
     (stored / "refs").mkdir()
@@ -246,27 +332,41 @@ def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
     weights = open_initial_weights(lit)
     assert weights is not None
     make = Materializer(lit, seed=0, device=torch.device("cpu"), left=weights.names)
-    monkeypatch.setattr(Initializers, "__call__", lambda self, name, **_: pytest.fail(f"{name} is drawn"))
+    monkeypatch.setattr(
+        Initializers, "__call__", lambda self, name, **_: pytest.fail(f"{name} is drawn")
+    )
     for name, module in lit.named_modules():
         if module._parameters:
             make(module, name)
     make_room(lit, device=torch.device("cpu"), padded=set(lit.parameters()))
     assert lit.model.lm_head.weight is lit.model.model.embed_tokens.weight
     assert not any(parameter.is_meta or parameter.any() for parameter in lit.parameters())
-    tensors = {f"model/{name}": (value.detach(), Sharding.replicated(value.shape)) for name, value in lit.named_parameters()}
+    tensors = {
+        f"model/{name}": (value.detach(), Sharding.replicated(value.shape))
+        for name, value in lit.named_parameters()
+    }
     weights.fill(tensors)
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
     loaded = LitCausalLM(str(folders / "tied"))
     loaded.configure_model()
-    for (name, value), (_, expected) in zip(lit.named_parameters(), loaded.named_parameters(), strict=True):
+    for (name, value), (_, expected) in zip(
+        lit.named_parameters(), loaded.named_parameters(), strict=True
+    ):
         assert torch.equal(value, expected), name
 
 
-def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(pool: Pool, folders: Path, tmp_path: Path) -> None:
+def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(
+    pool: Pool, folders: Path, tmp_path: Path
+) -> None:
     def resumed(name: str) -> list[float]:
         world_size, layout = LAYOUTS[name]
         run = Run(
-            model="labelled", module=causal, pretrained=str(folders / "tied"), layout=layout, world_size=world_size, steps=2
+            model="labelled",
+            module=causal,
+            pretrained=str(folders / "tied"),
+            layout=layout,
+            world_size=world_size,
+            steps=2,
         )
         pool.run(fit, world_size=world_size, args=(replace(run, save=str(tmp_path / name)),))
         again = replace(run, steps=4, resume=str(tmp_path / name))
@@ -288,10 +388,21 @@ def test_what_comes_home_from_forked_ranks_is_not_read_or_drawn_before(
         return lit
 
     alone = trained()
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("the folder is read"))
-    lit = trained(strategy=PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, start_method="fork"), devices=2)
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "from_pretrained",
+        lambda *_, **__: pytest.fail("the folder is read"),
+    )
+    lit = trained(
+        strategy=PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, start_method="fork"),
+        devices=2,
+    )
     assert lit.model.lm_head.weight is lit.model.model.embed_tokens.weight
-    for (name, value), (_, expected) in zip(lit.named_parameters(), alone.named_parameters(), strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, value), (_, expected) in zip(
+        lit.named_parameters(), alone.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            value, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
     ids = torch.arange(1, 9)[None]
     torch.testing.assert_close(lit.eval()(ids), alone.eval()(ids), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,5 @@
-"""Adapters of peft in somebody's LightningModule: trained in every layout as on one process (gradients in float64: test_exact)."""
+"""Adapters of peft in somebody's LightningModule: trained in every layout as on one process
+(gradients in float64: test_exact)."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def test_layouts(layout: str, pool: Pool, reference: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["t2", "t2sp"])
 def test_adapters_drop_the_same(layout: str, pool: Pool, reference: Any) -> None:
-    check(pool, reference, adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian"), layout)
+    check(
+        pool,
+        reference,
+        adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian"),
+        layout,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,36 +59,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def causal(run: Run) -> LitCausalLM:
     assert run.pretrained is not None
     return LitCausalLM(
-        run.pretrained, adapter=LoraOptions(r=3, modules_to_save=("norm",), **dict(run.options)), optimizer=OPTIMIZER
+        run.pretrained,
+        adapter=LoraOptions(r=3, modules_to_save=("norm",), **dict(run.options)),
+        optimizer=OPTIMIZER,
     )
 
 
-def test_adapters_alone_are_saved_and_resumed_in_another_layout(pool: Pool, reference: Any, folder: Path, tmp_path: Path) -> None:
+def test_adapters_alone_are_saved_and_resumed_in_another_layout(
+    pool: Pool, reference: Any, folder: Path, tmp_path: Path
+) -> None:
     run = Run(model="labelled", module=causal, pretrained=str(folder), global_batch=SAMPLES)
     expected = reference(run)
     saved = str(tmp_path / "saved")
     half = replace(run, steps=2, save=saved, layout={"tensor_parallel_size": 2}, world_size=2)
-    assert pool.run(fit, world_size=2, args=(half,))[0]["losses"] == pytest.approx(expected["losses"][:2], rel=1e-5)
+    assert pool.run(fit, world_size=2, args=(half,))[0]["losses"] == pytest.approx(
+        expected["losses"][:2], rel=1e-5
+    )
     weights = {name: value for name, value in read_full(saved).items() if name.startswith("model.")}
-    trained = {name for name in expected["final"] if ".lora_" in name or ".modules_to_save." in name}
+    trained = {
+        name for name in expected["final"] if ".lora_" in name or ".modules_to_save." in name
+    }
     assert weights.keys() == trained
-    elements = [math.prod(entry.shape) for entry in TensorReader(saved).tensors.values() if math.prod(entry.shape) > 1]
-    assert sum(elements) == 3 * sum(value.numel() for value in weights.values())  # two states of Adam for each
+    elements = [
+        math.prod(entry.shape)
+        for entry in TensorReader(saved).tensors.values()
+        if math.prod(entry.shape) > 1
+    ]
+    assert sum(elements) == 3 * sum(
+        value.numel() for value in weights.values()
+    )  # two states of Adam for each
     # peft's own count on one process
     import peft
 
     lora = LoraOptions(r=3, modules_to_save=("norm",)).config()
     model = peft.get_peft_model(make_model("llama"), lora)
-    assert sum(value.numel() for value in weights.values()) == model.get_nb_trainable_parameters()[0]
+    assert (
+        sum(value.numel() for value in weights.values()) == model.get_nb_trainable_parameters()[0]
+    )
     layout = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 2}
-    rest = pool.run(fit, world_size=2, args=(replace(run, resume=saved, layout=layout, world_size=2),))[0]
+    rest = pool.run(
+        fit, world_size=2, args=(replace(run, resume=saved, layout=layout, world_size=2),)
+    )[0]
     assert rest["losses"] == pytest.approx(expected["losses"][2:], rel=1e-5)
     for name, value in expected["final"].items():
         torch.testing.assert_close(rest["final"][name], value, rtol=1e-5, atol=1e-6)
     with open(next(folder.glob("*.safetensors")), "r+b") as stream:
         stream.seek(-4, 2)
         stream.write(b"\1\2\3\4")
-    with pytest.raises(WorkerFailure, match="has other weights than those beside which the checkpoint's adapters were trained"):
+    with pytest.raises(
+        WorkerFailure,
+        match="has other weights than those beside which the checkpoint's adapters were trained",
+    ):
         pool.run(fit, world_size=1, args=(replace(run, resume=saved),))
 
 
@@ -95,9 +122,18 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
     saved, base = str(tmp_path / "saved"), str(tmp_path / "base")
     torch.manual_seed(6)
     make_model("llama").save_pretrained(base)
-    more = (("use_rslora", True), ("target_modules", ("q_proj", "down_proj", "lm_head", "embed_tokens")))
+    more = (
+        ("use_rslora", True),
+        ("target_modules", ("q_proj", "down_proj", "lm_head", "embed_tokens")),
+    )
     run = Run(
-        model="labelled", module=causal, pretrained=base, steps=3, save=saved, options=more, layout={"tensor_parallel_size": 2}
+        model="labelled",
+        module=causal,
+        pretrained=base,
+        steps=3,
+        save=saved,
+        options=more,
+        layout={"tensor_parallel_size": 2},
     )
     final = pool.run(fit, world_size=2, args=(replace(run, world_size=2),))[0]["final"]
     lit = causal(run)
@@ -106,7 +142,10 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
     tokens = torch.arange(1, 13)[None]
     expected = lit.model.eval()(input_ids=tokens).logits
     assert main(["convert", saved, str(tmp_path / "adapter"), "--verify"]) == 2
-    assert re.search(r"--verify .* load a Hugging Face folder .* would be of the kind .adapter", capsys.readouterr().err)
+    assert re.search(
+        r"--verify .* load a Hugging Face folder .* would be of the kind .adapter",
+        capsys.readouterr().err,
+    )
     with pytest.raises(ValueError, match="merge makes a Hugging Face folder"):
         convert(saved, tmp_path / "adapter", to="adapter", merge=True)
     assert not (tmp_path / "adapter").exists()
@@ -121,7 +160,9 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
 
 
 @pytest.mark.parametrize("layout", ["p2", "d2"])
-def test_magnitudes_begin_as_the_weights_are(layout: str, pool: Pool, reference: Any, tmp_path: Path) -> None:
+def test_magnitudes_begin_as_the_weights_are(
+    layout: str, pool: Pool, reference: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(7)
     base = make_model("llama")
     base.save_pretrained(tmp_path)
@@ -131,7 +172,9 @@ def test_magnitudes_begin_as_the_weights_are(layout: str, pool: Pool, reference:
     begun = reference(run)["initial"]
     for name in ("self_attn.q_proj", "mlp.down_proj"):
         found = begun[f"model.model.layers.1.{name}.lora_magnitude_vector.default.weight"]
-        torch.testing.assert_close(found, base.get_submodule(f"model.layers.1.{name}").weight.norm(dim=1))
+        torch.testing.assert_close(
+            found, base.get_submodule(f"model.layers.1.{name}").weight.norm(dim=1)
+        )
 
 
 class Tuned(LitHuggingFace):
@@ -142,7 +185,10 @@ class Tuned(LitHuggingFace):
 
         if self.model is None:
             self.model = peft.get_peft_model(
-                make_model("llama"), peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+                make_model("llama"),
+                peft.IA3Config(
+                    target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+                ),
             )
 
 
@@ -153,7 +199,10 @@ class Tuned(LitHuggingFace):
             lambda: LitHuggingFace(adapted(use_dora=True)),
             r"the adapter 'default' of 'model.base_model.model.*' is DoraLinear of peft",
         ),
-        (lambda: Tuned(Run(model="llama")), r"the adapter 'default' is IA3 of peft, which tensor_parallel_size > 1 cannot split"),
+        (
+            lambda: Tuned(Run(model="llama")),
+            r"the adapter 'default' is IA3 of peft, which tensor_parallel_size > 1 cannot split",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_launch(module: Any, said: str) -> None:
@@ -171,9 +220,13 @@ def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) 
     [
         (
             {"target_modules": ("q_prj",)},
-            r"adapter.target_modules: 'q_prj' is no module of LlamaForCausalLM; nearest names: q_proj",
+            r"adapter.target_modules: 'q_prj' is no module of LlamaForCausalLM; nearest names: "
+            r"q_proj",
         ),
-        ({"modules_to_save": ("lm_haed",)}, r"adapter.modules_to_save: 'lm_haed' .* nearest names: lm_head"),
+        (
+            {"modules_to_save": ("lm_haed",)},
+            r"adapter.modules_to_save: 'lm_haed' .* nearest names: lm_head",
+        ),
         ({"r": 0}, r"r=0 must be"),
         ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and below 1"),
     ],
@@ -185,15 +238,22 @@ def test_bad_options(options: dict[str, Any], said: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"alpha": 32.0}, {"use_rslora": True}, {"r": 4}])
 def test_a_checkpoint_of_other_adapters_is_refused(change: dict[str, Any], folder: Path) -> None:
-    checkpoint = {"hyper_parameters": dict(LitCausalLM(str(folder), adapter=LoraOptions(r=8)).hparams)}
+    checkpoint = {
+        "hyper_parameters": dict(LitCausalLM(str(folder), adapter=LoraOptions(r=8)).hparams)
+    }
     LitCausalLM(str(folder), adapter=LoraOptions(r=8, dropout=0.1)).on_load_checkpoint(checkpoint)
     with pytest.raises(ValueError, match=rf"the checkpoint has adapter.{next(iter(change))}="):
-        LitCausalLM(str(folder), adapter=LoraOptions(**{"r": 8, **change})).on_load_checkpoint(checkpoint)
+        LitCausalLM(str(folder), adapter=LoraOptions(**{"r": 8, **change})).on_load_checkpoint(
+            checkpoint
+        )
 
 
 def test_a_checkpoint_with_adapters_and_one_without_do_not_load_each_other(folder: Path) -> None:
     plain, adapted = LitCausalLM(str(folder)), LitCausalLM(str(folder), adapter=LoraOptions())
-    for lit, other, said in ((plain, adapted, "set model.adapter as it was"), (adapted, plain, "make a folder of it")):
+    for lit, other, said in (
+        (plain, adapted, "set model.adapter as it was"),
+        (adapted, plain, "make a folder of it"),
+    ):
         with pytest.raises(ValueError, match=said):
             lit.on_load_checkpoint({"hyper_parameters": dict(other.hparams)})
         lit.on_load_checkpoint({"hyper_parameters": dict(lit.hparams)})
@@ -204,9 +264,17 @@ def count(rank: int, folder: str) -> dict[str, int]:
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
     strategy = PTDPStrategy(master_weights=True)
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=2, precision="bf16-true", logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=2,
+        precision="bf16-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
     found: dict[str, int] = {}
 
     class Look(L.Callback):
@@ -215,7 +283,9 @@ def count(rank: int, folder: str) -> dict[str, int]:
             buckets = [bucket for chunk in gradients._kept._buckets.values() for bucket in chunk]
             found["buckets"] = sum(bucket.buffer.numel() for bucket in buckets)
             found["stepped"] = sum(entry.value.numel() for entry in gradients.stepped.entries)
-            states = [state for entry in trainer.optimizers[0].state.values() for state in entry.values()]
+            states = [
+                state for entry in trainer.optimizers[0].state.values() for state in entry.values()
+            ]
             found["states"] = sum(state.numel() for state in states if state.dim())
             found["gradients"] = sum(p.numel() for p in module.parameters() if p.grad is not None)
             found["trained"] = sum(p.numel() for p in module.parameters() if p.requires_grad)
@@ -229,7 +299,9 @@ def test_what_is_frozen_takes_no_memory_beside_itself(pool: Pool, tmp_path: Path
     import peft
 
     make_model("llama").save_pretrained(tmp_path)
-    trained = peft.get_peft_model(make_model("llama"), LoraOptions(r=3).config()).get_nb_trainable_parameters()[0]
+    trained = peft.get_peft_model(
+        make_model("llama"), LoraOptions(r=3).config()
+    ).get_nb_trainable_parameters()[0]
     for found in pool.run(count, world_size=2, args=(str(tmp_path),)):
         assert found["trained"] == trained
         assert found["stepped"] == trained
@@ -242,19 +314,32 @@ def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, t
     """Train adapters with dropout and return the adapter parameters that all ranks hold."""
     module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
     trainer = L.Trainer(
-        strategy=PTDPStrategy(tensor_parallel_size=2, **layout), accelerator="cpu", devices=2, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-    )  # fmt: skip
+        strategy=PTDPStrategy(tensor_parallel_size=2, **layout),
+        accelerator="cpu",
+        devices=2,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
     trainer.fit(module, DataLoader(Samples(model), batch_size=4))
     records = trainer.strategy.parallel.records
-    held = {r.name: p.detach() for p, r in records.items() if ".lora_" in r.name and "tensor" not in r.sharding.sharded}
+    held = {
+        r.name: p.detach()
+        for p, r in records.items()
+        if ".lora_" in r.name and "tensor" not in r.sharding.sharded
+    }
     assert held
     return held
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True, "recompute": "full"}])
-def test_what_all_ranks_hold_stays_the_same_where_adapters_drop(model: str, layout: dict[str, Any], pool: Pool) -> None:
+def test_what_all_ranks_hold_stays_the_same_where_adapters_drop(
+    model: str, layout: dict[str, Any], pool: Pool
+) -> None:
     one, other = pool.run(whole_adapters, world_size=2, args=(model, layout))
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
@@ -265,7 +350,9 @@ def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
     module = LitHuggingFace(Run(model="llama", eager=True))
     quantization.quantize_(module.model.model.layers, quantization.Int8WeightOnlyConfig())
     strategy = PTDPStrategy()
-    with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"
+    ):
         check_model(module, strategy.config, strategy.config.layout(2))
 
     class Late(LitHuggingFace):
@@ -274,8 +361,12 @@ def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
             quantization.quantize_(self.model.model.layers, quantization.Int8WeightOnlyConfig())
 
     strategy = PTDPStrategy(pipeline_parallel_size=2)
-    with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"
+    ):
         check_model(Late(Run(model="llama")), strategy.config, strategy.config.layout(2))
     trainer = quiet_trainer(tmp_path, strategy=PTDPStrategy(), max_steps=1)
-    with pytest.raises(ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"):
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao: quantized weights"
+    ):
         trainer.fit(Late(Run(model="llama")), DataLoader(Samples("llama"), batch_size=2))

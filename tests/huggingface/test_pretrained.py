@@ -1,4 +1,5 @@
-"""A pretrained Hugging Face model under the strategy: each rank reads its part of the folder, or all of it where that is asked for."""
+"""A pretrained Hugging Face model under the strategy: each rank reads its part of the folder, or
+all of it where that is asked for."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ pytest.importorskip("transformers")
 TIED = (("tie_word_embeddings", True),)
 
 
-def pretrained(folder: Path, model: str, options: Any, *, base: bool = False, shard: str = "20KB") -> dict[str, Tensor]:
-    """Save a model in several files; its state. With ``base`` only what is without its head is saved."""
+def pretrained(
+    folder: Path, model: str, options: Any, *, base: bool = False, shard: str = "20KB"
+) -> dict[str, Tensor]:
+    """Save a model in several files; its state. With ``base`` only what is without its head is
+    saved."""
     torch.manual_seed(11)
     made: Any = make_model(model, **dict(options))
     (made.base_model if base else made).save_pretrained(folder, max_shard_size=shard)
@@ -49,35 +53,64 @@ def test_each_rank_reads_its_part_of_the_folder(
 ) -> None:
     expected = pretrained(tmp_path, model, options)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    run = Run(model=model, options=options, layout=layout, world_size=world_size, steps=1, init_from=str(tmp_path))
+    run = Run(
+        model=model,
+        options=options,
+        layout=layout,
+        world_size=world_size,
+        steps=1,
+        init_from=str(tmp_path),
+    )
     check_start(pool, run, expected)
 
 
 def test_a_folder_of_the_model_without_its_head(pool: Pool, tmp_path: Path) -> None:
     expected = pretrained(tmp_path, "llama", TIED, base=True)
-    run = Run(model="llama", options=TIED, layout={P: 2, M: 2}, world_size=2, steps=1, init_from=str(tmp_path))
+    run = Run(
+        model="llama",
+        options=TIED,
+        layout={P: 2, M: 2},
+        world_size=2,
+        steps=1,
+        init_from=str(tmp_path),
+    )
     check_start(pool, run, expected)
 
 
 def test_another_size_is_named(pool: Pool, tmp_path: Path) -> None:
     pretrained(tmp_path, "llama", (("num_hidden_layers", 6),))
     run = Run(model="llama", layout={P: 2, M: 2}, world_size=2, steps=1, init_from=str(tmp_path))
-    with pytest.raises(WorkerFailure, match=r"model.model.layers.4.* in the checkpoint but not in the model"):
+    with pytest.raises(
+        WorkerFailure, match=r"model.model.layers.4.* in the checkpoint but not in the model"
+    ):
         pool.run(fit, world_size=2, args=(run,))
 
 
 def test_every_rank_may_load_the_whole_model(pool: Pool, tmp_path: Path) -> None:
     expected = pretrained(tmp_path, "llama", ())
     layout = {P: 2, M: 2, "meta_init": False}
-    check_start(pool, Run(model="llama", layout=layout, world_size=2, steps=1, pretrained=str(tmp_path)), expected)
+    check_start(
+        pool,
+        Run(model="llama", layout=layout, world_size=2, steps=1, pretrained=str(tmp_path)),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("layout", [{P: 2}, {}])
-def test_weights_cannot_be_loaded_on_the_meta_device(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_cannot_be_loaded_on_the_meta_device(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
     pretrained(tmp_path, "llama", ())
     trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout, start_method="fork"), accelerator="cpu", devices=layout.get(P, 1), max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"calls from_pretrained.*from_config.*InitFrom\(path\).*meta_init=False"):
+        strategy=PTDPStrategy(**layout, start_method="fork"),
+        accelerator="cpu",
+        devices=layout.get(P, 1),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(
+        ValueError, match=r"calls from_pretrained.*from_config.*InitFrom\(path\).*meta_init=False"
+    ):
         trainer.fit(LitHuggingFace(Run(model="llama", pretrained=str(tmp_path))), [])

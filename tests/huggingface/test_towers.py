@@ -1,4 +1,5 @@
-"""CLIP's two towers, LED's windows and Informer's series under a pipeline, and Informer's convolutions between its blocks."""
+"""CLIP's two towers, LED's windows and Informer's series under a pipeline, and Informer's
+convolutions between its blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +18,24 @@ from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 STACKS = {
-    "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
-}  # fmt: skip
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+}
 
 
 class LitTowers(LitHuggingFace):
@@ -40,9 +54,16 @@ class Clip(LitTowers):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        text = {**TOWER, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": VOCABULARY - 1}
+        text = {
+            **TOWER,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 32,
+            "eos_token_id": VOCABULARY - 1,
+        }
         vision = {**TOWER, "image_size": 8, "patch_size": 4}
-        self.model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+        self.model = transformers.CLIPModel(
+            transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+        )
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["input_ids"]
@@ -55,7 +76,11 @@ class Led(LitTowers):
 
     def configure_model(self) -> None:
         if self.model is None:
-            sizes = {"vocab_size": VOCABULARY, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32}
+            sizes = {
+                "vocab_size": VOCABULARY,
+                "max_encoder_position_embeddings": 32,
+                "max_decoder_position_embeddings": 32,
+            }
             config = transformers.LEDConfig(**STACKS, **sizes, attention_window=[4, 4, 4])
             self.model = transformers.LEDForConditionalGeneration(config)
 
@@ -68,9 +93,16 @@ class Informer(LitTowers):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        series = {"prediction_length": 4, "context_length": 6, "num_time_features": 1, "lags_sequence": [1, 2]}
+        series = {
+            "prediction_length": 4,
+            "context_length": 6,
+            "num_time_features": 1,
+            "lags_sequence": [1, 2],
+        }
         drops = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "attention_type": "full"}
-        config = transformers.InformerConfig(**STACKS, **series, **drops, scaling="mean", distil=self.distil)
+        config = transformers.InformerConfig(
+            **STACKS, **series, **drops, scaling="mean", distil=self.distil
+        )
         self.model = transformers.InformerForPrediction(config)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -78,9 +110,13 @@ class Informer(LitTowers):
         past, future = values[:, :8], values[:, 8:]
         times = torch.linspace(0, 1, 12, device=values.device).expand_as(values)[..., None]
         return self.model(
-            past_values=past, past_time_features=times[:, :8], past_observed_mask=torch.ones_like(past),
-            future_values=future, future_time_features=times[:, 8:], future_observed_mask=torch.ones_like(future),
-        ).loss  # fmt: skip
+            past_values=past,
+            past_time_features=times[:, :8],
+            past_observed_mask=torch.ones_like(past),
+            future_values=future,
+            future_time_features=times[:, 8:],
+            future_observed_mask=torch.ones_like(future),
+        ).loss
 
 
 class Distilling(Informer):
@@ -91,13 +127,19 @@ class Distilling(Informer):
     ("module", "layout"),
     [(Clip, {P: 2}), (Led, {P: 2}), (Led, {T: 2}), (Informer, {P: 2}), (Informer, {P: 2, V: 2})],
 )
-def test_it_trains_as_in_one_process(module: type[LitHuggingFace], layout: dict[str, Any], pool: Pool) -> None:
+def test_it_trains_as_in_one_process(
+    module: type[LitHuggingFace], layout: dict[str, Any], pool: Pool
+) -> None:
     run = Run(model="", module=module, steps=3)
     expected = pool.run(fit, world_size=1, args=(replace(run, layout={M: 2}),))[0]
-    found = pool.run(fit, world_size=2, args=(replace(run, layout={**layout, M: 2}, world_size=2),))[0]
+    found = pool.run(
+        fit, world_size=2, args=(replace(run, layout={**layout, M: 2}, world_size=2),)
+    )[0]
     # CLIP's negatives are those of a microbatch, and one process evaluates whole batches.
     for key in ("losses", "norms", "validation")[: 2 if module is Clip else 3]:
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
+        )
     for name, value in expected["final"].items():
         assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
 
@@ -105,12 +147,17 @@ def test_it_trains_as_in_one_process(module: type[LitHuggingFace], layout: dict[
 def test_what_the_first_tower_gave_is_used_behind_the_second() -> None:
     """A stage that begins inside the second tower lacks it, and is refused before launch."""
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2, virtual_pipeline_size=2)
-    with pytest.raises(ValueError, match=r"cannot cut Clip: something is computed.*use pipeline_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"cannot cut Clip: something is computed.*use pipeline_parallel_size=1"
+    ):
         check_model(Clip(Run(model="")), config, config.layout(2))
 
 
 def test_convolutions_between_the_blocks_are_refused_before_launch() -> None:
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2)
     module = Distilling(Run(model=""))
-    with pytest.raises(ValueError, match=r"'encoder.conv_layers'.*build it with distil=False.*pipeline_parallel_size=1"):
+    with pytest.raises(
+        ValueError,
+        match=r"'encoder.conv_layers'.*build it with distil=False.*pipeline_parallel_size=1",
+    ):
         check_model(module, config, config.layout(2))

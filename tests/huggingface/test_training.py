@@ -1,4 +1,5 @@
-"""A LightningModule around a Hugging Face model trains unmodified, with the same answer in every layout."""
+"""A LightningModule around a Hugging Face model trains unmodified, with the same answer in every
+layout."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, referen
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_in_bfloat16(model: str, eager: bool, pool: Pool, reference: Any) -> None:
-    check(pool, reference, Run(model=model, eager=eager, precision="bf16-true"), "p2", tolerance=5e-2)
+    check(
+        pool, reference, Run(model=model, eager=eager, precision="bf16-true"), "p2", tolerance=5e-2
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,9 @@ def test_in_bfloat16(model: str, eager: bool, pool: Pool, reference: Any) -> Non
         ("opt", (), "p2"),
     ],
 )
-def test_models_that_declare_their_plan(model: str, options: tuple, layout: str, pool: Pool, reference: Any) -> None:
+def test_models_that_declare_their_plan(
+    model: str, options: tuple, layout: str, pool: Pool, reference: Any
+) -> None:
     check(pool, reference, Run(model=model, options=options), layout)
 
 
@@ -52,7 +57,9 @@ def test_models_that_declare_their_plan(model: str, options: tuple, layout: str,
         ((("norm_first", True), ("activation", "gelu"), ("batch_first", False)), "t2p2v2"),
     ],
 )
-def test_transformer_encoder_of_torch(options: tuple, layout: str, pool: Pool, reference: Any) -> None:
+def test_transformer_encoder_of_torch(
+    options: tuple, layout: str, pool: Pool, reference: Any
+) -> None:
     check(pool, reference, Run(model="encoder", options=options), layout)
 
 
@@ -60,14 +67,24 @@ def test_a_model_built_in_init_whose_whole_output_is_returned(pool: Pool, refere
     check(pool, reference, Run(model="gpt2", eager=True, whole_output=True), "t2p2v2")
 
 
-def test_a_checkpoint_of_copied_heads_goes_on_in_another_layout(pool: Pool, reference: Any, tmp_path: Path) -> None:
-    whole = Run(model="llama", global_batch=SAMPLES)  # an epoch is a batch: Lightning does not go on within one of a plain loader
+def test_a_checkpoint_of_copied_heads_goes_on_in_another_layout(
+    pool: Pool, reference: Any, tmp_path: Path
+) -> None:
+    whole = Run(
+        model="llama", global_batch=SAMPLES
+    )  # an epoch is a batch: Lightning does not go on within one of a plain loader
     first = replace(whole, steps=2, save=str(tmp_path / "two epochs"))
     for source, target in (("t4", "t2p2v2"), ("p2", "t4")):
         for run, layout in ((first, source), (replace(whole, resume=first.save), target)):
             world_size, degrees = LAYOUTS[layout]
-            found = pool.run(fit, world_size=world_size, args=(replace(run, layout=degrees, world_size=world_size),))[0]
+            found = pool.run(
+                fit,
+                world_size=world_size,
+                args=(replace(run, layout=degrees, world_size=world_size),),
+            )[0]
         expected = reference(whole)
-        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"][2:]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found["losses"]), torch.tensor(expected["losses"][2:]), rtol=1e-5, atol=0
+        )
         for name, value in expected["final"].items():
             assert (found["final"][name] - value).norm() / value.norm() < 1e-5, name

@@ -1,4 +1,5 @@
-"""Encoder-decoders in float64, stage by stage in one process: whatever a step uses of the model, wherever it is cut."""
+"""Encoder-decoders in float64, stage by stage in one process: whatever a step uses of the model,
+wherever it is cut."""
 
 from __future__ import annotations
 
@@ -32,13 +33,17 @@ def of_what_the_encoder_returned(model: Any, batch: dict[str, Tensor]) -> Tensor
 def of_all_hidden_states(model: Any, batch: dict[str, Tensor]) -> Tensor:
     output = model(**batch, output_hidden_states=True)
     assert (len(output.encoder_hidden_states), len(output.decoder_hidden_states)) == (4, 5)
-    return output.loss + sum(x.square().mean() for x in (*output.encoder_hidden_states, *output.decoder_hidden_states))
+    return output.loss + sum(
+        x.square().mean() for x in (*output.encoder_hidden_states, *output.decoder_hidden_states)
+    )
 
 
 class Step(nn.Module):
     """A model and what is computed of it."""
 
-    def __init__(self, model: nn.Module, compute: Callable[[Any, dict[str, Tensor]], Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, compute: Callable[[Any, dict[str, Tensor]], Tensor]
+    ) -> None:
         super().__init__()
         self.model, self.compute = model, compute
 
@@ -68,8 +73,15 @@ def test_loss_and_gradients_equal_the_whole_models(kind: str, built: str, comput
         model.gradient_checkpointing_enable()
     whole = Step(model, compute)
     plan = find_plan(whole)
-    known = {"blocks": plan.blocks, "before": plan.before, "between": plan.between, "after": plan.after}
-    expected = whole(batch)  # also puts in place what captures hidden states: not once more when it is cut
+    known = {
+        "blocks": plan.blocks,
+        "before": plan.before,
+        "between": plan.between,
+        "after": plan.after,
+    }
+    expected = whole(
+        batch
+    )  # also puts in place what captures hidden states: not once more when it is cut
     for cut in CUTS if not built else CUTS[1:2]:
         stages = Emulated(whole, tuple(pairwise((0, *cut, 7))), **known)
         found = stages.forward(batch, training=True)

@@ -1,4 +1,5 @@
-"""Models that use a parameter without calling the module that owns it, or compute one: DeBERTa's positions, wav2vec2's convolution."""
+"""Models that use a parameter without calling the module that owns it, or compute one: DeBERTa's
+positions, wav2vec2's convolution."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": VOCABULARY}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": VOCABULARY,
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -23,24 +30,37 @@ class Deberta(LitHuggingFace):
     def configure_model(self) -> None:
         if self.model is None:
             config = transformers.DebertaV2Config(
-                **SMALL, **NO_DROPOUT, relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"],
+                **SMALL,
+                **NO_DROPOUT,
+                relative_attention=True,
+                position_biased_input=False,
+                pos_att_type=["p2c", "c2p"],
                 max_position_embeddings=32,
-            )  # fmt: skip
+            )
             self.model = transformers.DebertaV2ForMaskedLM(config)
 
 
 class Wav2Vec2(LitHuggingFace):
-    """Built in ``__init__``: its own initializer does not set the parts that its convolution's weight is made of."""
+    """Built in ``__init__``: its own initializer does not set the parts that its convolution's
+    weight is made of."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         if self.model is None:
             dropouts = ("hidden", "attention", "activation", "feat_proj", "final")
             config = transformers.Wav2Vec2Config(
-                **SMALL, **{f"{where}_dropout": 0.0 for where in dropouts}, layerdrop=0.0, mask_time_prob=0.0, conv_dim=(16, 16),
-                conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
-                num_conv_pos_embedding_groups=4, ctc_loss_reduction="mean",
-            )  # fmt: skip
+                **SMALL,
+                **{f"{where}_dropout": 0.0 for where in dropouts},
+                layerdrop=0.0,
+                mask_time_prob=0.0,
+                conv_dim=(16, 16),
+                conv_stride=(5, 2),
+                conv_kernel=(10, 3),
+                num_feat_extract_layers=2,
+                num_conv_pos_embeddings=16,
+                num_conv_pos_embedding_groups=4,
+                ctc_loss_reduction="mean",
+            )
             self.model = transformers.Wav2Vec2ForCTC(config)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -56,11 +76,17 @@ class Wav2Vec2(LitHuggingFace):
 
 @pytest.mark.parametrize("layout", [{P: 2}, {P: 2, V: 2}])
 @pytest.mark.parametrize("module", [Deberta, Wav2Vec2])
-def test_it_trains_as_in_one_process(module: type[LitHuggingFace], layout: dict[str, Any], pool: Pool) -> None:
+def test_it_trains_as_in_one_process(
+    module: type[LitHuggingFace], layout: dict[str, Any], pool: Pool
+) -> None:
     run = Run(model="", module=module, steps=3)
     expected = pool.run(fit, world_size=1, args=(replace(run, layout={M: 2}),))[0]
-    found = pool.run(fit, world_size=2, args=(replace(run, layout={**layout, M: 2}, world_size=2),))[0]
+    found = pool.run(
+        fit, world_size=2, args=(replace(run, layout={**layout, M: 2}, world_size=2),)
+    )[0]
     for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
+        )
     for name, value in expected["final"].items():
         assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name

@@ -1,4 +1,5 @@
-"""One run of a drawn architecture in a drawn layout with drawn options, trained by an ordinary LightningModule under SGD."""
+"""One run of a drawn architecture in a drawn layout with drawn options, trained by an ordinary
+LightningModule under SGD."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Run:
         steps: Optimizer steps.
         accumulate: Batches a step.
         clip: Limit of the gradients' norm.
-        padded: Labels are ignored behind another length in each sample, and the step returns their number.
+        padded: Labels are ignored behind another length in each sample, and the step returns their
+            number.
         hidden: A hidden state of the middle is in the loss.
         eager: Built in ``__init__``.
         lora: Options of an adapter of peft's around the model; none: no adapter.
@@ -80,10 +82,16 @@ class LitUnseen(L.LightningModule):
             return model
         import peft
 
-        return peft.get_peft_model(model, peft.LoraConfig(**self.run.lora, init_lora_weights="gaussian"))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(**self.run.lora, init_lora_weights="gaussian")
+        )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        output = self.model(**batch, output_hidden_states=True) if self.run.hidden else self.model(**batch)
+        output = (
+            self.model(**batch, output_hidden_states=True)
+            if self.run.hidden
+            else self.model(**batch)
+        )
         loss = output.loss
         if self.run.hidden:
             loss = loss + output.hidden_states[2].square().mean()
@@ -135,8 +143,8 @@ def refusal(rank: int, run: Run) -> str | None:
 def verified(run: Run) -> Report:
     """Compare a run with one process.
 
-    Models compute in float64, but losses of Hugging Face, norms and softmaxes in float32 (2^-24, 6e-8): gradients are the same to about
-    1e-6 of themselves.
+    Models compute in float64, but losses of Hugging Face, norms and softmaxes in float32 (2^-24,
+    6e-8): gradients are the same to about 1e-6 of themselves.
 
     Raises:
         VerificationError: A training failed.

@@ -42,7 +42,9 @@ def test_same_distribution_as_the_model_gives_itself(kind: str) -> None:
 def test_a_parents_say_counts_and_padding_is_zero() -> None:
     pytest.importorskip("transformers")
     model = built("gpt2", n_embd=64)
-    assert math.isclose(model.transformer.h[0].attn.c_proj.weight.std().item(), 0.02 / math.sqrt(8), rel_tol=0.1)
+    assert math.isclose(
+        model.transformer.h[0].attn.c_proj.weight.std().item(), 0.02 / math.sqrt(8), rel_tol=0.1
+    )
     assert math.isclose(model.transformer.h[0].attn.c_attn.weight.std().item(), 0.02, rel_tol=0.1)
     bert = built("bert", pad_token_id=3)
     assert not bert.bert.embeddings.word_embeddings.weight[3].any()
@@ -82,7 +84,9 @@ def test_the_model_is_left_alone_and_a_forgotten_tensor_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
-def test_half_precision_rounds_the_values_of_float32(dtype: torch.dtype, draw: Callable[[Tensor], Tensor]) -> None:
+def test_half_precision_rounds_the_values_of_float32(
+    dtype: torch.dtype, draw: Callable[[Tensor], Tensor]
+) -> None:
     class Scale(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
@@ -99,7 +103,9 @@ def test_half_precision_rounds_the_values_of_float32(dtype: torch.dtype, draw: C
             model = Scale(each)
         Materializer(model, seed=5, device=torch.device("cpu"))(model, "")
         found.append(model)
-    for exact, rounded in zip(found[0].state_dict().values(), found[1].state_dict().values(), strict=True):
+    for exact, rounded in zip(
+        found[0].state_dict().values(), found[1].state_dict().values(), strict=True
+    ):
         assert rounded.dtype == dtype
         assert torch.equal(exact.to(dtype), rounded)
     assert isinstance(found[1].weight, nn.Parameter)

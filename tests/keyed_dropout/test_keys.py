@@ -29,11 +29,15 @@ def test_the_hash_is_the_published_one() -> None:
 
 
 def test_numbers_are_uniform_and_independent_of_their_neighbours() -> None:
-    x = uniform(torch.tensor([[3], [4]]).view(2, 1, 1), [torch.arange(200).view(1, -1, 1), torch.arange(300).view(1, 1, -1)])
+    x = uniform(
+        torch.tensor([[3], [4]]).view(2, 1, 1),
+        [torch.arange(200).view(1, -1, 1), torch.arange(300).view(1, 1, -1)],
+    )
     assert x.shape == (2, 200, 300)
     assert 0 <= float(x.min()) < 1e-3
     assert 0.999 < float(x.max()) < 1
-    # Of n = 120 000 numbers: the mean's deviation is 1/sqrt(12 n), a correlation's 1/sqrt(n); five of each.
+    # Of n = 120 000 numbers: the mean's deviation is 1/sqrt(12 n), a correlation's 1/sqrt(n); five
+    # of each.
     assert abs(float(x.mean()) - 0.5) < 5 / (12 * x.numel()) ** 0.5
     for other in (x.roll(1, 1), x.roll(1, 2), x.flip(0)):
         correlation = torch.corrcoef(torch.stack([x.flatten(), other.flatten()]))[0, 1]
@@ -66,7 +70,9 @@ def test_what_is_dropped_inside_of_torchs_attention_is_refused(dropout: float) -
             with pytest.raises(KeyedDropoutError, match=r"nn\.MultiheadAttention"):
                 attention(x, x, x, need_weights=False)
         else:
-            assert torch.equal(attention(x, x, x, need_weights=False)[0], attention(x, x, x, need_weights=False)[0])
+            assert torch.equal(
+                attention(x, x, x, need_weights=False)[0], attention(x, x, x, need_weights=False)[0]
+            )
         assert torch.equal(attention.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 

@@ -40,10 +40,16 @@ def reference(pool: Pool) -> Any:
 def test_same_answer(name: str, pool: Pool, reference: Any) -> None:
     settings = {"dropout": 0.2, "steps": 4}
     world_size, layout = LAYOUTS[name]
-    found = pool.run(fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout | KEYED, **settings),))[0]
+    found = pool.run(
+        fit,
+        world_size=world_size,
+        args=(Run(world_size=world_size, layout=layout | KEYED, **settings),),
+    )[0]
     expected = reference(layout=KEYED, **settings)
     assert_same(found, expected)
-    assert not torch.allclose(torch.tensor(expected["losses"]), torch.tensor(reference(steps=4)["losses"])), "dropout must matter"
+    assert not torch.allclose(
+        torch.tensor(expected["losses"]), torch.tensor(reference(steps=4)["losses"])
+    ), "dropout must matter"
 
 
 def test_attention_weights_of_a_slice_are_refused(pool: Pool) -> None:

@@ -1,18 +1,21 @@
-"""A pytest plugin that runs Lightning's own tests through the strategy; their sources are not copied.
+"""A pytest plugin that runs Lightning's own tests through the strategy; their sources are not
+copied.
 
 From the root of this repository, with a checkout of the installed version of Lightning::
 
     python -m pytest -p tests.lightning_suite --ptdp-options='{"num_microbatches": 2}' CHECKOUT/tests/tests_pytorch/loops
 
-``Trainer(...)`` calls that name no strategy, accelerator or number of devices of their own get ``PTDPStrategy(**options)``. Tests look into
-checkpoints with ``torch.load`` and write them back with ``torch.save``; here both take the folders that the strategy writes.
-``exceptions.toml`` says, with a reason each, which tests are left alone and which are known to fail. One that is known to fail and passes
-fails the run: its line is to be taken out. A test that ends with a refusal of the strategy before the first batch counts as an expected
-failure too, with the refusal's words as the reason; the summary counts the reasons.
+``Trainer(...)`` calls that name no strategy, accelerator or number of devices of their own get
+``PTDPStrategy(**options)``. Tests look into checkpoints with ``torch.load`` and write them back
+with ``torch.save``; here both take the folders that the strategy writes. ``exceptions.toml`` says,
+with a reason each, which tests are left alone and which are known to fail. One that is known to
+fail and passes
+fails the run: its line is to be taken out. A test that ends with a refusal of the strategy before
+the first batch counts as an expected failure too, with the refusal's words as the reason; the
+summary counts the reasons.
 
-With ``--ptdp-processes 2`` every other test runs in two processes at once; with ``--ptdp-off`` too, under Lightning's ``ddp``: what fails
-there as well assumes one process.
-"""
+With ``--ptdp-processes 2`` every other test runs in two processes at once; with ``--ptdp-off`` too,
+under Lightning's ``ddp``: what fails there as well assumes one process."""
 
 from __future__ import annotations
 
@@ -49,19 +52,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the strategy, and a way to run without it."""
     group = parser.getgroup("ptdp", "Lightning's tests through PTDPStrategy")
     group.addoption("--ptdp-options", default="{}", help="JSON of PTDPStrategy's arguments")
-    group.addoption("--ptdp-processes", type=int, default=1, help="processes in which each test runs at once")
-    group.addoption("--ptdp-off", action="store_true", help="run the same tests without the strategy, to compare")
+    group.addoption(
+        "--ptdp-processes", type=int, default=1, help="processes in which each test runs at once"
+    )
+    group.addoption(
+        "--ptdp-off",
+        action="store_true",
+        help="run the same tests without the strategy, to compare",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the substitution."""
     if "LOCAL_RANK" in os.environ:
         pytest.exit("this is the script that a test started once more, as a launcher does")
-    config.addinivalue_line("markers", "flaky: tests that pytest-rerunfailures, if it is installed, runs again")
+    config.addinivalue_line(
+        "markers", "flaky: tests that pytest-rerunfailures, if it is installed, runs again"
+    )
     off, count = config.getoption("--ptdp-off"), config.getoption("--ptdp-processes")
     if off and count == 1:
         return
-    substitution = _Substitution(json.loads(config.getoption("--ptdp-options")), count=count, off=off)
+    substitution = _Substitution(
+        json.loads(config.getoption("--ptdp-options")), count=count, off=off
+    )
     config.pluginmanager.register(substitution, "ptdp-substitution")
     if count > 1:
         config.pluginmanager.register(Processes(count), "ptdp-processes")
@@ -89,15 +102,18 @@ class _Substitution:
         return _found(item, self._left_alone) is not None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Known failures are run, and have to fail, but for those where one process may be faster than another. In several processes what
-        is left alone is left out."""
+        """Known failures are run, and have to fail, but for those where one process may be faster
+        than another. In several processes what is left alone is left out."""
         if self._count > 1:
             items[:] = [item for item in items if not self._leaves_alone(item)]
         for item in items:
             for section in self._fails:
                 if (reason := _found(item, section)) is not None:
-                    # A process that wins a race passes, so only there a pass does not mean that the line is out of date.
-                    item.add_marker(pytest.mark.xfail(reason=reason, strict=section is not self._races))
+                    # A process that wins a race passes, so only there a pass does not mean that the
+                    # line is out of date.
+                    item.add_marker(
+                        pytest.mark.xfail(reason=reason, strict=section is not self._races)
+                    )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
@@ -112,7 +128,11 @@ class _Substitution:
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
         """A refusal is an expected failure."""
         report = yield
-        if report.failed and call.excinfo is not None and (reason := self._reason(call.excinfo.value)) is not None:
+        if (
+            report.failed
+            and call.excinfo is not None
+            and (reason := self._reason(call.excinfo.value)) is not None
+        ):
             report.outcome, report.wasxfail = "skipped", reason
         return report
 
@@ -178,7 +198,10 @@ def _deeper(init: Any) -> Any:
 def _refusal(error: BaseException) -> str | None:
     """Return the message if the strategy refused to begin; None for any other error."""
     frames = traceback.extract_tb(error.__traceback__)
-    begins = any(_STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup") for frame in frames)
+    begins = any(
+        _STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup")
+        for frame in frames
+    )
     speaks = isinstance(error, ValueError) or type(error).__name__ == "MisconfigurationException"
     return str(error) if begins and speaks and "lightning_ptdp" in frames[-1].filename else None
 
@@ -202,9 +225,14 @@ def _is_folder(file: Any) -> bool:
 def _names_nothing_else(kwargs: dict[str, Any]) -> bool:
     from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
-    if kwargs.get("accelerator", "auto") == "auto" and (CUDAAccelerator.is_available() or MPSAccelerator.is_available()):
+    if kwargs.get("accelerator", "auto") == "auto" and (
+        CUDAAccelerator.is_available() or MPSAccelerator.is_available()
+    ):
         return False  # some tests pretend so
-    return all(any(kwargs.get(name, values[0]) == value for value in values) for name, values in _OURS.items())
+    return all(
+        any(kwargs.get(name, values[0]) == value for value in values)
+        for name, values in _OURS.items()
+    )
 
 
 def _found(item: pytest.Item, patterns: dict[str, list[str]]) -> str | None:

@@ -1,4 +1,5 @@
-"""Every test in several processes at once, one a rank, forked from the process that collected the tests."""
+"""Every test in several processes at once, one a rank, forked from the process that collected the
+tests."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _OURS = "lightning_ptdp"
 
 
 class Processes:
-    """Runs each test in ``count`` ranks; the test fails if rank 0 does, or if what another runs raises an error.
+    """Runs each test in ``count`` ranks; the test fails if rank 0 does, or if what another runs
+    raises an error.
 
     Args:
         count: World size.
@@ -62,10 +64,17 @@ class Processes:
             from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
             from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-            os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             rank_zero_only.rank = of_fabric.rank = rank
             reports = runtestprotocol(item, log=False, nextitem=None)
-            told = [item.config.hook.pytest_report_to_serializable(config=item.config, report=r) for r in reports]
+            told = [
+                item.config.hook.pytest_report_to_serializable(config=item.config, report=r)
+                for r in reports
+            ]
             self._file(rank).with_suffix(".part").write_bytes(pickle.dumps(told))
             self._file(rank).with_suffix(".part").rename(self._file(rank))
         finally:
@@ -94,11 +103,21 @@ class Processes:
         if not self._file(rank).exists():
             text = f"PeerError: rank {rank} ended or was ended without a result"
             return [
-                pytest.TestReport(item.nodeid, item.location, {}, "failed" if when == "call" else "passed", text, when)  # type: ignore[arg-type]
+                pytest.TestReport(
+                    item.nodeid,
+                    item.location,
+                    {},
+                    "failed" if when == "call" else "passed",
+                    text,
+                    when,
+                )  # type: ignore[arg-type]
                 for when in ("setup", "call", "teardown")
             ]
         told = pickle.loads(self._file(rank).read_bytes())
-        reports = [item.config.hook.pytest_report_from_serializable(config=item.config, data=data) for data in told]
+        reports = [
+            item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+            for data in told
+        ]
         for report in reports:
             report.sections.append(("rank", str(rank)))
         return reports
@@ -111,13 +130,19 @@ def _importance(reports: list[Any]) -> int:
     - 1: It failed as expected.
     - 2: It failed because it lost another rank.
     - 3: It passed, even if it was expected to fail.
-    - 4: It is not rank 0 and failed in the test's own lines. The files that these look at often exist on rank 0 only.
-    """
-    failed = [report for report in reports if report.failed and not str(report.longrepr).startswith(_PASSED)]
+    - 4: It is not rank 0 and failed in the test's own lines. The files that these look at often
+    exist on rank 0 only."""
+    failed = [
+        report
+        for report in reports
+        if report.failed and not str(report.longrepr).startswith(_PASSED)
+    ]
     if not failed:
         return 1 if any(hasattr(report, "wasxfail") and report.skipped for report in reports) else 3
     crashes = [getattr(report.longrepr, "reprcrash", None) for report in failed]
-    if ("rank", "0") not in failed[0].sections and all(crash is not None and _OURS not in crash.path for crash in crashes):
+    if ("rank", "0") not in failed[0].sections and all(
+        crash is not None and _OURS not in crash.path for crash in crashes
+    ):
         return 4
     return 2 if all(any(word in str(report.longrepr) for word in _LOST) for report in failed) else 0
 

@@ -1,4 +1,5 @@
-"""Every logger of Lightning that can be installed, beside every callback that gives something to loggers."""
+"""Every logger of Lightning that can be installed, beside every callback that gives something to
+loggers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from mlflow import MlflowClient, artifacts
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy, Sampling
-from lightning_ptdp.callbacks import LayoutSummary, LogDatasets, RunReport, SaveResolvedConfig, Throughput, WriteSamples
+from lightning_ptdp.callbacks import (
+    LayoutSummary,
+    LogDatasets,
+    RunReport,
+    SaveResolvedConfig,
+    Throughput,
+    WriteSamples,
+)
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.tracking_store import sqlite_uri
 from lightning_ptdp.models import LitCausalLM
@@ -69,7 +77,11 @@ def test_every_logger_takes_what_the_callbacks_give(
     logger = LOGGERS[name](tmp_path)
     parameters: list[Any] = []
     log = logger.log_hyperparams
-    monkeypatch.setattr(logger, "log_hyperparams", lambda params, *rest: (parameters.append(params), log(params, *rest))[1])
+    monkeypatch.setattr(
+        logger,
+        "log_hyperparams",
+        lambda params, *rest: (parameters.append(params), log(params, *rest))[1],
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -95,10 +107,18 @@ def test_every_logger_takes_what_the_callbacks_give(
     assert {"seed_everything": 1, "trainer": {"max_steps": 2}, "strategy": "ptdp"} in parameters
     if "mlflow" in name:
         run = MlflowClient(sqlite_uri(tmp_path / "mlflow.db")).get_run(str(logger.run_id))
-        kept = Path(artifacts.download_artifacts(run_id=run.info.run_id, tracking_uri=sqlite_uri(tmp_path / "mlflow.db")))
+        kept = Path(
+            artifacts.download_artifacts(
+                run_id=run.info.run_id, tracking_uri=sqlite_uri(tmp_path / "mlflow.db")
+            )
+        )
         assert (kept / "config.yaml").read_text() == CONFIG
         assert (run.data.tags["layout"], run.data.tags["num_microbatches"]) == ("t1 p1 d1", "1")
-        assert json.loads((kept / "samples.json").read_text())["columns"] == ["step", "prompt", "text"]
+        assert json.loads((kept / "samples.json").read_text())["columns"] == [
+            "step",
+            "prompt",
+            "text",
+        ]
     if name == "wandb":
         assert logger.experiment.summary["samples"]["nrows"] == 1
         wandb.finish()

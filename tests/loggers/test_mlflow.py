@@ -52,10 +52,14 @@ def client_of(logger: MLFlowLogger) -> Any:
 
 
 def history(logger: MLFlowLogger, name: str) -> list[tuple[int, float]]:
-    return sorted((m.step, m.value) for m in client_of(logger).get_metric_history(logger.run_id, name))
+    return sorted(
+        (m.step, m.value) for m in client_of(logger).get_metric_history(logger.run_id, name)
+    )
 
 
-def test_nothing_is_touched_before_the_first_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_touched_before_the_first_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # an import of it raises
     logger = MLFlowLogger(save_dir=str(tmp_path / "runs"))
     logger.check()
@@ -81,13 +85,23 @@ def test_everything_is_flushed(save_dir: Path) -> None:
     assert run.info.status == "FINISHED"
     assert run.data.tags["purpose"] == "test"
     assert Path(run.info.artifact_uri.removeprefix("file://"), "note.txt").read_text() == "hello"
-    assert (logger.save_dir, logger.name, logger.version) == (str(save_dir), "lightning-ptdp", logger.run_id)
+    assert (logger.save_dir, logger.name, logger.version) == (
+        str(save_dir),
+        "lightning-ptdp",
+        logger.run_id,
+    )
 
 
 def test_parameters_of_any_shape_and_length(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_hyperparams(
-        {"config": GPTConfig(num_layers=3), "list[0]": [1, 2], "long": "x" * 7000, "none": None, "_instantiator": "x"}
+        {
+            "config": GPTConfig(num_layers=3),
+            "list[0]": [1, 2],
+            "long": "x" * 7000,
+            "none": None,
+            "_instantiator": "x",
+        }
     )
     parameters = client_of(logger).get_run(logger.run_id).data.params
     assert parameters["config.num_layers"] == "3"
@@ -97,13 +111,20 @@ def test_parameters_of_any_shape_and_length(save_dir: Path) -> None:
 
 
 def test_a_run_says_which_and_when_it_is(save_dir: Path) -> None:
-    named, unnamed = MLFlowLogger(save_dir=str(save_dir), run_name="mine"), MLFlowLogger(save_dir=str(save_dir))
+    named, unnamed = (
+        MLFlowLogger(save_dir=str(save_dir), run_name="mine"),
+        MLFlowLogger(save_dir=str(save_dir)),
+    )
     for logger in (named, unnamed):
         logger.set_layout("t2 p2 v1 d1")
     client, run = client_of(unnamed), client_of(unnamed).get_run(unnamed.run_id)
-    assert re.fullmatch(r"lightning-ptdp t2 p2 v1 d1 \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", run.info.run_name)
+    assert re.fullmatch(
+        r"lightning-ptdp t2 p2 v1 d1 \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", run.info.run_name
+    )
     assert client.get_run(named.run_id).info.run_name == "mine"
-    page = f"experiments/{run.info.experiment_id}/runs/{unnamed.run_id}?workflowType=machine_learning"
+    page = (
+        f"experiments/{run.info.experiment_id}/runs/{unnamed.run_id}?workflowType=machine_learning"
+    )
     assert unnamed.url == f"http://127.0.0.1:5000/#/{page}"
 
 
@@ -116,7 +137,13 @@ def test_an_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
 
 
 def test_the_data_of_a_run(save_dir: Path) -> None:
-    record = DatasetRecord(name="web", context="training", digest="f" * 64, source={"places": ["/web"]}, profile={"tokens": 7})
+    record = DatasetRecord(
+        name="web",
+        context="training",
+        digest="f" * 64,
+        source={"places": ["/web"]},
+        profile={"tokens": 7},
+    )
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_dataset(record)
     logger.finalize("success")
@@ -133,8 +160,13 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
     first.log_metrics({"loss": 2.0}, 1)
     first.finalize("success")
     second = MLFlowLogger(save_dir=str(save_dir), run_id=first.run_id, tags={"layout": "t4"})
-    with pytest.warns(UserWarning, match=r"goes on with other parameters.*keeps the first: learning_rate=1.0 there, 5.0 here$"):
-        second.log_hyperparams({"learning_rate": 5.0, "new": 1})  # MLflow itself raises on a changed parameter
+    with pytest.warns(
+        UserWarning,
+        match=r"goes on with other parameters.*keeps the first: learning_rate=1.0 there, 5.0 here$",
+    ):
+        second.log_hyperparams(
+            {"learning_rate": 5.0, "new": 1}
+        )  # MLflow itself raises on a changed parameter
     run = client_of(second).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"learning_rate": "1.0", "new": "1"}
@@ -173,7 +205,9 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(
+    save_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir))
     run_id = logger.run_id
@@ -183,12 +217,20 @@ def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(save_dir: Path, m
 
     logger._open().writer = BackgroundWriter(away)
     logger.log_metrics({"loss": 1.5, "lr": 0.1}, 3)
-    with pytest.warns(UserWarning, match=r"2 metrics that it did not take are kept in .*the server is away"):
+    with pytest.warns(
+        UserWarning, match=r"2 metrics that it did not take are kept in .*the server is away"
+    ):
         logger.finalize("success")
     rows = [
-        json.loads(line) for line in (save_dir / "lightning-ptdp" / run_id / "unwritten_metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (save_dir / "lightning-ptdp" / run_id / "unwritten_metrics.jsonl")
+        .read_text()
+        .splitlines()
     ]
-    assert [(row["key"], row["value"], row["step"]) for row in rows] == [("loss", 1.5, 3), ("lr", 0.1, 3)]
+    assert [(row["key"], row["value"], row["step"]) for row in rows] == [
+        ("loss", 1.5, 3),
+        ("lr", 0.1, 3),
+    ]
 
 
 @contextlib.contextmanager
@@ -205,7 +247,9 @@ def _largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:logging failed")
 @pytest.mark.parametrize("kind", ["sqlite", "disk"])
-def test_a_full_disk_does_not_fail_a_training_that_is_done(save_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_full_disk_does_not_fail_a_training_that_is_done(
+    save_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir), log_model=True)
     kept = save_dir / "lightning-ptdp" / logger.run_id / "unwritten_metrics.jsonl"
@@ -219,7 +263,9 @@ def test_a_full_disk_does_not_fail_a_training_that_is_done(save_dir: Path, monke
 
     logger._open().writer = BackgroundWriter(full)
     monkeypatch.setattr(logger._open().inner, "after_save_checkpoint", full)
-    with pytest.warns(UserWarning, match=r"a checkpoint is not copied to run .*(full|No space left)"):
+    with pytest.warns(
+        UserWarning, match=r"a checkpoint is not copied to run .*(full|No space left)"
+    ):
         logger.after_save_checkpoint(None)
     for step in (3, 4):
         logger.log_metrics({"loss": 1.5, "lr": 0.1}, step)
@@ -288,7 +334,9 @@ def _log_and_break(logger: MLFlowLogger, queue: Any) -> None:
     sys.exit(1)
 
 
-def test_a_forked_worker_that_fails_leaves_a_failed_run_with_all_its_metrics(save_dir: Path) -> None:
+def test_a_forked_worker_that_fails_leaves_a_failed_run_with_all_its_metrics(
+    save_dir: Path,
+) -> None:
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     logger = MLFlowLogger(save_dir=str(save_dir))
@@ -303,13 +351,21 @@ def test_a_forked_worker_that_fails_leaves_a_failed_run_with_all_its_metrics(sav
     assert history(logger, "parent") == [(0, 1.0)]
 
 
-@pytest.mark.parametrize("kind", ["folder is a file", "database is text", "database is a folder", "no server"])
+@pytest.mark.parametrize(
+    "kind", ["folder is a file", "database is text", "database is a folder", "no server"]
+)
 def test_a_store_that_cannot_work_is_found_at_once(tmp_path: Path, kind: str) -> None:
     (tmp_path / "text").write_text("hello, I am not a database")
     options = {
         "folder is a file": {"save_dir": str(tmp_path / "text" / "runs")},
-        "database is text": {"save_dir": str(tmp_path), "tracking_uri": f"sqlite:///{tmp_path / 'text'}"},
-        "database is a folder": {"save_dir": str(tmp_path), "tracking_uri": f"sqlite:///{tmp_path}"},
+        "database is text": {
+            "save_dir": str(tmp_path),
+            "tracking_uri": f"sqlite:///{tmp_path / 'text'}",
+        },
+        "database is a folder": {
+            "save_dir": str(tmp_path),
+            "tracking_uri": f"sqlite:///{tmp_path}",
+        },
         "no server": {"save_dir": str(tmp_path), "tracking_uri": "http://127.0.0.1:9"},
     }
     logger = MLFlowLogger(**options[kind])  # type: ignore[arg-type]
@@ -319,7 +375,9 @@ def test_a_store_that_cannot_work_is_found_at_once(tmp_path: Path, kind: str) ->
         logger.log_metrics({"loss": 1.0}, 0)
 
 
-def test_what_the_machine_does_is_logged_and_counted_on(save_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_does_is_logged_and_counted_on(
+    save_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     run_id, steps = None, []
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""An MLflow server that accepts connections and never answers, and tracking URIs that MLflow does not know."""
+"""An MLflow server that accepts connections and never answers, and tracking URIs that MLflow does
+not know."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def silent() -> Iterator[str]:
 
 def test_a_server_that_accepts_and_does_not_answer_is_found_within_its_limit(silent: str) -> None:
     for uri in (silent, f"{silent}/prefix/", silent.replace("http:", "https:")):
-        with pytest.raises(SilentServerError, match=r"accepts connections and does not answer within 0\.2 s"):
+        with pytest.raises(
+            SilentServerError, match=r"accepts connections and does not answer within 0\.2 s"
+        ):
             check_store(uri, timeout_s=0.2)
 
 
@@ -43,10 +46,13 @@ def test_training_starts_without_a_server_that_does_not_answer(
 ) -> None:
     _impatient(monkeypatch)
     monkeypatch.setattr(ours, "connect", lambda *_, **__: pytest.fail("MLflow itself was asked"))
-    logger = MLFlowLogger(save_dir=str(tmp_path), tracking_uri=silent, log_model=True, log_system_metrics=True)
+    logger = MLFlowLogger(
+        save_dir=str(tmp_path), tracking_uri=silent, log_model=True, log_system_metrics=True
+    )
     logger.check()
     with pytest.warns(
-        UserWarning, match=r"goes on without the MLflow server, and metrics are kept in .*unwritten_metrics\.jsonl"
+        UserWarning,
+        match=r"goes on without the MLflow server, and metrics are kept in .*unwritten_metrics\.jsonl",
     ):
         logger.log_hyperparams({"a": 1})
     for step in range(3):
@@ -58,11 +64,15 @@ def test_training_starts_without_a_server_that_does_not_answer(
     logger.finalize("success")
     kept = tmp_path / logger.name / str(logger.run_id) / "unwritten_metrics.jsonl"
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [(row["key"], row["value"], row["step"]) for row in rows] == [("loss", 1.5 + step, step) for step in range(3)]
+    assert [(row["key"], row["value"], row["step"]) for row in rows] == [
+        ("loss", 1.5 + step, step) for step in range(3)
+    ]
     assert logger.url == str(kept)
 
 
-def test_training_starts_without_a_server_that_only_says_that_it_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_starts_without_a_server_that_only_says_that_it_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with _healthy_and_silent() as uri:
@@ -71,11 +81,15 @@ def test_training_starts_without_a_server_that_only_says_that_it_is_well(tmp_pat
             with pytest.warns(UserWarning, match="goes on without the MLflow server"):
                 logger.log_metrics({"loss": 1.0}, 0)
             logger.finalize("success")
-            assert (tmp_path / logger.name / str(logger.run_id) / "unwritten_metrics.jsonl").exists()
+            assert (
+                tmp_path / logger.name / str(logger.run_id) / "unwritten_metrics.jsonl"
+            ).exists()
             assert run_id in (None, logger.run_id)
 
 
-def test_every_request_has_a_limit_unless_the_user_has_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_has_a_limit_unless_the_user_has_set_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in connection._DEFAULTS:
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
@@ -93,21 +107,34 @@ def test_every_request_has_a_limit_unless_the_user_has_set_one(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("uri", "words"),
     [
-        ("htp://127.0.0.1:5000", "MLflow has no store htp:; did you mean 'http'.; give http://HOST:PORT, sqlite:///FILE"),
+        (
+            "htp://127.0.0.1:5000",
+            "MLflow has no store htp:; did you mean 'http'.; give http://HOST:PORT, sqlite:///FILE",
+        ),
         ("htp:/x", "MLflow has no store htp:"),
         ("redis://h", "MLflow has no store redis:"),
         ("sqlite:mlflow.db", "names no file: write sqlite:///FILE"),
         ("http://127.0.0.1:99999", "no MLflow server answers at 127.0.0.1:99999"),
     ],
 )
-def test_a_tracking_uri_that_mlflow_does_not_know_is_refused_before_launch(tmp_path: Path, uri: str, words: str) -> None:
+def test_a_tracking_uri_that_mlflow_does_not_know_is_refused_before_launch(
+    tmp_path: Path, uri: str, words: str
+) -> None:
     with pytest.raises(ValueError, match=rf"tracking_uri='{uri}'.*{words}"):
         MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
 
 
 @pytest.mark.parametrize(
     "uri",
-    ["runs/mlruns", "/abs/mlruns", "file:///abs", "postgresql+psycopg2://u:p@h/db", "databricks", "databricks://profile", "uc:x"],
+    [
+        "runs/mlruns",
+        "/abs/mlruns",
+        "file:///abs",
+        "postgresql+psycopg2://u:p@h/db",
+        "databricks",
+        "databricks://profile",
+        "uc:x",
+    ],
 )
 def test_other_stores_of_mlflow_are_left_to_it(tmp_path: Path, uri: str) -> None:
     MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()

@@ -23,9 +23,14 @@ from tests.pool import Pool
 def train(rank: int, path: str, make_logger: Any, log_model: Any) -> Any:
     L.seed_everything(1, verbose=False)
     logger = make_logger(path, log_model)
-    saver = ModelCheckpoint(dirpath=Path(path, "checkpoints"), filename="{epoch}", save_top_k=-1, save_last=True)
+    saver = ModelCheckpoint(
+        dirpath=Path(path, "checkpoints"), filename="{epoch}", save_top_k=-1, save_last=True
+    )
     trainer = make_trainer(
-        Place(layout={"checkpoint_format": "folder"}), logger=logger, callbacks=[saver], enable_checkpointing=True
+        Place(layout={"checkpoint_format": "folder"}),
+        logger=logger,
+        callbacks=[saver],
+        enable_checkpointing=True,
     )
     trainer.fit(LitNet(), loader())
     return getattr(logger, "run_id", None) or logger.experiment.uploaded
@@ -42,7 +47,9 @@ def ours(path: str, log_model: Any) -> Any:
 
 @pytest.mark.parametrize("make_logger", [lightnings, ours])
 @pytest.mark.parametrize("log_model", [True, "all"])
-def test_mlflow_copies_folders(make_logger: Any, log_model: Any, pool: Pool, tmp_path: Path) -> None:
+def test_mlflow_copies_folders(
+    make_logger: Any, log_model: Any, pool: Pool, tmp_path: Path
+) -> None:
     (run_id,) = pool.run(train, world_size=1, args=(str(tmp_path), make_logger, log_model))
     found = sorted((tmp_path / "artifacts").rglob("metadata.json"))
     assert [file.parent.name for file in found] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
@@ -73,7 +80,13 @@ class Artifact:
         self.files: list[str] = []
         self.folders: list[str] = []
 
-    def add_file(self, local_path: str, name: str | None = None, is_tmp: bool = False, policy: str | None = None) -> None:
+    def add_file(
+        self,
+        local_path: str,
+        name: str | None = None,
+        is_tmp: bool = False,
+        policy: str | None = None,
+    ) -> None:
         if not Path(local_path).is_file():
             raise ValueError(f"Path is not a file: {local_path!r}")
         self.files.append(f"{name}: {Path(local_path).name}")
@@ -105,6 +118,10 @@ def test_wandb_copies_folders(log_model: Any, tmp_path: Path) -> None:
     finally:
         pool.close()
     folders = [name for _, folders, _ in uploaded for name in folders]
-    assert sorted(set(folders)) == ["model.ckpt: epoch=0.ckpt", "model.ckpt: epoch=1.ckpt", "model.ckpt: last.ckpt"]
+    assert sorted(set(folders)) == [
+        "model.ckpt: epoch=0.ckpt",
+        "model.ckpt: epoch=1.ckpt",
+        "model.ckpt: last.ckpt",
+    ]
     assert not any(files for files, _, _ in uploaded)
     assert any("best" in aliases for _, _, aliases in uploaded)

@@ -134,7 +134,8 @@ def test_what_is_done_later_and_fails_is_a_warning() -> None:
 
 
 def test_a_process_is_forked_between_two_writes() -> None:
-    """A child that is forked within one inherits the store's locks, which nobody there will ever give back."""
+    """A child that is forked within one inherits the store's locks, which nobody there will ever
+    give back."""
     lock, begun, end = threading.Lock(), threading.Event(), threading.Event()
 
     def write(items: Sequence[int]) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 
-def ptdp_parameters(*, num_layers: int, hidden_size: int, vocabulary_size: int, sequence_length: int) -> float:
-    """Parameters of a GPT-2-like model: P = 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h)) (arXiv 2104.04473, section 5.1)."""
+def ptdp_parameters(
+    *, num_layers: int, hidden_size: int, vocabulary_size: int, sequence_length: int
+) -> float:
+    """Parameters of a GPT-2-like model: P = 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h)) (arXiv
+    2104.04473, section 5.1)."""
     layers, h = num_layers, hidden_size
-    return 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocabulary_size + sequence_length) / (12 * layers * h))
+    return (
+        12
+        * layers
+        * h**2
+        * (1 + 13 / (12 * h) + (vocabulary_size + sequence_length) / (12 * layers * h))
+    )
 
 
 def ptdp_step_flops(
@@ -18,9 +26,11 @@ def ptdp_step_flops(
     vocabulary_size: int,
     recompute: bool = True,
 ) -> float:
-    """Operations of one training step: F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) (arXiv 2104.04473, section 5.1).
+    """Operations of one training step: F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) (arXiv
+    2104.04473, section 5.1).
 
-    ``recompute=False`` is the count without recomputed activations (72 B s l h^2 in place of 96). The head's term
+    ``recompute=False`` is the count without recomputed activations (72 B s l h^2 in place of 96).
+    The head's term
     6 B s h V is the same in both: its forward pass is never run twice.
     """
     layers, h, tokens = num_layers, hidden_size, batch_size * sequence_length

@@ -1,4 +1,5 @@
-"""The paper's formulas against its tables, and the exact count against the formulas and against counted operations."""
+"""The paper's formulas against its tables, and the exact count against the formulas and against
+counted operations."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TABLE_1 = [
     (529.6, 128, 20480, 105),
     (1008.0, 160, 25600, 128),
 ]
-# Table 2, 300 B tokens: heads, hidden size, layers, batch, GPUs, TFLOP/s a GPU, days; ZeRO-3 and PTD-P alike.
+# Table 2, 300 B tokens: heads, hidden size, layers, batch, GPUs, TFLOP/s a GPU, days; ZeRO-3 and
+# PTD-P alike.
 TABLE_2 = [
     (96, 12288, 96, 1536, 384, 144, 90),
     (96, 12288, 96, 1536, 384, 153, 84),
@@ -36,37 +38,73 @@ TABLE_2 = [
 
 
 def paper_model(heads: int, hidden: int, layers: int) -> GPTConfig:
-    return GPTConfig.gpt2(vocabulary_size=51200, sequence_length=2048, num_layers=layers, hidden_size=hidden, num_heads=heads)
+    return GPTConfig.gpt2(
+        vocabulary_size=51200,
+        sequence_length=2048,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+    )
 
 
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1)
 def test_parameters_of_table_1(billions: float, heads: int, hidden: int, layers: int) -> None:
-    formula = ptdp_parameters(num_layers=layers, hidden_size=hidden, vocabulary_size=51200, sequence_length=2048)
+    formula = ptdp_parameters(
+        num_layers=layers, hidden_size=hidden, vocabulary_size=51200, sequence_length=2048
+    )
     assert formula / 1e9 == pytest.approx(billions, rel=0.01, abs=0.05)
     # The formula leaves out the last norm, 2h.
-    assert num_parameters(paper_model(heads, hidden, layers)) == pytest.approx(formula + 2 * hidden, abs=1)
+    assert num_parameters(paper_model(heads, hidden, layers)) == pytest.approx(
+        formula + 2 * hidden, abs=1
+    )
 
 
 @pytest.mark.parametrize(("heads", "hidden", "layers", "batch", "gpus", "tflops", "days"), TABLE_2)
-def test_days_of_table_2(heads: int, hidden: int, layers: int, batch: int, gpus: int, tflops: float, days: float) -> None:
-    step = ptdp_step_flops(batch_size=batch, sequence_length=2048, num_layers=layers, hidden_size=hidden, vocabulary_size=51200)
+def test_days_of_table_2(
+    heads: int, hidden: int, layers: int, batch: int, gpus: int, tflops: float, days: float
+) -> None:
+    step = ptdp_step_flops(
+        batch_size=batch,
+        sequence_length=2048,
+        num_layers=layers,
+        hidden_size=hidden,
+        vocabulary_size=51200,
+    )
     steps = 300e9 / (batch * 2048)
     assert step * steps / (gpus * tflops * 1e12) / 86400 == pytest.approx(days, rel=0.025)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1[:3])
-def test_the_exact_count_of_a_gpt2_is_the_formula(billions: float, heads: int, hidden: int, layers: int, recompute: bool) -> None:
-    sizes = {"sequence_length": 2048, "num_layers": layers, "hidden_size": hidden, "vocabulary_size": 51200}
+def test_the_exact_count_of_a_gpt2_is_the_formula(
+    billions: float, heads: int, hidden: int, layers: int, recompute: bool
+) -> None:
+    sizes = {
+        "sequence_length": 2048,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "vocabulary_size": 51200,
+    }
     formula = ptdp_step_flops(batch_size=1, recompute=recompute, **sizes)
-    assert flops_per_sample(paper_model(heads, hidden, layers), recompute=recompute) == pytest.approx(formula, rel=1e-12)
+    assert flops_per_sample(
+        paper_model(heads, hidden, layers), recompute=recompute
+    ) == pytest.approx(formula, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        GPTConfig.gpt2(vocabulary_size=64, sequence_length=32, num_layers=2, hidden_size=32, num_heads=4),
-        GPTConfig.llama(vocabulary_size=64, sequence_length=32, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=1),
+        GPTConfig.gpt2(
+            vocabulary_size=64, sequence_length=32, num_layers=2, hidden_size=32, num_heads=4
+        ),
+        GPTConfig.llama(
+            vocabulary_size=64,
+            sequence_length=32,
+            num_layers=2,
+            hidden_size=32,
+            num_heads=4,
+            num_kv_heads=1,
+        ),
     ],
     ids=["gpt2", "llama gqa"],
 )
@@ -76,6 +114,7 @@ def test_the_exact_count_equals_counted_matrix_products(config: GPTConfig) -> No
         model(torch.zeros(3, 32, dtype=torch.int64)).sum().backward()
     by_kind = {str(kind): count for kind, count in counter.get_flop_counts()["Global"].items()}
     attention = sum(count for kind, count in by_kind.items() if "attention" in kind)
-    # A fused attention's backward recomputes the scores (5 products for the forward's 2); the mathematics needs 4.
+    # A fused attention's backward recomputes the scores (5 products for the forward's 2); the
+    # mathematics needs 4.
     products = sum(by_kind.values()) - attention + 3 * 4 * 3 * 32 * 32 * 32 * 2
     assert products == 3 * flops_per_sample(config)

@@ -21,7 +21,10 @@ def test_perplexity_from_mean_losses_and_counts() -> None:
 
 def test_perplexity_from_token_losses_and_a_mask() -> None:
     metric = Perplexity()
-    metric.update(torch.tensor([[1.0, 3.0, torch.nan], [torch.inf, 2.0, 6.0]]), torch.tensor([[1, 1, 0], [0, 1, 0]]).bool())
+    metric.update(
+        torch.tensor([[1.0, 3.0, torch.nan], [torch.inf, 2.0, 6.0]]),
+        torch.tensor([[1, 1, 0], [0, 1, 0]]).bool(),
+    )
     assert metric.compute().item() == pytest.approx(math.exp(2.0))
     metric.reset()
     metric.update(torch.tensor([1.0, 2.0]))
@@ -71,7 +74,9 @@ def test_accuracy_from_ids_and_from_logits() -> None:
 
 def test_accuracy_of_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3\) do not fit labels of shape \(3, 2\)"):
-        TokenAccuracy().update(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64))
+        TokenAccuracy().update(
+            torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+        )
 
 
 def uneven_ranks(rank: int) -> tuple[float, float]:

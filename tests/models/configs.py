@@ -6,15 +6,29 @@ from typing import Any
 
 from lightning_ptdp.models import GPTConfig
 
-GPT2 = GPTConfig.gpt2(vocabulary_size=61, sequence_length=24, num_layers=3, hidden_size=32, num_heads=4, init_std=0.2)
+GPT2 = GPTConfig.gpt2(
+    vocabulary_size=61, sequence_length=24, num_layers=3, hidden_size=32, num_heads=4, init_std=0.2
+)
 LLAMA = GPTConfig.llama(
-    vocabulary_size=61, sequence_length=24, num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=2, init_std=0.2
+    vocabulary_size=61,
+    sequence_length=24,
+    num_layers=3,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    init_std=0.2,
 )
 VARIANTS = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "gpt2, own head, no bias": GPTConfig.gpt2(
-        vocabulary_size=50, sequence_length=16, num_layers=2, hidden_size=24, num_heads=3, bias=False, tie_embeddings=False
+        vocabulary_size=50,
+        sequence_length=16,
+        num_layers=2,
+        hidden_size=24,
+        num_heads=3,
+        bias=False,
+        tie_embeddings=False,
     ),
     "llama, tied, biases, one kv head": GPTConfig.llama(
         vocabulary_size=50,
@@ -52,9 +66,21 @@ VARIANTS = {
         capacity_factor=1.0,
     ),
     "layer norm, rope, gelu": GPTConfig(
-        vocabulary_size=50, sequence_length=16, num_layers=1, hidden_size=16, num_heads=2, position="rope", ffn_hidden_size=24
+        vocabulary_size=50,
+        sequence_length=16,
+        num_layers=1,
+        hidden_size=16,
+        num_heads=2,
+        position="rope",
+        ffn_hidden_size=24,
     ),
 }
 
 
-SIZES: dict[str, Any] = {"vocabulary_size": 61, "sequence_length": 24, "num_layers": 3, "hidden_size": 32, "num_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocabulary_size": 61,
+    "sequence_length": 24,
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_heads": 4,
+}

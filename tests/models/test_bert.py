@@ -1,4 +1,5 @@
-"""BERT itself: sizes, initial values, the meta device, masks, positions, and Hugging Face's model with the same weights."""
+"""BERT itself: sizes, initial values, the meta device, masks, positions, and Hugging Face's model
+with the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.models.configs import SIZES
 
 CONFIGS = {
     "post": BertConfig.original(**SIZES, init_std=0.2, dropout=0.0),
-    "pre": BertConfig.megatron(**SIZES, init_std=0.2, dropout=0.0, ffn_hidden_size=48, num_segments=3),
+    "pre": BertConfig.megatron(
+        **SIZES, init_std=0.2, dropout=0.0, ffn_hidden_size=48, num_segments=3
+    ),
 }
 BOTH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -30,7 +33,11 @@ def batch(*, length: int = 10, seed: int = 3) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(61, (3, length), generator=draw)
     mask = (torch.arange(length) < torch.tensor([[length], [6], [8]])).long()
-    return {"input_ids": ids, "token_type_ids": torch.randint(2, (3, length), generator=draw), "attention_mask": mask}
+    return {
+        "input_ids": ids,
+        "token_type_ids": torch.randint(2, (3, length), generator=draw),
+        "attention_mask": mask,
+    }
 
 
 def built(config: BertConfig, seed: int = 0) -> Bert:
@@ -83,11 +90,18 @@ def test_initial_values() -> None:
     for config in (BertConfig.original(**sizes), BertConfig.megatron(**sizes)):
         for name, parameter in built(config).named_parameters():
             if parameter.dim() == 1:
-                assert torch.equal(parameter, torch.full_like(parameter, float("norm" in name and "weight" in name))), name
+                assert torch.equal(
+                    parameter,
+                    torch.full_like(parameter, float("norm" in name and "weight" in name)),
+                ), name
             elif parameter.size(0) > 3:
-                scaled = config.scaled_residual_init and name.endswith(("projection.weight", "down.weight"))
+                scaled = config.scaled_residual_init and name.endswith(
+                    ("projection.weight", "down.weight")
+                )
                 std = 0.02 / math.sqrt(16) if scaled else 0.02
-                assert parameter.std().item() == pytest.approx(std * (0.8796 if config.truncated_init else 1.0), rel=0.05), name
+                assert parameter.std().item() == pytest.approx(
+                    std * (0.8796 if config.truncated_init else 1.0), rel=0.05
+                ), name
                 assert not config.truncated_init or parameter.abs().max() <= 2 * std
 
 
@@ -104,7 +118,9 @@ def test_a_model_built_on_meta_gets_the_values_of_one_built_eagerly(config: Bert
             if hasattr(module, "reset_parameters"):
                 torch.manual_seed(index)
                 module.reset_parameters()
-    for (name, expected), (_, value) in zip(eager.named_parameters(), lazy.named_parameters(), strict=True):
+    for (name, expected), (_, value) in zip(
+        eager.named_parameters(), lazy.named_parameters(), strict=True
+    ):
         assert torch.equal(expected, value), name
 
 
@@ -167,11 +183,19 @@ def test_the_plan_names_the_matrices_that_are_split(config: BertConfig, prefix: 
         model = nn.ModuleDict({key: model})
     plan = bert_plan(config, prefix=prefix)
     named = {name.removeprefix(f"{prefix}.") for name in plan.resolve(model)}
-    whole = {"embeddings.segment", "masked_head.dense", "order_head.pooler", "order_head.classifier"}
+    whole = {
+        "embeddings.segment",
+        "masked_head.dense",
+        "order_head.pooler",
+        "order_head.classifier",
+    }
     every = {n for n, m in Bert(config).named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert named == every - whole
     plan.check(model, 2, sequence_parallel=True)
-    assert find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after).after == plan.after
+    assert (
+        find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after).after
+        == plan.after
+    )
 
 
 def test_tensor_parallel_degrees_that_do_not_divide() -> None:

@@ -1,4 +1,5 @@
-"""Hugging Face's BertForPreTraining with the same weights gives the same logits, loss and gradients."""
+"""Hugging Face's BertForPreTraining with the same weights gives the same logits, loss and
+gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from lightning_ptdp.models import Bert, BertConfig, LitBert
 
 transformers = pytest.importorskip("transformers")
 
-CONFIG = BertConfig.original(vocabulary_size=61, sequence_length=24, num_layers=3, hidden_size=32, num_heads=4, dropout=0.0)
+CONFIG = BertConfig.original(
+    vocabulary_size=61, sequence_length=24, num_layers=3, hidden_size=32, num_heads=4, dropout=0.0
+)
 
 
 def hugging_face() -> nn.Module:
@@ -55,10 +58,17 @@ def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
         theirs = f"bert.encoder.layer.{number}"
         names |= {f"blocks.{number}.{ours}": f"{theirs}.{name}" for ours, name in layer.items()}
         for kind in ("weight", "bias"):
-            parts = [source[f"{theirs}.attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
+            parts = [
+                source[f"{theirs}.attention.self.{name}.{kind}"]
+                for name in ("query", "key", "value")
+            ]
             state[f"blocks.{number}.attention.qkv.{kind}"] = torch.cat(parts)
     for ours, theirs in names.items():
-        state |= {f"{ours}.{kind}": source[f"{theirs}.{kind}"] for kind in ("weight", "bias") if f"{theirs}.{kind}" in source}
+        state |= {
+            f"{ours}.{kind}": source[f"{theirs}.{kind}"]
+            for kind in ("weight", "bias")
+            if f"{theirs}.{kind}" in source
+        }
     state["masked_head.decoder.weight"] = state["embeddings.token.weight"]
     state["masked_head.decoder.bias"] = source["cls.predictions.bias"]
     return state
@@ -71,7 +81,9 @@ def test_logits_loss_and_gradients_equal() -> None:
     lit.model.load_state_dict(converted(theirs.state_dict()))
     draw = torch.Generator().manual_seed(1)
     inputs = {
-        "input_ids": torch.randint(1, 61, (4, 24), generator=draw),  # 0 is their padding, whose embedding they do not train
+        "input_ids": torch.randint(
+            1, 61, (4, 24), generator=draw
+        ),  # 0 is their padding, whose embedding they do not train
         "token_type_ids": torch.randint(2, (4, 24), generator=draw),
         "attention_mask": (torch.arange(24) < torch.tensor([[24], [9], [17], [24]])).long(),
     }
@@ -83,11 +95,18 @@ def test_logits_loss_and_gradients_equal() -> None:
     output = lit(inputs)
     torch.testing.assert_close(output.masked, expected.prediction_logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.order, expected.seq_relationship_logits, rtol=1e-5, atol=1e-5)
-    # The same number of predictions in every sample, so that our weights of the sentence losses are equal, as theirs are.
+    # The same number of predictions in every sample, so that our weights of the sentence losses are
+    # equal, as theirs are.
     result = lit.training_step({**batch, "masked_positions": positions}, 0)
     torch.testing.assert_close(result["loss"], expected.loss, rtol=1e-5, atol=1e-5)
     result["loss"].backward()
     expected.loss.backward()
     gradients = converted({name: parameter.grad for name, parameter in theirs.named_parameters()})
     for name, parameter in lit.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            parameter.grad,
+            gradients[name],
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )

@@ -1,4 +1,5 @@
-"""BERT in every layout: the loss, every gradient, the weights after several steps and the metrics of one process."""
+"""BERT in every layout: the loss, every gradient, the weights after several steps and the metrics
+of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +33,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2t2p2": (8, {T: 2, P: 2, M: 2}),
 }
 VOCABULARY, LENGTH, PREDICTIONS, BATCH = 61, 16, 4, 8
-SIZES = {"vocabulary_size": VOCABULARY, "sequence_length": LENGTH, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
+SIZES = {
+    "vocabulary_size": VOCABULARY,
+    "sequence_length": LENGTH,
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_heads": 4,
+}
 CONFIGS = {
     "post": BertConfig.original(**SIZES, dropout=0.0, init_std=0.1),
     "pre": BertConfig.megatron(**SIZES, dropout=0.0, init_std=0.1),
@@ -40,7 +47,8 @@ CONFIGS = {
 
 
 class Pairs(Dataset):
-    """Samples of different lengths and numbers of predictions; the last one is a row that only fills up."""
+    """Samples of different lengths and numbers of predictions; the last one is a row that only
+    fills up."""
 
     def __init__(self, count: int) -> None:
         draw = torch.Generator().manual_seed(5)
@@ -56,12 +64,16 @@ class Pairs(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         length, count = int(self.lengths[index]), int(self.predictions[index])
         positions = torch.zeros(PREDICTIONS, dtype=torch.int64)
-        positions[:count] = torch.randperm(length - 2, generator=torch.Generator().manual_seed(index))[:count] + 1
+        positions[:count] = (
+            torch.randperm(length - 2, generator=torch.Generator().manual_seed(index))[:count] + 1
+        )
         labels = torch.full((LENGTH,), -100)
         labels[positions[:count]] = self.ids[index, positions[:count]]
         places = torch.arange(LENGTH)
         return {
-            "input_ids": self.ids[index].where((places < length) & (labels == -100), torch.tensor(4)),
+            "input_ids": self.ids[index].where(
+                (places < length) & (labels == -100), torch.tensor(4)
+            ),
             "token_type_ids": ((places >= length // 2) & (places < length)).long(),
             "attention_mask": (places < length).long(),
             "labels": labels,
@@ -71,13 +83,16 @@ class Pairs(Dataset):
 
 
 class LitPlain(LitBert):
-    """With plain gradient descent by the whole gradient: one step moves every weight by its gradient."""
+    """With plain gradient descent by the whole gradient: one step moves every weight by its
+    gradient."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def fit(rank: int, order: str, world_size: int, layout: dict[str, Any], *, plain: bool) -> dict[str, Any]:
+def fit(
+    rank: int, order: str, world_size: int, layout: dict[str, Any], *, plain: bool
+) -> dict[str, Any]:
     """Train, then evaluate; returns what can be compared."""
     pl.seed_everything(3, verbose=False)
     recorder = Recorder()
@@ -100,7 +115,9 @@ def fit(rank: int, order: str, world_size: int, layout: dict[str, Any], *, plain
     loaders = []
     for samples in (48, 5 * replicas if plain else 20):
         data = Pairs(samples)
-        sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
+        sampler = DistributedSampler(
+            data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+        )
         loaders.append(DataLoader(data, batch_size=BATCH // replicas, sampler=sampler))
     trainer.fit(module, loaders[0])
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -123,14 +140,22 @@ def one_process(pool: Pool) -> Any:
     return run
 
 
-def fit_with(rank: int, order: str, world_size: int, layout: dict[str, Any], plain: bool) -> dict[str, Any]:
+def fit_with(
+    rank: int, order: str, world_size: int, layout: dict[str, Any], plain: bool
+) -> dict[str, Any]:
     return fit(rank, order, world_size, layout, plain=plain)
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [*((name, "post") for name in LAYOUTS), *((name, "pre") for name in ("t2sp", "p2v2", "d2t2p2"))]
+    ("name", "order"),
+    [
+        *((name, "post") for name in LAYOUTS),
+        *((name, "pre") for name in ("t2sp", "p2v2", "d2t2p2")),
+    ],
 )
-def test_training_and_metrics_equal_one_process(name: str, order: str, pool: Pool, one_process: Any) -> None:
+def test_training_and_metrics_equal_one_process(
+    name: str, order: str, pool: Pool, one_process: Any
+) -> None:
     world_size, layout = LAYOUTS[name]
     expected = one_process(order, False)
     ranks = pool.run(fit_with, world_size=world_size, args=(order, world_size, layout, False))
@@ -148,9 +173,18 @@ def test_training_and_metrics_equal_one_process(name: str, order: str, pool: Poo
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    [("t2", "post"), ("t2sp", "post"), ("c2", "pre"), ("p2v2", "post"), ("t2p2v2sp full", "pre"), ("d2t2p2", "post")],
+    [
+        ("t2", "post"),
+        ("t2sp", "post"),
+        ("c2", "pre"),
+        ("p2v2", "post"),
+        ("t2p2v2sp full", "pre"),
+        ("d2t2p2", "post"),
+    ],
 )
-def test_every_gradient_equals_one_process(name: str, order: str, pool: Pool, one_process: Any) -> None:
+def test_every_gradient_equals_one_process(
+    name: str, order: str, pool: Pool, one_process: Any
+) -> None:
     world_size, layout = LAYOUTS[name]
     expected = one_process(order, True)
     (found, *_) = pool.run(fit_with, world_size=world_size, args=(order, world_size, layout, True))

@@ -40,10 +40,17 @@ def change(model: Path, changes: Mapping[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is more than 256, and the weights beside it are 40 tensors"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000 is more than 256, and the weights beside it are 40 "
+            "tensors",
+        ),
         ({"intermediate_size": -5}, "intermediate_size=-5 is no size: give a whole number from 0"),
         ({"hidden_size": 10**30}, "hidden_size=10*.* is no size"),
-        ({"text_config": {"num_attention_heads": -1}}, r"text_config\.num_attention_heads=-1 is no size"),
+        (
+            {"text_config": {"num_attention_heads": -1}},
+            r"text_config\.num_attention_heads=-1 is no size",
+        ),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan cannot be"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf cannot be"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 cannot be"),
@@ -53,7 +60,11 @@ def test_numbers_that_cannot_be_are_refused_before_a_model_is_built(
     model: Path, changes: Mapping[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(model, changes)
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers was asked"))
+    monkeypatch.setattr(
+        transformers.AutoConfig,
+        "from_pretrained",
+        lambda *_, **__: pytest.fail("transformers was asked"),
+    )
     with pytest.raises(ValueError, match=rf"path='.*/model': config\.json: {words}"):
         LitCausalLM(str(model)).configure_model()
 
@@ -68,19 +79,28 @@ def test_sizes_without_weights_are_bounded_too() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "nothing"}, {"pad_token_id": 10**6}])
-def test_a_configuration_of_no_model_is_one_sentence(model: Path, changes: Mapping[str, Any]) -> None:
+def test_a_configuration_of_no_model_is_one_sentence(
+    model: Path, changes: Mapping[str, Any]
+) -> None:
     change(model, changes)
-    with pytest.raises(ValueError, match=r"path='.*': its configuration describes no model that can be built \(.*\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"path='.*': its configuration describes no model that can be built \(.*\)$",
+    ):
         LitCausalLM(str(model)).configure_model()
 
 
 def test_weights_of_other_shapes_are_one_sentence(model: Path) -> None:
     change(model, {"vocab_size": 500})
-    with pytest.raises(ValueError, match=r"path='.*': the weights have other shapes than config\.json describes$"):
+    with pytest.raises(
+        ValueError, match=r"path='.*': the weights have other shapes than config\.json describes$"
+    ):
         LitCausalLM(str(model)).configure_model()
 
 
-def test_quantization_of_weights_that_are_not_quantized_is_refused(model: Path, tmp_path: Path) -> None:
+def test_quantization_of_weights_that_are_not_quantized_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
     change(model, {"quantization_config": {"quant_method": "fp8"}})
     words = r"config\.json does not fit the weights: it has quantization_config \(fp8\), but they are float32: take the entry out"
     with pytest.raises(CheckpointError, match=words):
@@ -91,7 +111,13 @@ def test_quantization_of_weights_that_are_not_quantized_is_refused(model: Path, 
 
 
 def test_layers_that_share_their_tensors_are_more_than_the_tensors(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 8, "embedding_size": 4, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 40}
+    sizes = {
+        "hidden_size": 8,
+        "embedding_size": 4,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
     config = transformers.AlbertConfig(num_hidden_layers=60, **sizes)
     transformers.AlbertForMaskedLM(config).save_pretrained(tmp_path)
     from lightning_ptdp.models import LitMaskedLM
@@ -102,7 +128,9 @@ def test_layers_that_share_their_tensors_are_more_than_the_tensors(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_a_file_of_the_model_that_is_a_pipe_or_a_link_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_of_the_model_that_is_a_pipe_or_a_link_is_refused(
+    model: Path, tmp_path: Path, name: str
+) -> None:
     (model / name).unlink()
     os.mkfifo(model / name)
     with pytest.raises(ValueError, match=rf"{name} cannot be read: it is not a regular file"):
@@ -110,11 +138,15 @@ def test_a_file_of_the_model_that_is_a_pipe_or_a_link_is_refused(model: Path, tm
     (model / name).unlink()
     (tmp_path / "secret").write_text("{}")
     (model / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=rf"{name} cannot be read: it is a link to .*secret, outside of its folder"):
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read: it is a link to .*secret, outside of its folder"
+    ):
         LitCausalLM(str(model)).configure_model()
 
 
-def test_code_of_a_models_folder_is_refused_without_asking(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_models_folder_is_refused_without_asking(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
     (model / "configuration_mine.py").write_text("raise AssertionError('the code was run')")
     change(model, {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})

@@ -1,4 +1,5 @@
-"""The model itself: sizes, initial values, the meta device, tied weights, and heads that can be cut from outside."""
+"""The model itself: sizes, initial values, the meta device, tied weights, and heads that can be cut
+from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ BOTH = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
 def tokens(config: GPTConfig, *, batch: int = 2, length: int = 10, seed: int = 3) -> Tensor:
-    return torch.randint(config.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def reset_by_module(model: nn.Module, seed: int) -> None:
@@ -40,12 +43,20 @@ def test_number_of_parameters_is_exact(config: GPTConfig) -> None:
 
 def test_number_of_parameters_of_published_models() -> None:
     assert num_parameters(GPTConfig.gpt2()) == 124_439_808
-    llama_7b = GPTConfig.llama(vocabulary_size=32000, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32)
+    llama_7b = GPTConfig.llama(
+        vocabulary_size=32000, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32
+    )
     assert num_parameters(llama_7b) == 6_738_415_616
     mixtral = GPTConfig.llama(
-        vocabulary_size=32000, sequence_length=4096, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
+        vocabulary_size=32000,
+        sequence_length=4096,
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
         num_experts=8,
-    )  # fmt: skip
+    )
     assert (num_parameters(mixtral), active_parameters(mixtral)) == (46_702_792_704, 12_879_925_248)
 
 
@@ -72,12 +83,22 @@ def test_positions_matter(config: GPTConfig) -> None:
 
 def test_initial_values() -> None:
     torch.manual_seed(0)
-    model = GPT(GPTConfig.gpt2(vocabulary_size=500, sequence_length=64, num_layers=8, hidden_size=128, num_heads=4))
+    model = GPT(
+        GPTConfig.gpt2(
+            vocabulary_size=500, sequence_length=64, num_layers=8, hidden_size=128, num_heads=4
+        )
+    )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            assert torch.equal(parameter, torch.full_like(parameter, float("norm" in name and "weight" in name))), name
+            assert torch.equal(
+                parameter, torch.full_like(parameter, float("norm" in name and "weight" in name))
+            ), name
         else:
-            std = 0.02 / math.sqrt(16) if name.endswith(("projection.weight", "down.weight")) else 0.02
+            std = (
+                0.02 / math.sqrt(16)
+                if name.endswith(("projection.weight", "down.weight"))
+                else 0.02
+            )
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(parameter.mean().item()) < std / 20, name
 
@@ -92,7 +113,9 @@ def test_a_model_built_on_meta_gets_the_values_of_one_built_eagerly(config: GPTC
     lazy.tie_weights()
     reset_by_module(eager, 11)
     reset_by_module(lazy, 11)
-    for (name, expected), (_, value) in zip(eager.named_parameters(), lazy.named_parameters(), strict=True):
+    for (name, expected), (_, value) in zip(
+        eager.named_parameters(), lazy.named_parameters(), strict=True
+    ):
         assert torch.equal(expected, value), name
     ids = tokens(config)
     assert torch.equal(eager(ids), lazy(ids))
@@ -145,14 +168,25 @@ def test_rotary_angles_are_float32_in_a_bf16_model() -> None:
 
 def test_dropout_in_training_only() -> None:
     torch.manual_seed(0)
-    model = GPT(GPTConfig.gpt2(vocabulary_size=50, sequence_length=16, num_layers=1, hidden_size=16, num_heads=2, dropout=0.5))
+    model = GPT(
+        GPTConfig.gpt2(
+            vocabulary_size=50,
+            sequence_length=16,
+            num_layers=1,
+            hidden_size=16,
+            num_heads=2,
+            dropout=0.5,
+        )
+    )
     ids = tokens(model.config)
     assert not torch.equal(model(ids), model(ids))
     model.eval()
     assert torch.equal(model(ids), model(ids))
 
 
-def take(linear: nn.Linear, *, rows: list[slice] | None = None, columns: slice | None = None) -> None:
+def take(
+    linear: nn.Linear, *, rows: list[slice] | None = None, columns: slice | None = None
+) -> None:
     """Keep some output rows (bias too) or input columns of a layer."""
     weight, bias = linear.weight.data, linear.bias
     if rows is not None:
@@ -167,7 +201,9 @@ def nth(rank: int, size: int, total: int, start: int = 0) -> slice:
     return slice(start + rank * total // size, start + (rank + 1) * total // size)
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA, VARIANTS["layer norm, rope, gelu"]], ids=["gpt2", "llama gqa", "rope"])
+@pytest.mark.parametrize(
+    "config", [GPT2, LLAMA, VARIANTS["layer norm, rope, gelu"]], ids=["gpt2", "llama gqa", "rope"]
+)
 def test_a_block_cut_by_heads_is_the_sum_of_its_parts(config: GPTConfig) -> None:
     """The same code with fewer heads: what makes tensor parallelism possible from outside."""
     size = 2
@@ -177,7 +213,9 @@ def test_a_block_cut_by_heads_is_the_sum_of_its_parts(config: GPTConfig) -> None
     for rank in range(size + 1):  # the last one is the uncut block
         torch.manual_seed(1)
         block = GPT(config).blocks[0]
-        for linear in (m for m in block.modules() if isinstance(m, nn.Linear) and m.bias is not None):
+        for linear in (
+            m for m in block.modules() if isinstance(m, nn.Linear) and m.bias is not None
+        ):
             nn.init.normal_(linear.bias)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, Attention)

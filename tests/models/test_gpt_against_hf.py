@@ -63,6 +63,15 @@ def test_logits_and_gradients_equal(name: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     for value in (logits, expected):
         value.logsumexp(-1).mean().backward()
-    gradients = convert({key: p.grad for key, p in theirs.named_parameters()} | {"lm_head.weight": theirs.lm_head.weight.grad})
+    gradients = convert(
+        {key: p.grad for key, p in theirs.named_parameters()}
+        | {"lm_head.weight": theirs.lm_head.weight.grad}
+    )
     for key, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            parameter.grad,
+            gradients[key],
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda m, key=key: f"{key}: {m}",
+        )

@@ -11,14 +11,32 @@ GATED = {"mlp": "swiglu", "bias": False}
 
 def test_the_two_layouts() -> None:
     gpt2, llama = GPTConfig.gpt2(), GPTConfig.llama()
-    assert (gpt2.norm, gpt2.position, gpt2.mlp, gpt2.bias, gpt2.tie_embeddings) == ("layer", "learned", "gelu", True, True)
-    assert (llama.norm, llama.position, llama.mlp, llama.bias, llama.tie_embeddings) == ("rms", "rope", "swiglu", False, False)
+    assert (gpt2.norm, gpt2.position, gpt2.mlp, gpt2.bias, gpt2.tie_embeddings) == (
+        "layer",
+        "learned",
+        "gelu",
+        True,
+        True,
+    )
+    assert (llama.norm, llama.position, llama.mlp, llama.bias, llama.tie_embeddings) == (
+        "rms",
+        "rope",
+        "swiglu",
+        False,
+        False,
+    )
     assert GPTConfig.llama(tie_embeddings=True, num_layers=3).tie_embeddings
 
 
 @pytest.mark.parametrize(
     ("hidden_size", "expected"),
-    [(4096, 11008), (5120, 13824), (8192, 22016), (256, 704), (64, 192)],  # the first three: Llama 7B, 13B, 65B
+    [
+        (4096, 11008),
+        (5120, 13824),
+        (8192, 22016),
+        (256, 704),
+        (64, 192),
+    ],  # the first three: Llama 7B, 13B, 65B
 )
 def test_swiglu_width_follows_the_llama_rule(hidden_size: int, expected: int) -> None:
     assert GPTConfig.llama(hidden_size=hidden_size, num_heads=8).ffn_size == expected
@@ -39,16 +57,34 @@ def test_defaults_filled_in() -> None:
         ({"num_kv_heads": True}, ["num_kv_heads=True", "positive integer"]),
         ({"hidden_size": 100, "num_heads": 12}, ["hidden_size=100", "num_heads=12", "10"]),
         ({"num_heads": 12, "num_kv_heads": 5}, ["num_heads=12", "num_kv_heads=5", "4, 6"]),
-        ({"hidden_size": 30, "num_heads": 6, "position": "rope"}, ["'rope'", "30 / 6 = 5", "learned"]),
+        (
+            {"hidden_size": 30, "num_heads": 6, "position": "rope"},
+            ["'rope'", "30 / 6 = 5", "learned"],
+        ),
         ({"norm": "batch"}, ["norm='batch'", "layer", "rms"]),
         ({"mlp": "relu"}, ["mlp='relu'", "gelu", "swiglu"]),
         ({"dropout": 1.0}, ["dropout=1.0", "below 1"]),
-        ({"num_experts": 4, "experts_per_token": 5, **GATED}, ["experts_per_token=5", "num_experts=4", "at most 4"]),
-        ({"num_experts": 4, "dense_layers": 12, **GATED}, ["dense_layers=12", "num_layers=12", "at most 11"]),
-        ({"num_experts": 4}, ["num_experts=4", "mlp='gelu'", "bias=True", "mlp='swiglu' and bias=False"]),
+        (
+            {"num_experts": 4, "experts_per_token": 5, **GATED},
+            ["experts_per_token=5", "num_experts=4", "at most 4"],
+        ),
+        (
+            {"num_experts": 4, "dense_layers": 12, **GATED},
+            ["dense_layers=12", "num_layers=12", "at most 11"],
+        ),
+        (
+            {"num_experts": 4},
+            ["num_experts=4", "mlp='gelu'", "bias=True", "mlp='swiglu' and bias=False"],
+        ),
         ({"shared_experts": 1}, ["shared_experts=1", "give num_experts"]),
-        ({"num_experts": 4, "balance": "bias", "balance_coefficient": 0.1}, ["balance_coefficient=0.1", "balance='loss'"]),
-        ({"num_experts": 4, "balance": "bias", "bias_rate": 0.0}, ["bias_rate=0.0", "from 1e-9 to 1", "balance='none'"]),
+        (
+            {"num_experts": 4, "balance": "bias", "balance_coefficient": 0.1},
+            ["balance_coefficient=0.1", "balance='loss'"],
+        ),
+        (
+            {"num_experts": 4, "balance": "bias", "bias_rate": 0.0},
+            ["bias_rate=0.0", "from 1e-9 to 1", "balance='none'"],
+        ),
         ({"num_experts": 4, "capacity_factor": 0.0}, ["capacity_factor=0.0", "greater than 0"]),
         ({"num_experts": 4, "z_loss_coefficient": -1.0}, ["z_loss_coefficient=-1.0", "at least 0"]),
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
@@ -70,4 +106,6 @@ def test_tensor_parallel_degrees_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match=r"num_kv_heads=4 .*tensor_parallel_size=3.* of 1, 2, 4$"):
         check_tensor_parallel(config, 3)
     with pytest.raises(ValueError, match=r"ffn_hidden_size=90 .*tensor_parallel_size=4.* of 1, 2$"):
-        check_tensor_parallel(GPTConfig(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=90), 4)
+        check_tensor_parallel(
+            GPTConfig(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=90), 4
+        )

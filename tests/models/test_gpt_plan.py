@@ -1,4 +1,5 @@
-"""The plan: it names every matrix, and a model cut by it gives the logits and gradients of the uncut one."""
+"""The plan: it names every matrix, and a model cut by it gives the logits and gradients of the
+uncut one."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def test_every_matrix_is_in_the_plan_once_and_nothing_else(config: GPTConfig, pr
     kinds = plan.resolve(model)
     cut = {name for name, kind in kinds.items() if not isinstance(kind, Whole | Experts | Mean)}
     routers = {name for name, _ in model.named_modules() if name.endswith("router.gate")}
-    assert cut == {name for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)} - routers
+    assert (
+        cut
+        == {name for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
+        - routers
+    )
     plan.check(model, 1)
     parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
     assert parts.blocks == (f"{prefix}.blocks".removeprefix("."),)
@@ -47,18 +52,28 @@ def test_the_plan_of_the_lightning_module() -> None:
 def cut_model(rank: int, config: GPTConfig, sequence_parallel: bool) -> float:
     """Largest relative error of the losses and gradients of this rank's part."""
     size = torch.distributed.get_world_size()
-    layout = ParallelLayout(world_size=size, tensor_parallel_size=size, sequence_parallel=sequence_parallel)
+    layout = ParallelLayout(
+        world_size=size, tensor_parallel_size=size, sequence_parallel=sequence_parallel
+    )
     group = ProcessMesh.create(layout=layout, rank=rank).group("tensor")
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(GPT(config))
     whole, cut = models
-    shardings = apply_plan(cut, gpt_plan(config, prefix=""), group=group, sequence_parallel=sequence_parallel)
-    ids, labels = torch.randint(config.vocabulary_size, (2, 2, 12), generator=torch.Generator().manual_seed(1))
+    shardings = apply_plan(
+        cut, gpt_plan(config, prefix=""), group=group, sequence_parallel=sequence_parallel
+    )
+    ids, labels = torch.randint(
+        config.vocabulary_size, (2, 2, 12), generator=torch.Generator().manual_seed(1)
+    )
     losses = []
     for model in models:
-        losses.append(nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="none"))
+        losses.append(
+            nn.functional.cross_entropy(
+                model(ids).flatten(0, 1), labels.flatten(), reduction="none"
+            )
+        )
         losses[-1].mean().backward()
     errors = [relative_error(losses[1], losses[0])]
     full = dict(whole.named_parameters())

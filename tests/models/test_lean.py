@@ -13,7 +13,9 @@ from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.models.rotary import Rotary
 
 
-def _gradients(function: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+def _gradients(
+    function: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]
+) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = function(x)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
@@ -27,9 +29,13 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     with torch.no_grad():
         theirs.weight.copy_(ours.weight.copy_(torch.randn(12)))
     x = torch.randn(2, 3, 12, dtype=dtype)
-    for found, value in zip(_gradients(ours, x, [ours.weight]), _gradients(theirs, x, [theirs.weight]), strict=True):
+    for found, value in zip(
+        _gradients(ours, x, [ours.weight]), _gradients(theirs, x, [theirs.weight]), strict=True
+    ):
         assert found.dtype is dtype
-        torch.testing.assert_close(found, value, **({"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}))
+        torch.testing.assert_close(
+            found, value, **({"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {})
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -49,10 +55,19 @@ def test_rotation(given: bool) -> None:
     positions = torch.tensor([[3, 0, 1, 7, 2], [1, 2, 3, 4, 5]]) if given else None
 
     def plain(x: Tensor) -> Tensor:
-        cos, sin = (table.unsqueeze(-2).double() for table in rotary.tables(torch.arange(5) if positions is None else positions))
-        pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1)) * torch.complex(cos, sin)
+        cos, sin = (
+            table.unsqueeze(-2).double()
+            for table in rotary.tables(torch.arange(5) if positions is None else positions)
+        )
+        pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1)) * torch.complex(
+            cos, sin
+        )
         rotated = torch.cat((pairs.real, pairs.imag), dim=-1)
         return torch.cat((rotated[:, :, :3], x[:, :, 3:]), dim=2)
 
-    for found, value in zip(_gradients(lambda x: rotary(x, positions, turned=3), x, []), _gradients(plain, x, []), strict=True):
+    for found, value in zip(
+        _gradients(lambda x: rotary(x, positions, turned=3), x, []),
+        _gradients(plain, x, []),
+        strict=True,
+    ):
         torch.testing.assert_close(found, value)

@@ -1,4 +1,5 @@
-"""LitBert under a plain single-process Trainer: the losses, what is logged, checkpoints, and a task that it can solve."""
+"""LitBert under a plain single-process Trainer: the losses, what is logged, checkpoints, and a task
+that it can solve."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.callbacks import TrainPerplexity
 from lightning_ptdp.metrics import MeanLoss
-from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert, bert_flops_per_sample, num_bert_parameters
+from lightning_ptdp.models import (
+    AdamWConfig,
+    BertConfig,
+    LitBert,
+    bert_flops_per_sample,
+    num_bert_parameters,
+)
 from tests.models.configs import SIZES
 from tests.models.fits import quiet_trainer
 
@@ -27,7 +34,9 @@ pytestmark = [
 CONFIG = BertConfig.megatron(**SIZES, init_std=0.1, dropout=0.0)
 
 
-def batch(*, samples: int = 4, length: int = 12, seed: int = 0, ignored: tuple[int, ...] = ()) -> dict[str, Tensor]:
+def batch(
+    *, samples: int = 4, length: int = 12, seed: int = 0, ignored: tuple[int, ...] = ()
+) -> dict[str, Tensor]:
     """A different number of predictions in every sample."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 61, (samples, length), generator=draw)
@@ -40,7 +49,12 @@ def batch(*, samples: int = 4, length: int = 12, seed: int = 0, ignored: tuple[i
             labels[row, places], positions[row, : len(places)] = ids[row, places], places
         else:
             orders[row] = -100
-    return {"input_ids": ids, "labels": labels, "masked_positions": positions, "next_sentence_label": orders}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "masked_positions": positions,
+        "next_sentence_label": orders,
+    }
 
 
 def built(**kwargs: Any) -> LitBert:
@@ -57,10 +71,14 @@ def test_the_loss_is_the_sum_of_two_means_over_predicted_tokens() -> None:
     everywhere = lit({"input_ids": inputs["input_ids"]}).masked
     masked = F.cross_entropy(everywhere.flatten(0, 1), inputs["labels"].flatten())
     kept = torch.tensor([0, 1, 3])
-    order = F.cross_entropy(output.order[kept], inputs["next_sentence_label"][kept], reduction="none")
+    order = F.cross_entropy(
+        output.order[kept], inputs["next_sentence_label"][kept], reduction="none"
+    )
     result = lit.training_step(inputs, 0)
     assert result["num_tokens"].item() == counts.sum() == 1 + 2 + 4
-    torch.testing.assert_close(result["loss"], masked + 0.5 * (order * counts[kept]).sum() / counts.sum())
+    torch.testing.assert_close(
+        result["loss"], masked + 0.5 * (order * counts[kept]).sum() / counts.sum()
+    )
     without = {name: value for name, value in inputs.items() if name != "masked_positions"}
     torch.testing.assert_close(lit.training_step(without, 0)["loss"], result["loss"])
 
@@ -68,7 +86,10 @@ def test_the_loss_is_the_sum_of_two_means_over_predicted_tokens() -> None:
 def test_microbatches_weighted_by_tokens_are_the_whole_batch() -> None:
     lit, inputs = built(), batch(samples=6, ignored=(5,))
     whole = lit.training_step(inputs, 0)
-    parts = [lit.training_step({key: value[i : i + 2] for key, value in inputs.items()}, 0) for i in (0, 2, 4)]
+    parts = [
+        lit.training_step({key: value[i : i + 2] for key, value in inputs.items()}, 0)
+        for i in (0, 2, 4)
+    ]
     weighted = sum(part["loss"] * part["num_tokens"] for part in parts) / whole["num_tokens"]
     torch.testing.assert_close(weighted, whole["loss"])
 
@@ -82,7 +103,8 @@ def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients() -> None:
 
 
 class Copies(Dataset):
-    """Both segments are the same random tokens, so that a masked one is found in the other; the order is told by the third token."""
+    """Both segments are the same random tokens, so that a masked one is found in the other; the
+    order is told by the third token."""
 
     def __len__(self) -> int:
         return 512
@@ -108,18 +130,34 @@ class Copies(Dataset):
 
 def test_training_solves_a_task_and_logs_it(tmp_path: Path) -> None:
     pl.seed_everything(0)
-    sizes = {"vocabulary_size": 16, "sequence_length": 11, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
+    sizes = {
+        "vocabulary_size": 16,
+        "sequence_length": 11,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+    }
     config = BertConfig.megatron(**sizes, dropout=0.0, init_std=0.1)
     lit = LitBert(config, AdamWConfig(learning_rate=1e-2, warmup_steps=10, weight_decay=0.0))
-    trainer = quiet_trainer(tmp_path, max_steps=160, max_epochs=-1, gradient_clip_val=1.0, callbacks=[TrainPerplexity()])
-    trainer.fit(lit, DataLoader(Copies(), batch_size=32, shuffle=True), DataLoader(Copies(), batch_size=60))
+    trainer = quiet_trainer(
+        tmp_path, max_steps=160, max_epochs=-1, gradient_clip_val=1.0, callbacks=[TrainPerplexity()]
+    )
+    trainer.fit(
+        lit, DataLoader(Copies(), batch_size=32, shuffle=True), DataLoader(Copies(), batch_size=60)
+    )
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert logged["val_masked_accuracy"] > 0.95
     assert logged["val_order_accuracy"] > 0.99
-    assert logged["val_loss"] == pytest.approx(logged["val_masked_loss"] + logged["val_order_loss"], rel=1e-5)
-    assert logged["train_perplexity"] == pytest.approx(math.exp(logged["train_masked_loss"]), rel=1e-5)
+    assert logged["val_loss"] == pytest.approx(
+        logged["val_masked_loss"] + logged["val_order_loss"], rel=1e-5
+    )
+    assert logged["train_perplexity"] == pytest.approx(
+        math.exp(logged["train_masked_loss"]), rel=1e-5
+    )
     tested = trainer.test(lit, DataLoader(Copies(), batch_size=7), verbose=False)[0]
-    assert {name.removeprefix("test_") for name in tested} == {n.removeprefix("val_") for n in logged if n.startswith("val_")}
+    assert {name.removeprefix("test_") for name in tested} == {
+        n.removeprefix("val_") for n in logged if n.startswith("val_")
+    }
     for name, value in tested.items():
         assert value == pytest.approx(logged[name.replace("test_", "val_")], rel=1e-4), name
     (first, *_) = trainer.predict(lit, DataLoader(Copies(), batch_size=8))
@@ -128,7 +166,11 @@ def test_training_solves_a_task_and_logs_it(tmp_path: Path) -> None:
     assert torch.equal(first["tokens"] >= 0, expected["labels"] >= 0)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     again = LitBert(**torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"])
-    assert (again.config, again.optimizer_config, again.order_weight) == (lit.config, lit.optimizer_config, lit.order_weight)
+    assert (again.config, again.optimizer_config, again.order_weight) == (
+        lit.config,
+        lit.optimizer_config,
+        lit.order_weight,
+    )
 
 
 def test_sizes_and_mistakes() -> None:

@@ -1,4 +1,5 @@
-"""LitGPT under a plain single-process Trainer: the loss, what is logged, checkpoints, the command line."""
+"""LitGPT under a plain single-process Trainer: the loss, what is logged, checkpoints, the command
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),
 ]
 
-TOY = GPTConfig.llama(vocabulary_size=16, sequence_length=12, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2)
+TOY = GPTConfig.llama(
+    vocabulary_size=16,
+    sequence_length=12,
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+)
 PATTERN = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
 
 
@@ -54,7 +62,13 @@ def test_its_gradients_are_clipped_under_mixed_precision(strategy: str, tmp_path
     """Which Lightning refuses to do before a fused step that unscales by itself."""
     lit = built()
     before = lit.model.wte.weight.clone()  # type: ignore[union-attr]
-    options = {"strategy": strategy, "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": 0.5, "max_steps": 1}
+    options = {
+        "strategy": strategy,
+        "devices": 1,
+        "precision": "bf16-mixed",
+        "gradient_clip_val": 0.5,
+        "max_steps": 1,
+    }
     quiet_trainer(tmp_path, **options).fit(lit, DataLoader([batch_of(61)], batch_size=None))
     assert not torch.equal(lit.model.wte.weight, before)  # type: ignore[union-attr]
 
@@ -64,7 +78,9 @@ def test_the_loss_is_the_mean_over_counted_tokens() -> None:
     ignored[0, 2:] = ignored[1, 5] = True
     batch = batch_of(61, ignored=ignored)
     output = lit.training_step(batch, 0)
-    expected = F.cross_entropy(lit(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    expected = F.cross_entropy(
+        lit(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+    )
     torch.testing.assert_close(output["loss"], expected)
     assert output["num_tokens"].item() == 24 - 7
 
@@ -74,7 +90,10 @@ def test_weighting_microbatches_by_tokens_gives_the_loss_of_the_whole_batch() ->
     ignored[0] = ignored[1, 3:] = True
     batch = batch_of(61, ignored=ignored)
     whole = lit.training_step(batch, 0)
-    parts = [lit.training_step({key: value[i : i + 1] for key, value in batch.items()}, 0) for i in range(3)]
+    parts = [
+        lit.training_step({key: value[i : i + 1] for key, value in batch.items()}, 0)
+        for i in range(3)
+    ]
     weighted = sum(part["loss"] * part["num_tokens"] for part in parts) / whole["num_tokens"]
     torch.testing.assert_close(weighted, whole["loss"])
 
@@ -89,8 +108,14 @@ def test_a_batch_without_any_counted_token_has_loss_zero_and_zero_gradients() ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_loss_of_a_half_precision_model_is_a_float32_mean(dtype: torch.dtype) -> None:
-    lit = built(GPTConfig.gpt2(vocabulary_size=8, sequence_length=512, num_layers=1, hidden_size=8, num_heads=1)).to(dtype)
-    ids = torch.zeros(80, 512, dtype=torch.int64)  # the sum of 40960 losses of about 2 overflows float16
+    lit = built(
+        GPTConfig.gpt2(
+            vocabulary_size=8, sequence_length=512, num_layers=1, hidden_size=8, num_heads=1
+        )
+    ).to(dtype)
+    ids = torch.zeros(
+        80, 512, dtype=torch.int64
+    )  # the sum of 40960 losses of about 2 overflows float16
     loss = lit.training_step({"input_ids": ids, "labels": ids}, 0)["loss"]
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(8), rel=0.05)
@@ -98,7 +123,9 @@ def test_the_loss_of_a_half_precision_model_is_a_float32_mean(dtype: torch.dtype
 
 def test_the_loss_of_a_half_precision_token_is_not_rounded_to_half_precision() -> None:
     lit, batch = built(LLAMA).to(torch.bfloat16), batch_of(61)
-    expected = F.cross_entropy(lit(batch["input_ids"]).float().flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    expected = F.cross_entropy(
+        lit(batch["input_ids"]).float().flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
     losses = lit.predict_step(batch, 0)["token_nll"]
     torch.testing.assert_close(losses.flatten(), expected, rtol=1e-6, atol=1e-6)
 
@@ -109,7 +136,11 @@ def test_predict_scores_each_sample() -> None:
     batch = batch_of(61, ignored=ignored)
     scores = lit.summarize_predictions(lit.predict_step(batch, 0))
     assert scores["token_count"].tolist() == [8, 3, 8]
-    losses = -lit(batch["input_ids"]).log_softmax(-1).gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    losses = (
+        -lit(batch["input_ids"])
+        .log_softmax(-1)
+        .gather(-1, batch["labels"].clamp(min=0)[..., None])[..., 0]
+    )
     torch.testing.assert_close(scores["nll"], losses.masked_fill(ignored, 0.0).sum(1))
 
 
@@ -138,10 +169,16 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
     assert trainer.callback_metrics["train_loss"] < 0.02
     assert trainer.callback_metrics["val_loss"] < 0.02
     perplexity = trainer.callback_metrics["val_perplexity"].item()
-    assert perplexity == pytest.approx(math.exp(trainer.callback_metrics["val_loss"].item()), rel=1e-5)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)  # the cosine ends with the Trainer's steps
+    assert perplexity == pytest.approx(
+        math.exp(trainer.callback_metrics["val_loss"].item()), rel=1e-5
+    )
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        1e-3
+    )  # the cosine ends with the Trainer's steps
     assert lit.model is not None
-    (written,) = generate(lit, PATTERN[None, :3].tolist(), Sampling(temperature=0.0, max_new_tokens=10))
+    (written,) = generate(
+        lit, PATTERN[None, :3].tolist(), Sampling(temperature=0.0, max_new_tokens=10)
+    )
     assert written == PATTERN[3:].tolist()
     assert trainer.test(lit, pattern_loader(), verbose=False)[0]["test_loss"] < 0.02
     predictions = trainer.predict(lit, pattern_loader())
@@ -151,7 +188,10 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
 
 def test_perplexity_counts_tokens_and_not_batches(tmp_path: Path) -> None:
     lit, trainer = built(TOY), quiet_trainer(tmp_path)
-    short = {"input_ids": PATTERN[None, :-1], "labels": torch.cat((PATTERN[1:3], torch.full((10,), -100)))[None]}
+    short = {
+        "input_ids": PATTERN[None, :-1],
+        "labels": torch.cat((PATTERN[1:3], torch.full((10,), -100)))[None],
+    }
     long = {"input_ids": PATTERN[None, :-1].flip(1), "labels": PATTERN[None, 1:]}
     trainer.validate(lit, DataLoader([short, long], batch_size=None), verbose=False)
     losses = [built(TOY).training_step(batch, 0)["loss"].item() for batch in (short, long)]
@@ -174,7 +214,9 @@ def test_a_checkpoint_loads_without_pickled_classes(tmp_path: Path) -> None:
     torch.load(tmp_path / "a.ckpt", weights_only=True)
     loaded = LitGPT.load_from_checkpoint(tmp_path / "a.ckpt")
     assert (loaded.config, loaded.optimizer_config) == (lit.config, lit.optimizer_config)
-    assert all(torch.equal(value, lit.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert all(
+        torch.equal(value, lit.state_dict()[name]) for name, value in loaded.state_dict().items()
+    )
 
 
 class PatternData(pl.LightningDataModule):
@@ -188,7 +230,9 @@ class PatternData(pl.LightningDataModule):
 
 class LinkedCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: Any) -> None:
-        parser.link_arguments("data.vocabulary_size", "model.config.vocabulary_size", apply_on="instantiate")
+        parser.link_arguments(
+            "data.vocabulary_size", "model.config.vocabulary_size", apply_on="instantiate"
+        )
 
 
 def test_from_a_yaml_file(tmp_path: Path) -> None:
@@ -212,7 +256,9 @@ model:
         position="rope",
         mlp="swiglu",
     )
-    assert cli.model.optimizer_config == AdamWConfig(learning_rate=1e-3, betas=(0.8, 0.99), warmup_steps=1)
+    assert cli.model.optimizer_config == AdamWConfig(
+        learning_rate=1e-3, betas=(0.8, 0.99), warmup_steps=1
+    )
     cli.trainer.save_checkpoint(tmp_path / "a.ckpt")
     torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert LitGPT.load_from_checkpoint(tmp_path / "a.ckpt").config == cli.model.config

@@ -1,4 +1,5 @@
-"""Operations of a mixture are those of what its tokens visit: by formula, by torch's counter, and counted without data."""
+"""Operations of a mixture are those of what its tokens visit: by formula, by torch's counter, and
+counted without data."""
 
 from __future__ import annotations
 
@@ -17,24 +18,40 @@ from lightning_ptdp.models.operation_count import Operations, count_operations
 
 H, F, L, V, HEADS, KV = 32, 48, 3, 50, 4, 2
 GPT_MOE = GPTConfig(
-    vocabulary_size=V, sequence_length=24, num_layers=L, hidden_size=H, num_heads=HEADS, mlp="swiglu", bias=False,
-    num_experts=8, experts_per_token=2, shared_experts=1, expert_hidden_size=F, dense_layers=1,
-)  # fmt: skip
+    vocabulary_size=V,
+    sequence_length=24,
+    num_layers=L,
+    hidden_size=H,
+    num_heads=HEADS,
+    mlp="swiglu",
+    bias=False,
+    num_experts=8,
+    experts_per_token=2,
+    shared_experts=1,
+    expert_hidden_size=F,
+    dense_layers=1,
+)
 MIXTRAL = {"intermediate_size": F, "num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN = {
-    "intermediate_size": 64, "moe_intermediate_size": F, "num_experts": 8, "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "moe_intermediate_size": F,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
     "shared_expert_intermediate_size": F,
-}  # fmt: skip
+}
 
 
 def test_of_own_mixture() -> None:
     ids = torch.randint(V, (1, 24), generator=torch.Generator().manual_seed(1))
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
-            # In double precision experts' products come one after the other: torch's counter does not know its grouped one.
+            # In double precision experts' products come one after the other: torch's counter does
+            # not know its grouped one.
             GPT(GPT_MOE).double()(ids).sum().backward()
         found = count_operations(
-            lambda: GPT(GPT_MOE), lambda model, length: model(torch.zeros(1, length, dtype=torch.long)), longest=24
+            lambda: GPT(GPT_MOE),
+            lambda model, length: model(torch.zeros(1, length, dtype=torch.long)),
+            longest=24,
         )
     weighing = (
         GPT_MOE.layers_with_experts * 2 * 24 * GPT_MOE.experts_per_token * H
@@ -46,7 +63,13 @@ def test_of_own_mixture() -> None:
 @pytest.mark.parametrize(("name", "options"), [("Mixtral", MIXTRAL), ("Qwen2Moe", QWEN)])
 def test_of_a_mixture_of_hugging_face(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": H, "num_hidden_layers": L, "num_attention_heads": HEADS, "num_key_value_heads": KV, "vocab_size": V}
+    sizes = {
+        "hidden_size": H,
+        "num_hidden_layers": L,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "vocab_size": V,
+    }
     getattr(transformers, f"{name}Config")(**sizes, **options).save_pretrained(tmp_path)
     attention = 2 * H * H + 2 * H * H * KV // HEADS
     shared = 0 if name == "Mixtral" else 3 * H * F + H
@@ -55,13 +78,17 @@ def test_of_a_mixture_of_hugging_face(name: str, options: dict[str, Any], tmp_pa
     for length in (24, 4096):
         assert module.flops_per_sample(length) == 6 * length * visited + L * 12 * length**2 * H
     assert module.model is None
-    frozen = LitCausalLM(str(tmp_path), pretrained=False, adapter=LoraOptions(r=1, target_modules=["q_proj"]))
+    frozen = LitCausalLM(
+        str(tmp_path), pretrained=False, adapter=LoraOptions(r=1, target_modules=["q_proj"])
+    )
     assert 4 * 24 * visited < frozen.flops_per_sample(24) < 5 * 24 * visited + L * 12 * 24**2 * H, (
         "no gradients of what is frozen"
     )
 
 
-def test_what_depends_on_values_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_depends_on_values_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=V).save_pretrained(tmp_path)
     module = LitCausalLM(str(tmp_path), pretrained=False)

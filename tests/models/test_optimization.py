@@ -25,23 +25,31 @@ from tests.models.configs import GPT2, LLAMA
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_matrices_and_embeddings_decay_and_nothing_else(config: GPTConfig) -> None:
     model = GPT(config)
-    optimizer = build_adamw(model, AdamWConfig(learning_rate=0.5, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6))
+    optimizer = build_adamw(
+        model, AdamWConfig(learning_rate=0.5, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
+    )
     decaying, rest = optimizer.param_groups
     assert (decaying["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     assert (decaying["lr"], decaying["betas"], decaying["eps"]) == (0.5, (0.8, 0.9), 1e-6)
     names = {id(p): name for name, p in model.named_parameters()}
-    assert all(names[id(p)].endswith("weight") and "norm" not in names[id(p)] for p in decaying["params"])
+    assert all(
+        names[id(p)].endswith("weight") and "norm" not in names[id(p)] for p in decaying["params"]
+    )
     assert all("norm" in names[id(p)] or names[id(p)].endswith("bias") for p in rest["params"])
     assert len(decaying["params"]) + len(rest["params"]) == len(names)
 
 
 def test_groups_are_decided_without_the_rest_of_the_model() -> None:
     model = GPT(LLAMA)
-    whole = [{id(p) for p in group["params"]} for group in decay_groups(model.named_parameters(), 0.1)]
+    whole = [
+        {id(p) for p in group["params"]} for group in decay_groups(model.named_parameters(), 0.1)
+    ]
     for part in (model.blocks[1], model.wte, model.norm):
         groups = decay_groups(part.named_parameters(), 0.1)
         assert len(groups) == 2
-        assert all({id(p) for p in group["params"]} <= whole[index] for index, group in enumerate(groups))
+        assert all(
+            {id(p) for p in group["params"]} <= whole[index] for index, group in enumerate(groups)
+        )
 
 
 def test_a_group_may_be_empty_and_frozen_parameters_are_left_out() -> None:
@@ -62,17 +70,30 @@ def test_the_step_is_fused_where_torch_has_it() -> None:
 
 @pytest.mark.parametrize(
     ("step", "expected"),
-    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (35, 0.2 + 0.8 * 0.8535533906), (60, 0.6), (110, 0.2), (5000, 0.2)],
+    [
+        (0, 0.1),
+        (4, 0.5),
+        (9, 1.0),
+        (10, 1.0),
+        (35, 0.2 + 0.8 * 0.8535533906),
+        (60, 0.6),
+        (110, 0.2),
+        (5000, 0.2),
+    ],
 )
 def test_learning_rate_at(step: int, expected: float) -> None:
     factor = learning_rate_factor(step, warmup_steps=10, decay_steps=110, min_lr_ratio=0.2)
     assert factor == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(4, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (110, 0.2), (5000, 0.2)])
+@pytest.mark.parametrize(
+    ("step", "expected"), [(4, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (110, 0.2), (5000, 0.2)]
+)
 def test_learning_rate_along_a_line(step: int, expected: float) -> None:
     config = AdamWConfig(learning_rate=1.0, warmup_steps=10, min_lr_ratio=0.2, decay="linear")
-    (factor, _) = build_schedule(build_adamw(nn.Linear(2, 2), config), config, decay_steps=110).lr_lambdas
+    (factor, _) = build_schedule(
+        build_adamw(nn.Linear(2, 2), config), config, decay_steps=110
+    ).lr_lambdas
     assert factor(step) == pytest.approx(expected, abs=1e-9)
 
 
@@ -83,7 +104,9 @@ def test_without_warmup_the_first_step_has_the_peak() -> None:
 
 def test_a_schedule_is_picklable_and_resumes_under_new_settings() -> None:
     optimizer = build_adamw(nn.Linear(2, 2), AdamWConfig(learning_rate=2.0))
-    schedule = build_schedule(optimizer, AdamWConfig(learning_rate=2.0, warmup_steps=4), decay_steps=8)
+    schedule = build_schedule(
+        optimizer, AdamWConfig(learning_rate=2.0, warmup_steps=4), decay_steps=8
+    )
     pickle.dumps(schedule)
     seen = []
     for _ in range(4):
@@ -91,7 +114,9 @@ def test_a_schedule_is_picklable_and_resumes_under_new_settings() -> None:
         optimizer.step()
         schedule.step()
     assert seen == [0.5, 1.0, 1.5, 2.0]
-    resumed = build_schedule(build_adamw(nn.Linear(2, 2), AdamWConfig()), AdamWConfig(min_lr_ratio=1.0), decay_steps=100)
+    resumed = build_schedule(
+        build_adamw(nn.Linear(2, 2), AdamWConfig()), AdamWConfig(min_lr_ratio=1.0), decay_steps=100
+    )
     resumed.load_state_dict(schedule.state_dict())
     assert resumed.lr_lambdas[0](50) == 1.0
 
@@ -112,8 +137,12 @@ def test_mistakes(changes: dict, words: str) -> None:
 
 def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
     sizes = RampUp(start=4, stop=16, increment=4, samples=48)
-    trainer = SimpleNamespace(datamodule=SimpleNamespace(step_sizes=sizes), accumulate_grad_batches=1)
-    config = samples_as_steps(AdamWConfig(warmup_samples=8, decay_samples=sizes.consumed(9) + 1), trainer)
+    trainer = SimpleNamespace(
+        datamodule=SimpleNamespace(step_sizes=sizes), accumulate_grad_batches=1
+    )
+    config = samples_as_steps(
+        AdamWConfig(warmup_samples=8, decay_samples=sizes.consumed(9) + 1), trainer
+    )
     assert (config.warmup_steps, config.decay_steps) == (2, 9)
     assert resolve_decay_steps(config, trainer) == 9
     with pytest.raises(ValueError, match="use warmup_steps"):
@@ -124,6 +153,17 @@ def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
 
 def test_the_default_decay_counts_the_steps_of_all_epochs_of_a_ramp() -> None:
     loader = SimpleNamespace(steps_of_epochs=lambda epochs: 10 + 6 * (epochs - 1))
-    facts = {"max_epochs": 3, "limit_train_batches": 1.0, "accumulate_grad_batches": 1, "train_dataloader": loader}
-    assert resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=30)) == 22
-    assert resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=20)) == 20
+    facts = {
+        "max_epochs": 3,
+        "limit_train_batches": 1.0,
+        "accumulate_grad_batches": 1,
+        "train_dataloader": loader,
+    }
+    assert (
+        resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=30))
+        == 22
+    )
+    assert (
+        resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=20))
+        == 20
+    )

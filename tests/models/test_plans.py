@@ -11,13 +11,24 @@ from torch import nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import find_plan, plan_for
 from lightning_ptdp.strategy.checks import plan_of
-from lightning_ptdp.tensor_parallel import Alias, Column, ParallelPlan, PerRank, Region, Row, Vocabulary, Whole
+from lightning_ptdp.tensor_parallel import (
+    Alias,
+    Column,
+    ParallelPlan,
+    PerRank,
+    Region,
+    Row,
+    Vocabulary,
+    Whole,
+)
 from tests.huggingface.runs import make_model
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "gpt2", "bert", "encoder"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "gpt2", "bert", "encoder"]
+)
 @pytest.mark.parametrize("prefix", ["", "net.model"])
 def test_known_models(kind: str, prefix: str) -> None:
     model: nn.Module = make_model(kind)
@@ -30,8 +41,14 @@ def test_known_models(kind: str, prefix: str) -> None:
     blocks = plan.blocks
     assert blocks is not None
     assert len(model.get_submodule(blocks)) == 4
-    inside = {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.startswith(f"{blocks}.")}
-    whole = {name.rpartition(".")[2] for name in inside - set(kinds) if ".self_attn.out_proj" not in name}
+    inside = {
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and name.startswith(f"{blocks}.")
+    }
+    whole = {
+        name.rpartition(".")[2] for name in inside - set(kinds) if ".self_attn.out_proj" not in name
+    }
     assert whole == ({"qkv_proj", "o_proj"} if kind == "phi3" else set())
     assert "column" in plan.explain(model)
 
@@ -56,7 +73,9 @@ def test_both_heads_of_bert() -> None:
     assert (bare.before, bare.after) == (("embeddings",), ("pooler",))
 
 
-def test_an_embedding_that_does_more_than_look_up_is_kept_whole_and_so_is_the_head_that_shares_it() -> None:
+def test_an_embedding_that_does_more_than_look_up_is_kept_whole_and_so_is_the_head_that_shares_it() -> (
+    None
+):
     plan = plan_for(make_model("gemma3"))
     assert plan is not None
     assert Vocabulary() not in plan.tensor.values()
@@ -66,8 +85,16 @@ def test_an_embedding_that_does_more_than_look_up_is_kept_whole_and_so_is_the_he
 
 
 def test_experts_are_kept_whole() -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2))
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+    }
+    model = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
+    )
     plan = plan_for(model)
     assert plan is not None
     plan.check(model, 2)
@@ -102,24 +129,37 @@ def test_the_users_own_plan_wins() -> None:
             self.model = make_model("gpt2")
 
         def configure_parallel(self) -> ParallelPlan:
-            return ParallelPlan(tensor={"model.lm_head": "vocabulary", "model.transformer.wte": "vocabulary"})
+            return ParallelPlan(
+                tensor={"model.lm_head": "vocabulary", "model.transformer.wte": "vocabulary"}
+            )
 
     lit = Lit()
     assert list(plan_of(lit, PTDPConfig()).tensor) == ["model.lm_head", "model.transformer.wte"]
     mine = ParallelPlan(tensor={"model.lm_head": "column"})
     assert plan_of(lit, PTDPConfig(plan=mine)) is mine
     del Lit.configure_parallel
-    assert "model.transformer.h.*.attn.c_attn" in plan_of(lit, PTDPConfig(tensor_parallel_size=2)).tensor
+    assert (
+        "model.transformer.h.*.attn.c_attn"
+        in plan_of(lit, PTDPConfig(tensor_parallel_size=2)).tensor
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "size", "words"),
     [
-        ({}, 3, ["model.layers.0.self_attn.q_proj", "number of heads=4", "tensor_parallel_size=3", "4"]),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 2, ["k_proj", "number of heads=3"]),
+        (
+            {},
+            3,
+            ["model.layers.0.self_attn.q_proj", "number of heads=4", "tensor_parallel_size=3", "4"],
+        ),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
+            2,
+            ["k_proj", "number of heads=3"],
+        ),
         ({"intermediate_size": 49}, 2, ["mlp.gate_proj", "out_features=49"]),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_do_not_divide(options: dict[str, int], size: int, words: list[str]) -> None:
     model = make_model("llama", **options)
     plan = plan_for(model)
@@ -133,14 +173,34 @@ def test_sizes_that_do_not_divide(options: dict[str, int], size: int, words: lis
 def test_mistakes_in_a_plan() -> None:
     model = make_model("gemma3")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"tensor": {"model.embed_tokens": "vocabulary"}}, r"embed_tokens.*forward is not that of nn.Embedding"),
-        ({"tensor": {"model.norm": "column"}}, r"'model.norm'.*nn.Linear \(or the Conv1D of transformers\)"),
-        ({"tensor": {"model.layers.*.self_attn": "region", "model.layers.*.self_attn.q_proj": "column"}}, "kept whole.*leave the region"),
-        ({"numbers": {"model.layers.*.self_attn": {"head_dims": PerRank()}}}, "'head_dims'.*it has: .*head_dim"),
+        (
+            {"tensor": {"model.embed_tokens": "vocabulary"}},
+            r"embed_tokens.*forward is not that of nn.Embedding",
+        ),
+        (
+            {"tensor": {"model.norm": "column"}},
+            r"'model.norm'.*nn.Linear \(or the Conv1D of transformers\)",
+        ),
+        (
+            {
+                "tensor": {
+                    "model.layers.*.self_attn": "region",
+                    "model.layers.*.self_attn.q_proj": "column",
+                }
+            },
+            "kept whole.*leave the region",
+        ),
+        (
+            {"numbers": {"model.layers.*.self_attn": {"head_dims": PerRank()}}},
+            "'head_dims'.*it has: .*head_dim",
+        ),
         ({"tensor": {"model.layers.*.mlp.up_proj": Column(parts=(24, 24), heads=(4, 4))}}, None),
-        ({"tensor": {"model.layers.*.mlp.up_proj": Column(heads=5)}}, "48 is not divisible by its number of heads, 5"),
+        (
+            {"tensor": {"model.layers.*.mlp.up_proj": Column(heads=5)}},
+            "48 is not divisible by its number of heads, 5",
+        ),
         ({"sequence": "middle"}, "sequence='middle' must be"),
-    ]  # fmt: skip
+    ]
     for settings, message in cases:
         if message is None:
             ParallelPlan(**settings).check(model, 2)
@@ -153,7 +213,9 @@ def test_mistakes_in_a_plan() -> None:
     with pytest.raises(ValueError, match=r"kdim=4.*cannot be split"):
         ParallelPlan(tensor={"a": "attention"}).check(attention, 2)
     with pytest.raises(ValueError, match=r"num_heads=2.*tensor_parallel_size=4"):
-        ParallelPlan(tensor={"a": "attention"}).check(nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), 4)
+        ParallelPlan(tensor={"a": "attention"}).check(
+            nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}), 4
+        )
 
 
 def test_torch_encoder_does_not_need_more_than_its_own_names() -> None:

@@ -1,4 +1,5 @@
-"""A model of which nothing is known is told the lines of a plan that its form suggests, and trains by them."""
+"""A model of which nothing is known is told the lines of a plan that its form suggests, and trains
+by them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class VisionBlock(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.self_attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, WIDTH), nn.Dropout(0.0))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, WIDTH), nn.Dropout(0.0)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.ln_1(x)
@@ -43,7 +46,13 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.attn = nn.MultiheadAttention(WIDTH, 2)
         self.mlp = nn.Sequential(
-            OrderedDict([("c_fc", nn.Linear(WIDTH, 16)), ("gelu", nn.GELU()), ("c_proj", nn.Linear(16, WIDTH))])
+            OrderedDict(
+                [
+                    ("c_fc", nn.Linear(WIDTH, 16)),
+                    ("gelu", nn.GELU()),
+                    ("c_proj", nn.Linear(16, WIDTH)),
+                ]
+            )
         )
 
 
@@ -52,21 +61,34 @@ class GatedBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn = nn.ModuleDict({"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)})
-        self.mlp = nn.ModuleDict({"fc_1": nn.Linear(WIDTH, 16), "fc_2": nn.Linear(WIDTH, 16), "proj": nn.Linear(16, WIDTH)})
+        self.attn = nn.ModuleDict(
+            {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "fc_1": nn.Linear(WIDTH, 16),
+                "fc_2": nn.Linear(WIDTH, 16),
+                "proj": nn.Linear(16, WIDTH),
+            }
+        )
 
 
 def nested() -> nn.Module:
-    """As in x-transformers: a list of norms, a layer and a residual, whose feed-forward parts are sequences in sequences."""
+    """As in x-transformers: a list of norms, a layer and a residual, whose feed-forward parts are
+    sequences in sequences."""
     part = nn.Module()
-    part.ff = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU()), nn.Dropout(0.0), nn.Linear(16, WIDTH))
+    part.ff = nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU()), nn.Dropout(0.0), nn.Linear(16, WIDTH)
+    )
     return nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH)]), part, nn.Identity()])
 
 
 def model(block: Any) -> nn.Module:
     whole = nn.Module()
     whole.encoder = nn.Module()
-    whole.encoder.layers = nn.Sequential(OrderedDict((f"layer_{index}", block()) for index in range(2)))
+    whole.encoder.layers = nn.Sequential(
+        OrderedDict((f"layer_{index}", block()) for index in range(2))
+    )
     whole.head = nn.Linear(WIDTH, 3)
     return whole
 
@@ -91,7 +113,12 @@ def test_what_is_no_feed_forward_part_is_left_out() -> None:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
     assert suggested_tensor(model(normalized)) == {}
-    assert suggested_tensor(model(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH)))) == {}
+    assert (
+        suggested_tensor(
+            model(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH)))
+        )
+        == {}
+    )
 
 
 class LitVision(L.LightningModule):
@@ -110,11 +137,19 @@ class LitVision(L.LightningModule):
 
 def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
     L.seed_everything(1, verbose=False)
-    data = torch.utils.data.TensorDataset(torch.randn(16, 5, WIDTH, generator=torch.Generator().manual_seed(2)))
+    data = torch.utils.data.TensorDataset(
+        torch.randn(16, 5, WIDTH, generator=torch.Generator().manual_seed(2))
+    )
     trainer = L.Trainer(
-        strategy=PTDPStrategy(tensor_parallel_size=degree, plan=plan), accelerator="cpu", devices=degree, max_steps=4, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        strategy=PTDPStrategy(tensor_parallel_size=degree, plan=plan),
+        accelerator="cpu",
+        devices=degree,
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(LitVision(), torch.utils.data.DataLoader(data, batch_size=4))
     return float(trainer.callback_metrics["loss"])
 
@@ -125,4 +160,6 @@ def test_the_lines_of_the_message_train_like_one_process(pool: Pool) -> None:
     found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)
     assert found is not None
     plan: ParallelPlan = eval(found[0], {"ParallelPlan": ParallelPlan})
-    assert fit(0, 1, None) == pytest.approx(pool.run(fit, world_size=2, args=(2, plan))[0], rel=1e-5)
+    assert fit(0, 1, None) == pytest.approx(
+        pool.run(fit, world_size=2, args=(2, plan))[0], rel=1e-5
+    )

@@ -16,7 +16,9 @@ def randomized(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+            )
     return model.eval()
 
 

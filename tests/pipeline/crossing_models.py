@@ -1,4 +1,5 @@
-"""Models whose blocks take and return more than one tensor, and a pipeline emulated by hand in one process."""
+"""Models whose blocks take and return more than one tensor, and a pipeline emulated by hand in one
+process."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm, backward, describe, tensors_in
+from lightning_ptdp.pipeline.crossing import (
+    Crossing,
+    Form,
+    TensorForm,
+    backward,
+    describe,
+    tensors_in,
+)
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 
@@ -36,7 +44,9 @@ class Block(nn.Module):
 class Base(nn.Module):
     """Embedding, four blocks, head; ``blocks`` is what differs."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, memory: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module] = Block, memory: Callable[[], nn.Module] | None = None
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
         self.memory = nn.Linear(WIDTH, WIDTH) if memory is None else memory()
@@ -56,7 +66,9 @@ class Narrowing(Base):
     def __init__(self) -> None:
         super().__init__()
         widths = (WIDTH, 9, 2, 5, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(here, there), nn.Tanh()) for here, there in pairwise(widths))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(here, there), nn.Tanh()) for here, there in pairwise(widths)
+        )
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         for layer in self.layers:
@@ -69,7 +81,9 @@ class InPlace(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
+        )
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         for layer in self.layers:
@@ -101,7 +115,10 @@ class NestBlock(Block):
         seen = counts["seen"] + (x.detach() > 0).sum(-1)
         return {
             "x": self.mix(x, y) * counts["kept"].unsqueeze(-1),
-            "rest": [self.mix(y, x) + 0.01 * seen.unsqueeze(-1), {"seen": seen, "kept": counts["kept"]}],
+            "rest": [
+                self.mix(y, x) + 0.01 * seen.unsqueeze(-1),
+                {"seen": seen, "kept": counts["kept"]},
+            ],
             "name": "state",
             "scale": 0.5,
         }
@@ -189,7 +206,8 @@ class ContextBlock(Block):
 
 
 class Context(Base):
-    """An extra inside of a nest, beside a mask that every stage computes; the block returns it too."""
+    """An extra inside of a nest, beside a mask that every stage computes; the block returns it
+    too."""
 
     def __init__(self) -> None:
         super().__init__(ContextBlock)
@@ -202,7 +220,8 @@ class Context(Base):
 
 
 class OwnBias(nn.Module):
-    """Weights of its own in front of the blocks: of no type that can be stubbed, so that every stage keeps them."""
+    """Weights of its own in front of the blocks: of no type that can be stubbed, so that every
+    stage keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +243,8 @@ class KeptBias(Base):
 
 
 class Uncalled(Base):
-    """A table's weight is used in front of the blocks without calling it, and the embedding's behind them."""
+    """A table's weight is used in front of the blocks without calling it, and the embedding's
+    behind them."""
 
     def __init__(self) -> None:
         super().__init__(memory=lambda: nn.Embedding(3, WIDTH))
@@ -261,27 +281,46 @@ def build(model: type[Base]) -> Base:
 
 
 def crossing_of(output: object, *, alike: bool = False) -> Crossing:
-    """A crossing of ``output`` whole, its tensors differentiable where they require a gradient, and alike if they are ``alike``."""
+    """A crossing of ``output`` whole, its tensors differentiable where they require a gradient, and
+    alike if they are ``alike``."""
     tensors = tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())
     index = {id(tensor): i for i, tensor in enumerate(tensors)}
-    forms = tuple(TensorForm.of(tensor, differentiable=tensor.requires_grad, alike=alike) for tensor in tensors)
-    return Crossing(tensors, Form(tensors=forms, output=describe(output, lambda tensor: index[id(tensor)], "?")))
+    forms = tuple(
+        TensorForm.of(tensor, differentiable=tensor.requires_grad, alike=alike)
+        for tensor in tensors
+    )
+    return Crossing(
+        tensors, Form(tensors=forms, output=describe(output, lambda tensor: index[id(tensor)], "?"))
+    )
 
 
 def ids(samples: int = 2, length: int = 5) -> Tensor:
     """A batch."""
-    return torch.randint(0, 11, (samples, length), generator=torch.Generator().manual_seed(samples * length))
+    return torch.randint(
+        0, 11, (samples, length), generator=torch.Generator().manual_seed(samples * length)
+    )
 
 
 class Emulated:
     """The stages of a model in one process; what crosses is handed on by hand."""
 
     def __init__(
-        self, whole: nn.Module, ranges: tuple[tuple[int, int], ...] = RANGES, *, collects: bool = False, **known: Any
+        self,
+        whole: nn.Module,
+        ranges: tuple[tuple[int, int], ...] = RANGES,
+        *,
+        collects: bool = False,
+        **known: Any,
     ) -> None:
         self.parts = [copy.deepcopy(whole) for _ in ranges]
         self.cuts = [
-            PipelineCut(part, parts=find_parts(part, **known), ranges=ranges, stages=(stage,), collects=collects)
+            PipelineCut(
+                part,
+                parts=find_parts(part, **known),
+                ranges=ranges,
+                stages=(stage,),
+                collects=collects,
+            )
             for stage, part in enumerate(self.parts)
         ]
         self.crossings: list[Crossing] = []
@@ -294,7 +333,9 @@ class Emulated:
         entered = None
         for stage, (part, cut) in enumerate(zip(self.parts, self.cuts, strict=True)):
             self.entered.append(entered)
-            result, last = cut.run(stage, entered, lambda part=part: part(*batch), training=training)
+            result, last = cut.run(
+                stage, entered, lambda part=part: part(*batch), training=training
+            )
             if last:
                 return result
             self.crossings.append(result)
@@ -333,7 +374,14 @@ def as_the_whole(model: type[Base], **options: Any) -> Emulated:
     gradients = stages.gradients()
     for name, parameter in whole.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                gradients[name],
+                parameter.grad,
+                **EXACT,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
     with torch.no_grad():
-        torch.testing.assert_close(stages.forward(ids(), training=False), whole(ids()), rtol=0, atol=0)
+        torch.testing.assert_close(
+            stages.forward(ids(), training=False), whole(ids()), rtol=0, atol=0
+        )
     return stages

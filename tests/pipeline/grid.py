@@ -1,4 +1,5 @@
-"""The grid of the runtime's tests: a small model, its data, what it gives uncut, and the schedules."""
+"""The grid of the runtime's tests: a small model, its data, what it gives uncut, and the
+schedules."""
 
 from __future__ import annotations
 
@@ -65,13 +66,15 @@ class Net(nn.Module):
 
 
 def uneven_ranges(stages: int) -> tuple[tuple[int, int], ...]:
-    """One layer a stage, and another one in every third stage from the second (or in the only one)."""
+    """One layer a stage, and another one in every third stage from the second (or in the only
+    one)."""
     sizes = [2 if stage % 3 == 1 or stages == 1 else 1 for stage in range(stages)]
     return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def make_net(stages: int, dtype: torch.dtype = torch.float64) -> Net:
-    """The whole model that ``uneven_ranges`` cuts; the same one whenever and wherever it is made."""
+    """The whole model that ``uneven_ranges`` cuts; the same one whenever and wherever it is
+    made."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return Net(uneven_ranges(stages)[-1][1]).to(dtype)
@@ -87,7 +90,8 @@ class Microbatch:
 
 
 def make_batch(count: int, *, seed: int = 0) -> list[Microbatch]:
-    """Microbatches of different sizes and lengths: the i-th has the same shape in every batch of the same seed."""
+    """Microbatches of different sizes and lengths: the i-th has the same shape in every batch of
+    the same seed."""
     generator = torch.Generator().manual_seed(100 + seed)
     batch = []
     for index in range(count):
@@ -107,10 +111,14 @@ class Expected:
     @property
     def gradients(self) -> Gradients:
         """Gradients summed over all microbatches."""
-        return {name: torch.stack([part[name] for part in self.parts]).sum(0) for name in self.parts[0]}
+        return {
+            name: torch.stack([part[name] for part in self.parts]).sum(0) for name in self.parts[0]
+        }
 
 
-def unsplit(batch: Sequence[Microbatch], *, stages: int, dtype: torch.dtype = torch.float64) -> Expected:
+def unsplit(
+    batch: Sequence[Microbatch], *, stages: int, dtype: torch.dtype = torch.float64
+) -> Expected:
     """Losses and gradients of the uncut model, one microbatch after the other."""
     net, losses, parts = make_net(stages, dtype), [], []
     for microbatch in batch:
@@ -132,7 +140,11 @@ class Case:
 
     def __str__(self) -> str:
         name = self.schedule if isinstance(self.schedule, str) else self.schedule.name
-        return f"{name} p{self.p}" + f" v{self.v}" * (self.v > 1) + (f" groups of {self.group_size}" if self.group_size else "")
+        return (
+            f"{name} p{self.p}"
+            + f" v{self.v}" * (self.v > 1)
+            + (f" groups of {self.group_size}" if self.group_size else "")
+        )
 
     def build(self, m: int, *, training: bool = True) -> Schedule:
         """The schedule of m microbatches."""
@@ -149,17 +161,32 @@ class Case:
 def weights_at_the_end(p: int, v: int, m: int) -> list[list[Action]]:
     """1F1B of p stages with all weight gradients behind the last backward, the newest first."""
     orders = []
-    for rank, program in enumerate(build_schedule("1f1b", pipeline_parallel_size=p, num_microbatches=m).programs):
-        order = [action for action in program if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
-        orders.append([*order, *(Action(ActionKind.WEIGHT, rank, microbatch) for microbatch in reversed(range(m)))])
+    for rank, program in enumerate(
+        build_schedule("1f1b", pipeline_parallel_size=p, num_microbatches=m).programs
+    ):
+        order = [
+            action for action in program if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+        ]
+        orders.append(
+            [
+                *order,
+                *(Action(ActionKind.WEIGHT, rank, microbatch) for microbatch in reversed(range(m))),
+            ]
+        )
     return orders
 
 
 def unsplit_in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
     """Stages placed in a V, all forwards and then all backwards, not split."""
     ranks = [(rank, 2 * p - 1 - rank) for rank in range(p)]
-    forwards = [[Action(ActionKind.FORWARD, stage, i) for stage in stages for i in range(m)] for stages in ranks]
-    backwards = [[Action(ActionKind.BACKWARD, stage, i) for stage in stages[::-1] for i in range(m)] for stages in ranks]
+    forwards = [
+        [Action(ActionKind.FORWARD, stage, i) for stage in stages for i in range(m)]
+        for stages in ranks
+    ]
+    backwards = [
+        [Action(ActionKind.BACKWARD, stage, i) for stage in stages[::-1] for i in range(m)]
+        for stages in ranks
+    ]
     return [first + then for first, then in zip(forwards, backwards, strict=True)]
 
 

@@ -21,7 +21,9 @@ class SumJob:
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         hook = "training_step" if self.training else "validation_step"
-        return Forward(hook=hook, stage=stage, microbatch=microbatch, whole=self.batches[microbatch])
+        return Forward(
+            hook=hook, stage=stage, microbatch=microbatch, whole=self.batches[microbatch]
+        )
 
     def forward(self, forward: Forward) -> Tensor:
         return self.model(forward.batch)

@@ -1,4 +1,5 @@
-"""Training that loses a rank where waits return at once and a message that does not come holds the host for ever (tests/queued.py)."""
+"""Training that loses a rank where waits return at once and a message that does not come holds the
+host for ever (tests/queued.py)."""
 
 from __future__ import annotations
 
@@ -77,6 +78,8 @@ def work(rank: int, folder: str) -> None:
     _environment(rank)
     place = Place(world_size=2, layout={"timeout_s": LIMIT_S})
     with habits():
-        trainer = make_trainer(place, default_root_dir=folder, max_steps=2, val_check_interval=2, limit_val_batches=1)
+        trainer = make_trainer(
+            place, default_root_dir=folder, max_steps=2, val_check_interval=2, limit_val_batches=1
+        )
         trainer.fit(Works(), loader(), loader())
     Path(folder, f"{rank}.txt").write_text("worked")

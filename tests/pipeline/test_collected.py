@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.crossing import StageError
-from tests.pipeline.crossing_models import RANGES, WIDTH, Base, Block, Emulated, as_the_whole, build, ids
+from tests.pipeline.crossing_models import (
+    RANGES,
+    WIDTH,
+    Base,
+    Block,
+    Emulated,
+    as_the_whole,
+    build,
+    ids,
+)
 
 
 class AllHidden(Base):
@@ -30,7 +39,11 @@ class AllHidden(Base):
 class RouterBlock(Block):
     def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         logits = self.other(x)
-        return self.mix(x, x), {"loss": logits.square().mean(), "chosen": logits.argmax(-1), "kept": None}
+        return self.mix(x, x), {
+            "loss": logits.square().mean(),
+            "chosen": logits.argmax(-1),
+            "kept": None,
+        }
 
 
 class Routers(Base):
@@ -49,14 +62,17 @@ class Routers(Base):
 
 
 class Hooked(Base):
-    """Somebody's hooks on blocks, on modules inside of them and on the embedding; one changes what it sees."""
+    """Somebody's hooks on blocks, on modules inside of them and on the embedding; one changes what
+    it sees."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tensor] = []
         self.embedding.register_forward_hook(self.keep)
         for index, layer in enumerate(self.layers):
-            layer.register_forward_hook(self.keep_with_kwargs if index % 2 else self.keep, with_kwargs=bool(index % 2))
+            layer.register_forward_hook(
+                self.keep_with_kwargs if index % 2 else self.keep, with_kwargs=bool(index % 2)
+            )
             layer.own.register_forward_hook(self.keep)
             layer.register_forward_hook(self.halve)
             layer.register_forward_hook(self.keep)
@@ -85,7 +101,9 @@ class Hooked(Base):
 
 @pytest.mark.parametrize("ranges", [RANGES, ((0, 2), (2, 4)), ((0, 3), (3, 4))])
 @pytest.mark.parametrize("model", [AllHidden, Routers])
-def test_what_the_loop_collects_crosses_where_the_plan_says_so(model: type[Base], ranges: Any) -> None:
+def test_what_the_loop_collects_crosses_where_the_plan_says_so(
+    model: type[Base], ranges: Any
+) -> None:
     as_the_whole(model, collects=True, ranges=ranges)
 
 
@@ -98,7 +116,10 @@ def test_hooks_see_the_blocks_of_all_stages(collects: bool) -> None:
 @pytest.mark.parametrize("model", [AllHidden, Routers])
 def test_without_it_what_did_not_cross_is_refused(model: type[Base], training: bool) -> None:
     stages = Emulated(build(model))
-    with torch.set_grad_enabled(training), pytest.raises(StageError, match=r"ParallelPlan\(collects=True\)"):
+    with (
+        torch.set_grad_enabled(training),
+        pytest.raises(StageError, match=r"ParallelPlan\(collects=True\)"),
+    ):
         stages.forward(ids(), training=training)
 
 
@@ -106,7 +127,11 @@ def test_what_is_collected_and_passed_on_is_sent_once() -> None:
     stages = as_the_whole(AllHidden, collects=True)
     stages.forward(ids(), training=True)
     assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 3]
-    assert all(tensor.shape == (2, 5, WIDTH) for crossing in stages.crossings for tensor in crossing.tensors)
+    assert all(
+        tensor.shape == (2, 5, WIDTH)
+        for crossing in stages.crossings
+        for tensor in crossing.tensors
+    )
 
 
 class KeepingBlock(Block):
@@ -154,9 +179,14 @@ class Read(Base):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(Keeping, r"'layers.0.loss' is a number with a gradient|'loss' of a block of"), (Read, "'own.seen' of a block of another")],
+    [
+        (Keeping, r"'layers.0.loss' is a number with a gradient|'loss' of a block of"),
+        (Read, "'own.seen' of a block of another"),
+    ],
 )
-def test_what_blocks_keep_in_attributes_is_not_missed_silently(model: type[Base], words: str, training: bool) -> None:
+def test_what_blocks_keep_in_attributes_is_not_missed_silently(
+    model: type[Base], words: str, training: bool
+) -> None:
     with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
         Emulated(build(model)).forward(ids(), training=training)
 
@@ -167,7 +197,9 @@ class Timed(Base):
     def __init__(self) -> None:
         super().__init__()
         self.open: set[str] = set()
-        for name, module in [(n, m) for layer in self.layers for n, m in layer.named_modules(prefix=str(id(layer)))]:
+        for name, module in [
+            (n, m) for layer in self.layers for n, m in layer.named_modules(prefix=str(id(layer)))
+        ]:
             module.register_forward_pre_hook(partial(self.begin, name))
             module.register_forward_hook(partial(self.end, name))
 
@@ -199,7 +231,10 @@ def test_a_removed_hook_is_not_called_elsewhere_either() -> None:
             return x
 
     whole = build(Removed)
-    handles = [layer.register_forward_hook(lambda *_: pytest.fail("it was removed")) for layer in whole.layers]
+    handles = [
+        layer.register_forward_hook(lambda *_: pytest.fail("it was removed"))
+        for layer in whole.layers
+    ]
     stages = Emulated(whole)
     for part in stages.parts:
         for layer in part.layers:

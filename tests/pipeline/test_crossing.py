@@ -1,4 +1,5 @@
-"""Several tensors over a stage boundary: a model cut in one process equals the uncut one, and what cannot be cut is refused."""
+"""Several tensors over a stage boundary: a model cut in one process equals the uncut one, and what
+cannot be cut is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.crossing import Form, StageError, TensorForm, describe, rebuild, substitute, tensors_in
+from lightning_ptdp.pipeline.crossing import (
+    Form,
+    StageError,
+    TensorForm,
+    describe,
+    rebuild,
+    substitute,
+    tensors_in,
+)
 from lightning_ptdp.pipeline.stage import PipelineCut
 from tests.pipeline.crossing_models import (
     EXACT,
@@ -42,10 +51,14 @@ def test_loss_and_gradients_equal_the_whole_models(model: type[Base]) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_equals_the_whole_models_without_training_before(model: type[Base], context: Any) -> None:
+def test_evaluation_equals_the_whole_models_without_training_before(
+    model: type[Base], context: Any
+) -> None:
     whole = build(model).eval()
     with context():
-        torch.testing.assert_close(Emulated(whole).forward(ids(), training=False), whole(ids()), rtol=0, atol=0)
+        torch.testing.assert_close(
+            Emulated(whole).forward(ids(), training=False), whole(ids()), rtol=0, atol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,15 +71,21 @@ def test_evaluation_equals_the_whole_models_without_training_before(model: type[
         (Context, [torch.float64, torch.float64], [(("context", "memory", 0), 1)]),
     ],
 )
-def test_only_what_the_next_stage_cannot_compute_crosses_and_once(model: Any, dtypes: Any, extras: Any) -> None:
+def test_only_what_the_next_stage_cannot_compute_crosses_and_once(
+    model: Any, dtypes: Any, extras: Any
+) -> None:
     stages = Emulated(build(model))
     stages.forward(ids(), training=True)
     for crossing in stages.crossings:
         assert [tensor.dtype for tensor in crossing.tensors] == dtypes
         assert list(crossing.form.extras) == extras
-        assert [form.differentiable for form in crossing.form.tensors] == [dtype.is_floating_point for dtype in dtypes]
+        assert [form.differentiable for form in crossing.form.tensors] == [
+            dtype.is_floating_point for dtype in dtypes
+        ]
     for entered in stages.entered[1:]:
-        assert [tensor.shape for tensor in entered.gradients().tensors] == [form.shape for form in entered.awaited]
+        assert [tensor.shape for tensor in entered.gradients().tensors] == [
+            form.shape for form in entered.awaited
+        ]
 
 
 def test_a_tensor_in_two_places_is_sent_once_and_its_gradients_add_up() -> None:
@@ -90,7 +109,9 @@ def test_a_tensor_in_two_places_is_sent_once_and_its_gradients_add_up() -> None:
     whole(ids()).sum().backward()
     stages.backward(stages.forward(ids(), training=True).sum())
     assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 1]
-    torch.testing.assert_close(stages.gradients()["embedding.weight"], whole.embedding.weight.grad, **EXACT)
+    torch.testing.assert_close(
+        stages.gradients()["embedding.weight"], whole.embedding.weight.grad, **EXACT
+    )
 
 
 def test_without_a_gradient_in_evaluation_and_for_what_needs_none() -> None:
@@ -102,7 +123,8 @@ def test_without_a_gradient_in_evaluation_and_for_what_needs_none() -> None:
 
 
 def test_gradients_that_nobody_needs_yet_are_announced_where_parameters_are_frozen() -> None:
-    """Parameters may be released in the middle of a training, but the receiver is told once what comes back."""
+    """Parameters may be released in the middle of a training, but the receiver is told once what
+    comes back."""
     whole = build(FrozenMemory)
     stages = Emulated(whole)
     stages.backward(stages.forward(ids(), training=True).sum())
@@ -112,7 +134,9 @@ def test_gradients_that_nobody_needs_yet_are_announced_where_parameters_are_froz
     stages.backward(stages.forward(ids(), training=True).sum())
     whole(ids()).sum().backward()
     assert stages.crossings[0].form == before
-    torch.testing.assert_close(stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT)
+    torch.testing.assert_close(
+        stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -121,7 +145,9 @@ def test_a_local_neighbour_is_handed_the_same_memory(training: bool) -> None:
     stages.forward(ids(), training=training)
     for crossing, entered in zip(stages.crossings, stages.entered[1:], strict=True):
         assert [t.data_ptr() for t in crossing.tensors] == [t.data_ptr() for t in entered.tensors]
-        assert all(tensor.is_leaf and tensor.requires_grad == training for tensor in entered.tensors)
+        assert all(
+            tensor.is_leaf and tensor.requires_grad == training for tensor in entered.tensors
+        )
 
 
 def test_a_stage_that_was_left_holds_on_to_nothing() -> None:
@@ -145,7 +171,9 @@ def test_every_stage_uses_its_own_of_a_bare_parameter() -> None:
     whole(ids()).sum().backward()
     stages.backward(stages.forward(ids(), training=True).sum())
     assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 1]
-    torch.testing.assert_close(stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT)
+    torch.testing.assert_close(
+        stages.gradients()["memory.weight"], whole.memory.weight.grad, **EXACT
+    )
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
@@ -167,11 +195,15 @@ def test_compiled_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
             else:
                 part.layers[index].compile(backend="eager")
     for batch in (ids(2, 5), ids(3, 4)):
-        torch.testing.assert_close(stages.forward(batch, training=True), whole(batch), rtol=0, atol=0)
-    assert traced == [False] * 8, "the hooks, which look at the identity of tensors, are compiled with the block"
+        torch.testing.assert_close(
+            stages.forward(batch, training=True), whole(batch), rtol=0, atol=0
+        )
+    assert traced == [False] * 8, (
+        "the hooks, which look at the identity of tensors, are compiled with the block"
+    )
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 class EachItsOwn(Base):
@@ -312,7 +344,9 @@ def test_a_model_is_not_run_outside_of_a_step() -> None:
 def test_shapes_masks_and_logs_before_the_blocks_are_left_alone() -> None:
     class Inspects(Memory):
         def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
-            kept = x.new_ones(x.shape[:2]).unsqueeze(-1) * torch.zeros_like(x).to(ids.device, x.dtype).add(1)
+            kept = x.new_ones(x.shape[:2]).unsqueeze(-1) * torch.zeros_like(x).to(
+                ids.device, x.dtype
+            ).add(1)
             assert not torch.isnan(x).any()
             first, size = x, x.size()
             x = super().run_blocks(x, ids) * kept.to(first)
@@ -325,20 +359,31 @@ def test_shapes_masks_and_logs_before_the_blocks_are_left_alone() -> None:
     assert [len(crossing.tensors) for crossing in stages.crossings] == [2, 2]
 
 
-# ---- descriptions -----------------------------------------------------------------------------------------------------
+# ---- descriptions --------------------------------------------------------------------------------
 
 
 def test_the_description_survives_its_header() -> None:
     tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.bool))
-    output = {"a": (tensors[0], [None, True, 2, 0.1, "text"]), 3: {"b": tensors[1], "again": tensors[0]}}
+    output = {
+        "a": (tensors[0], [None, True, 2, 0.1, "text"]),
+        3: {"b": tensors[1], "again": tensors[0]},
+    }
     crossing = crossing_of(output)
-    form = Form(tensors=crossing.form.tensors, output=crossing.form.output, extras=((("memory", 0), 1),))
+    form = Form(
+        tensors=crossing.form.tensors, output=crossing.form.output, extras=((("memory", 0), 1),)
+    )
     assert Form.decode(form.encode()) == form
-    again = rebuild(Form.decode(form.encode()).output, crossing.tensors, lambda: pytest.fail("nothing is elsewhere"))
+    again = rebuild(
+        Form.decode(form.encode()).output,
+        crossing.tensors,
+        lambda: pytest.fail("nothing is elsewhere"),
+    )
     assert again == output
     assert again["a"][1] == [None, True, 2, 0.1, "text"]
     assert again[3]["again"] is tensors[0]
-    assert all(TensorForm.of(tensor) == known for tensor, known in zip(tensors, form.tensors, strict=True))
+    assert all(
+        TensorForm.of(tensor) == known for tensor, known in zip(tensors, form.tensors, strict=True)
+    )
 
 
 def test_nests_are_walked_and_changed_in_place_of_their_tensors() -> None:
@@ -360,6 +405,8 @@ def test_what_cannot_be_described_is_named(value: Any) -> None:
 def test_a_cut_model_knows_its_extras_only_while_it_runs() -> None:
     whole = build(Memory)
     assert not hasattr(whole.embedding(ids()), "origin")
-    cut = PipelineCut(whole, parts=Emulated(build(Memory)).cuts[0].parts, ranges=RANGES, stages=(0,))
+    cut = PipelineCut(
+        whole, parts=Emulated(build(Memory)).cuts[0].parts, ranges=RANGES, stages=(0,)
+    )
     cut.run(0, None, lambda: whole(ids()), training=True)
     assert type(whole.embedding(ids())) is Tensor

@@ -66,7 +66,9 @@ def test_what_is_called_on_both_sides_is_refused() -> None:
                 x = layer(x)
             return self.norm(x)
 
-    with pytest.raises(ValueError, match=r"'norm' is called more than once.*pipeline_parallel_size=1"):
+    with pytest.raises(
+        ValueError, match=r"'norm' is called more than once.*pipeline_parallel_size=1"
+    ):
         find_parts(Both())
 
 
@@ -78,7 +80,9 @@ def test_layers_that_are_not_called_one_after_the_other_are_refused() -> None:
                 x = layer(x)
             return self.norm(x)
 
-    with pytest.raises(ValueError, match=r"'layers' looks like the repeated container.*blocks='model.layers'"):
+    with pytest.raises(
+        ValueError, match=r"'layers' looks like the repeated container.*blocks='model.layers'"
+    ):
         find_parts(Twice())
 
 
@@ -86,7 +90,11 @@ def test_an_example_of_another_part_of_the_model_says_nothing() -> None:
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.layers, self.last = Model(), nn.ModuleList(nn.Linear(40, 40) for _ in range(2)), nn.Linear(4, 4)
+            self.first, self.layers, self.last = (
+                Model(),
+                nn.ModuleList(nn.Linear(40, 40) for _ in range(2)),
+                nn.Linear(4, 4),
+            )
 
     parts = find_parts(Around())
     assert (parts.blocks, parts.before, parts.after) == (("layers",), ("first",), ("last",))
@@ -97,7 +105,10 @@ def test_hugging_face_models_bring_their_own_example() -> None:
     from tests.huggingface.runs import make_model
 
     parts = find_parts(nn.ModuleDict({"model": make_model("opt")}))
-    assert parts.before == ("model.model.decoder.embed_tokens", "model.model.decoder.embed_positions")
+    assert parts.before == (
+        "model.model.decoder.embed_tokens",
+        "model.model.decoder.embed_positions",
+    )
     assert parts.after == ("model.model.decoder.final_layer_norm", "model.lm_head")
 
 
@@ -132,7 +143,10 @@ def test_what_is_asked_for_its_shape_or_given_none_is_kept_by_every_stage() -> N
             self.positions, self.limits = Positions(3, 4), nn.Embedding(3, 4)
 
         def forward(self, ids: Tensor) -> Tensor:
-            assert ids.shape[1] <= self.limits.weight.shape[0] and self.embedding.weight.dtype.is_floating_point
+            assert (
+                ids.shape[1] <= self.limits.weight.shape[0]
+                and self.embedding.weight.dtype.is_floating_point
+            )
             x = self.embedding(ids) + self.positions(ids.shape) + self.limits(ids)
             for layer in self.layers:
                 x = layer(x)
@@ -143,5 +157,8 @@ def test_what_is_asked_for_its_shape_or_given_none_is_kept_by_every_stage() -> N
 
 def test_lists_that_the_model_unpacks_are_refused() -> None:
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
-    with pytest.raises(ValueError, match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model unpacks"):
+    with pytest.raises(
+        ValueError,
+        match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model unpacks",
+    ):
         find_parts(nn.ModuleDict({"layers": model}), blocks="layers")

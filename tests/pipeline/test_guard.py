@@ -1,4 +1,5 @@
-"""When a rank is taken to hang: rules against scenes; then real processes whose waits return at once, as NCCL's do."""
+"""When a rank is taken to hang: rules against scenes; then real processes whose waits return at
+once, as NCCL's do."""
 
 from __future__ import annotations
 
@@ -36,21 +37,38 @@ def status(**known: Any) -> RankStatus:
 
 
 class Scene:
-    """A rank that is looked at every second, and the other one; ``at`` gives the sight of a second, ``seconds`` counts them.
+    """A rank that is looked at every second, and the other one; ``at`` gives the sight of a second,
+    ``seconds`` counts them.
 
     Args:
         waits_raise, limit_s: As of the judge.
         at: Changes what is seen then.
     """
 
-    def __init__(self, at: Callable[[float], dict[str, Any]], *, waits_raise: bool = False, limit_s: float = LIMIT_S) -> None:
-        self._at, self._judge = at, Judge(limit_s=limit_s, interval_s=STEP_S, waits_raise=waits_raise)
+    def __init__(
+        self,
+        at: Callable[[float], dict[str, Any]],
+        *,
+        waits_raise: bool = False,
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        self._at, self._judge = (
+            at,
+            Judge(limit_s=limit_s, interval_s=STEP_S, waits_raise=waits_raise),
+        )
 
     def ends_after(self, most: int = 1000) -> tuple[float, str] | None:
         """The second in which the rank is ended, and why; None: it is not."""
         for second in range(most):
-            known = {"note": "F0.1", "watched": True, "heard": {1: alive(second)}, "answered_at": second}
-            if why := self._judge.look(Sight(**{"now": float(second), **known, **self._at(second)})):
+            known = {
+                "note": "F0.1",
+                "watched": True,
+                "heard": {1: alive(second)},
+                "answered_at": second,
+            }
+            if why := self._judge.look(
+                Sight(**{"now": float(second), **known, **self._at(second)})
+            ):
                 return second, why
         return None
 
@@ -61,7 +79,15 @@ def alive(second: float) -> Heard:
 
 def fails_at(when: int) -> Callable[[float], dict[str, Any]]:
     def at(second: float) -> dict[str, Any]:
-        return {"heard": {1: Heard(status(beat=int(second), failure="ValueError: x" * (second >= when)), second, True)}}
+        return {
+            "heard": {
+                1: Heard(
+                    status(beat=int(second), failure="ValueError: x" * (second >= when)),
+                    second,
+                    True,
+                )
+            }
+        }
 
     return at
 
@@ -72,7 +98,11 @@ def silent_from(when: int) -> Callable[[float], dict[str, Any]]:
 
 def nobody_answers_from(when: int) -> Callable[[float], dict[str, Any]]:
     def at(second: float) -> dict[str, Any]:
-        return {"heard": {1: alive(min(second, when))}, "answered_at": min(second, when), "unanswered_s": max(second - when, 0)}
+        return {
+            "heard": {1: alive(min(second, when))},
+            "answered_at": min(second, when),
+            "unanswered_s": max(second - when, 0),
+        }
 
     return at
 
@@ -88,8 +118,16 @@ def computing(second: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("at", "on_nccl", "with_gloo"),
     [
-        (fails_at(50), (61, "rank 1 failed (ValueError: x)"), (121, "rank 1 failed (ValueError: x)")),
-        (silent_from(20), (121, "rank 1 has told nothing for 101 s"), (121, "rank 1 has told nothing for 101 s")),
+        (
+            fails_at(50),
+            (61, "rank 1 failed (ValueError: x)"),
+            (121, "rank 1 failed (ValueError: x)"),
+        ),
+        (
+            silent_from(20),
+            (121, "rank 1 has told nothing for 101 s"),
+            (121, "rank 1 has told nothing for 101 s"),
+        ),
         (
             nobody_answers_from(20),
             (121, "rank 0, which keeps the store (or torchrun does), has told nothing for 101 s"),
@@ -97,9 +135,20 @@ def computing(second: float) -> dict[str, Any]:
         ),
         (in_one_call, (111, "it has been in one call for 111 s"), None),
         (computing, None, None),
-        (lambda second: {"failed": second > 10}, (112, "it failed, and does not come to its end"), None),
+        (
+            lambda second: {"failed": second > 10},
+            (112, "it failed, and does not come to its end"),
+            None,
+        ),
     ],
-    ids=["another rank failed", "another rank is silent", "the store is silent", "one call", "Python that runs", "its own end"],
+    ids=[
+        "another rank failed",
+        "another rank is silent",
+        "the store is silent",
+        "one call",
+        "Python that runs",
+        "its own end",
+    ],
 )
 def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None:
     assert Scene(at).ends_after() == on_nccl
@@ -107,26 +156,40 @@ def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("limit_s", "failed_at", "ends_at"), [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12), (1000.0, 0, 11)]
+    ("limit_s", "failed_at", "ends_at"),
+    [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12), (1000.0, 0, 11)],
 )
-def test_the_failure_of_another_is_told_whatever_else_is_seen(limit_s: float, failed_at: int, ends_at: int) -> None:
-    """After 10 s or half of the limit, before this rank is taken to be in one call; or together with that."""
+def test_the_failure_of_another_is_told_whatever_else_is_seen(
+    limit_s: float, failed_at: int, ends_at: int
+) -> None:
+    """After 10 s or half of the limit, before this rank is taken to be in one call; or together
+    with that."""
     fails = fails_at(failed_at)
-    ended = Scene(lambda second: {**fails(second), **in_one_call(second)}, limit_s=limit_s).ends_after()
+    ended = Scene(
+        lambda second: {**fails(second), **in_one_call(second)}, limit_s=limit_s
+    ).ends_after()
     assert ended == (ends_at, "rank 1 failed (ValueError: x)")
 
 
-@pytest.mark.parametrize(("silent", "why"), [(40, "rank 1 has told nothing for 71 s"), (80, "it has been in one call for 111 s")])
+@pytest.mark.parametrize(
+    ("silent", "why"),
+    [(40, "rank 1 has told nothing for 71 s"), (80, "it has been in one call for 111 s")],
+)
 def test_who_falls_silent_later_is_told(silent: int, why: str) -> None:
     falls_silent = silent_from(silent)
-    assert Scene(lambda second: {**falls_silent(second), **in_one_call(second)}).ends_after() == (111, why)
+    assert Scene(lambda second: {**falls_silent(second), **in_one_call(second)}).ends_after() == (
+        111,
+        why,
+    )
 
 
 def test_who_gave_up_for_another_is_no_cause() -> None:
     def gives_up(second: float) -> dict[str, Any]:
         return {
             **in_one_call(second),
-            "heard": {1: Heard(status(beat=int(second), failure=LOST * (second >= 108)), second, True)},
+            "heard": {
+                1: Heard(status(beat=int(second), failure=LOST * (second >= 108)), second, True)
+            },
         }
 
     assert Scene(gives_up).ends_after() == (111, "it has been in one call for 111 s")
@@ -140,7 +203,9 @@ def between_steps(at: Any) -> Callable[[float], dict[str, Any]]:
     return lambda second: {**at(second), "watched": False}
 
 
-@pytest.mark.parametrize("at", [fails_at(50), silent_from(20), nobody_answers_from(20), in_one_call])
+@pytest.mark.parametrize(
+    "at", [fails_at(50), silent_from(20), nobody_answers_from(20), in_one_call]
+)
 def test_who_gets_on_does_not_hang(at: Any) -> None:
     assert Scene(getting_on(at)).ends_after() is None
     assert Scene(getting_on(at), waits_raise=True).ends_after() is None
@@ -160,7 +225,10 @@ def test_but_not_for_ever_once_another_rank_is_lost(at: Any, when: int) -> None:
 
 def test_who_has_come_to_its_end_is_not_silent() -> None:
     ended = Heard(status(ended=True), 20.0, True)
-    assert Scene(lambda second: {"heard": {1: alive(second) if second < 20 else ended}}).ends_after() is None
+    assert (
+        Scene(lambda second: {"heard": {1: alive(second) if second < 20 else ended}}).ends_after()
+        is None
+    )
 
 
 def test_a_failure_of_an_earlier_training_is_none() -> None:
@@ -173,15 +241,22 @@ def test_a_process_that_was_stopped_does_not_count_the_time() -> None:
 
     def at(second: float) -> dict[str, Any]:
         now = pause["now"](second)
-        return {"now": now, "note": second // 60, "answered_at": now, "heard": {1: Heard(alive(second).status, now, True)}}
+        return {
+            "now": now,
+            "note": second // 60,
+            "answered_at": now,
+            "heard": {1: Heard(alive(second).status, now, True)},
+        }
 
     assert Scene(at).ends_after() is None
 
 
-# ---- real processes ---------------------------------------------------------------------------------------------------
+# ---- real processes ------------------------------------------------------------------------------
 
 
-def _run(rank: int, parent: Connection, folder: str, part: Callable[..., None], *arguments: Any) -> None:
+def _run(
+    rank: int, parent: Connection, folder: str, part: Callable[..., None], *arguments: Any
+) -> None:
     tempfile.tempdir = folder
     with open(Path(folder, f"said-{rank}.txt"), "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stderr.fileno())
@@ -190,13 +265,18 @@ def _run(rank: int, parent: Connection, folder: str, part: Callable[..., None], 
     os._exit(0)  # gloo's destructors wait for the peer
 
 
-def _ends(folder: Path, who: int, part: Callable[..., None], *arguments: Any) -> tuple[int | None, str]:
+def _ends(
+    folder: Path, who: int, part: Callable[..., None], *arguments: Any
+) -> tuple[int | None, str]:
     """Run ``part`` on two ranks; return the exit code and the output of rank ``who``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     pipes = [context.Pipe() for _ in range(2)]
     processes = [
-        context.Process(target=_run, args=(rank, pipes[rank][1], str(folder), part, *arguments), daemon=True) for rank in range(2)
+        context.Process(
+            target=_run, args=(rank, pipes[rank][1], str(folder), part, *arguments), daemon=True
+        )
+        for rank in range(2)
     ]
     try:
         for process in processes:
@@ -215,22 +295,36 @@ def _ends(folder: Path, who: int, part: Callable[..., None], *arguments: Any) ->
     ("victim", "how", "why"),
     [
         (1, "stop", r"rank 1 has told nothing for [\d.]+ s"),
-        (0, "stop", r"rank 0, which keeps the store \(or torchrun does\), has told nothing for [\d.]+ s"),
+        (
+            0,
+            "stop",
+            r"rank 0, which keeps the store \(or torchrun does\), has told nothing for [\d.]+ s",
+        ),
         (1, "kill", r"rank 1 has told nothing for [\d.]+ s"),
         (1, "raise", r"rank 1 failed \(ValueError: a bad batch\)"),
         (1, "wait", r"it has been in one call for [\d.]+ s"),
     ],
 )
-def test_a_rank_that_hangs_ends_and_says_why(victim: int, how: str, why: str, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_ends_and_says_why(
+    victim: int, how: str, why: str, tmp_path: Path
+) -> None:
     survivor = 1 - victim
     code, said = _ends(tmp_path, survivor, train, victim, how)
     assert code == 1, said
     place = rf"step 1, in [FB]{survivor}\.\d with rank {victim}"
-    assert re.search(rf"rank {survivor} \(.*\) is stuck: {place} since [\d.]+ s, limit 4\.0 s: {why}\.", said), said
-    assert re.search(rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since [\d.]+ s \(this rank\)", said), said
+    assert re.search(
+        rf"rank {survivor} \(.*\) is stuck: {place} since [\d.]+ s, limit 4\.0 s: {why}\.", said
+    ), said
+    assert re.search(
+        rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since [\d.]+ s \(this "
+        r"rank\)",
+        said,
+    ), said
     assert re.search(rf"  rank {victim}: \S", said), said
     assert re.search(r"This rank stands in \w+\.py, line \d+; it gives up and ends\.", said), said
-    (record,) = re.findall(r"by torch's flight recorder \(torchfrtrace reads it\): (\S+)\n", said)[-1:]
+    (record,) = re.findall(r"by torch's flight recorder \(torchfrtrace reads it\): (\S+)\n", said)[
+        -1:
+    ]
     assert pickle.loads(Path(record).read_bytes())["version"]
     if how in ("stop", "kill"):
         assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: \S", said), said

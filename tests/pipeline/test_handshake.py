@@ -1,4 +1,5 @@
-"""Programs run where communication has NCCL's habits (tests/queued.py), and wait for no connection inside a step. Real processes."""
+"""Programs run where communication has NCCL's habits (tests/queued.py), and wait for no connection
+inside a step. Real processes."""
 
 from __future__ import annotations
 
@@ -28,20 +29,28 @@ def steps(rank: int, case: Case, m: int, connected: bool) -> tuple[list[Any], li
         before, outcomes = list(queued.HOST.met), []
         for training in (True, True, False):
             here.net.zero_grad()
-            outcomes.append(here.step(case.build(m, training=training), make_batch(m), training=training))
+            outcomes.append(
+                here.step(case.build(m, training=training), make_batch(m), training=training)
+            )
     return [made for made in queued.HOST.met if made not in before], outcomes
 
 
 @pytest.mark.parametrize("p", [2, 4])
-@pytest.mark.parametrize(("v", "schedule"), [(v, schedule) for v, names in SCHEDULES.items() for schedule in names])
-def test_steps_give_the_uncut_models_results_and_wait_for_no_connection(p: int, v: int, schedule: str, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("v", "schedule"), [(v, schedule) for v, names in SCHEDULES.items() for schedule in names]
+)
+def test_steps_give_the_uncut_models_results_and_wait_for_no_connection(
+    p: int, v: int, schedule: str, pool: Pool
+) -> None:
     case, m = Case(schedule, p, v), 2 * p
     ranks = pool.run(steps, world_size=p, args=(case, m, True), backend="queued")
     assert [late for late, _ in ranks] == [[]] * p
     expected, last = unsplit(make_batch(m), stages=p * v), case.build(1).rank_of(p * v - 1)
     for step, training in enumerate((True, True, False)):
         outcomes = [outcomes[step] for _, outcomes in ranks]
-        assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(expected.losses, rel=1e-12)
+        assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(
+            expected.losses, rel=1e-12
+        )
         assert_same(summed(outcomes), expected.gradients if training else {}, f"step {step}")
 
 

@@ -42,8 +42,11 @@ SAVE_LIMIT_S = 5.0
 
 
 def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
-    """Both publish where they are, then the victim freezes or dies and the other one misses it in a receive or a collective."""
-    mesh = ProcessMesh.create(layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank)
+    """Both publish where they are, then the victim freezes or dies and the other one misses it in a
+    receive or a collective."""
+    mesh = ProcessMesh.create(
+        layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank
+    )
     group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
     watched = Watchdog.create(mesh=mesh, limit_s=LIMIT_S)
     peer = 1 - rank
@@ -78,7 +81,9 @@ def _train(rank: int, parent: Connection, victim: int, how: int, where: str) -> 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
     with contextlib.redirect_stderr(io.StringIO()):
-        make_trainer(Place(world_size=2, layout=layout), default_root_dir=where).fit(_Loses(victim, how), loader())
+        make_trainer(Place(world_size=2, layout=layout), default_root_dir=where).fit(
+            _Loses(victim, how), loader()
+        )
 
 
 class _LosesBetweenSteps(LitNet):
@@ -105,7 +110,11 @@ class _LosesBetweenSteps(LitNet):
 def _train_between(rank: int, parent: Connection, victim: int, hook: str, where: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
-    place, path, module = Place(world_size=2, layout=layout), Path(where, "one.ckpt"), _LosesBetweenSteps(victim, hook)
+    place, path, module = (
+        Place(world_size=2, layout=layout),
+        Path(where, "one.ckpt"),
+        _LosesBetweenSteps(victim, hook),
+    )
     first = make_trainer(place, default_root_dir=where, max_steps=1, gradient_clip_val=1.0)
     first.fit(module, loader())
     first.save_checkpoint(path)
@@ -116,11 +125,14 @@ def _train_between(rank: int, parent: Connection, victim: int, hook: str, where:
 def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"shard_optimizer": True, "timeout_s": 8.0})
-    make_trainer(place, default_root_dir=where, max_steps=1).fit(_LosesBetweenSteps(victim, "norm"), loader())
+    make_trainer(place, default_root_dir=where, max_steps=1).fit(
+        _LosesBetweenSteps(victim, "norm"), loader()
+    )
 
 
 class _LosesInExperts(LitMixture):
-    """In the second step one rank dies where the other one has come to the exchange of a layer's gradients."""
+    """In the second step one rank dies where the other one has come to the exchange of a layer's
+    gradients."""
 
     def __init__(self, victim: int) -> None:
         super().__init__(Run())
@@ -151,7 +163,9 @@ def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], wh
         SummingFile.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
         single_file._save = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     saving = ModelCheckpoint(where, every_n_train_steps=1, save_top_k=-1)
-    make_trainer(place, max_steps=4, enable_checkpointing=True, callbacks=[saving]).fit(LitNet(), loader())
+    make_trainer(place, max_steps=4, enable_checkpointing=True, callbacks=[saving]).fit(
+        LitNet(), loader()
+    )
 
 
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
@@ -170,7 +184,10 @@ def _said_by_survivor(part: Callable[..., None], victim: int, *arguments: Any) -
     context.set_forkserver_preload(PRELOAD)
     pipes = [context.Pipe() for _ in range(2)]
     processes = [
-        context.Process(target=_run, args=(rank, pipes[rank][1], part, victim, *arguments), daemon=True) for rank in range(2)
+        context.Process(
+            target=_run, args=(rank, pipes[rank][1], part, victim, *arguments), daemon=True
+        )
+        for rank in range(2)
     ]
     try:
         for process in processes:
@@ -197,7 +214,11 @@ def _said_by_survivor(part: Callable[..., None], victim: int, *arguments: Any) -
 )
 def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> None:
     said = _said_by_survivor(_lose, victim, how, where)
-    mine = f"waits in F{1 - victim}.3 for rank {victim}" if where == "receive" else f"in F{1 - victim}.3"
+    mine = (
+        f"waits in F{1 - victim}.3 for rank {victim}"
+        if where == "receive"
+        else f"in F{1 - victim}.3"
+    )
     assert said.startswith(f"PeerError: rank {1 - victim} (")
     assert f"lost another rank (step 12, {mine})" in said
     assert re.search(rf"rank {1 - victim}: step 12, {mine} since [\d.]+ s \(this rank\)", said)
@@ -210,11 +231,18 @@ def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> N
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_path: Path) -> None:
     said = _said_by_survivor(_train, 1, how, str(tmp_path))
-    assert re.match(r"PeerError: rank 0 \(.*\) waited in action B0\.\d for rank 1, which did not answer:", said)
+    assert re.match(
+        r"PeerError: rank 0 \(.*\) waited in action B0\.\d for rank 1, which did not answer:", said
+    )
     assert "What each rank did last:" in said
     assert re.search(r"rank 0: step 1, waits in B0\.\d for rank 1 since \d", said)
     # How far it came since it last told is not known: it does so once in a while.
-    assert re.search(r"rank 1: last heard \d+.* ago: " if how == signal.SIGSTOP else r"rank 1: .* since .* \(told ", said)
+    assert re.search(
+        r"rank 1: last heard \d+.* ago: "
+        if how == signal.SIGSTOP
+        else r"rank 1: .* since .* \(told ",
+        said,
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +253,9 @@ def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_
         ("load", r"loading the model from .*one\.ckpt"),
     ],
 )
-def test_collectives_outside_the_steps_name_the_lost_rank_too(hook: str, place: str, tmp_path: Path) -> None:
+def test_collectives_outside_the_steps_name_the_lost_rank_too(
+    hook: str, place: str, tmp_path: Path
+) -> None:
     said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
     assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
     assert re.search(rf"rank 0: {place} since \d", said)
@@ -249,9 +279,17 @@ def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Pa
         *((victim, {"async_save": True}) for victim in (0, 1)),
         (0, {"checkpoint_format": "file"}),  # rank 0 alone writes it
     ],
-    ids=["0-synchronous", "1-synchronous", "0-in the background", "1-in the background", "0-single file"],
+    ids=[
+        "0-synchronous",
+        "1-synchronous",
+        "0-in the background",
+        "1-in the background",
+        "0-single file",
+    ],
 )
-def test_a_peer_that_freezes_while_it_saves_is_named(victim: int, layout: dict[str, Any], tmp_path: Path) -> None:
+def test_a_peer_that_freezes_while_it_saves_is_named(
+    victim: int, layout: dict[str, Any], tmp_path: Path
+) -> None:
     said = _said_by_survivor(_save, victim, layout, str(tmp_path))
     assert re.match(rf"PeerError: rank {1 - victim} \(.*\) lost another rank \(.+\): ", said), said
     assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: ", said), said
@@ -267,8 +305,11 @@ class _Arriving:
 def test_the_end_of_a_run_that_lost_a_rank_does_not_hide_it() -> None:
     strategy = PTDPStrategy()
     strategy._engine = _Arriving()
-    strategy._run = SimpleNamespace(watchdog=Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=LIMIT_S))
+    strategy._run = SimpleNamespace(
+        watchdog=Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=LIMIT_S)
+    )
     with pytest.raises(
-        PeerError, match=r"rank 0 lost another rank \(the last parameters to arrive\): .*\nWhat each rank did last:"
+        PeerError,
+        match=r"rank 0 lost another rank \(the last parameters to arrive\): .*\nWhat each rank did last:",
     ):
         strategy.teardown()

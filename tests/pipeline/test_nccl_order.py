@@ -1,4 +1,5 @@
-"""The messages that a rank gives to its channels in real steps are those of the model of NCCL (tests/schedule/nccl.py), in its order."""
+"""The messages that a rank gives to its channels in real steps are those of the model of NCCL
+(tests/schedule/nccl.py), in its order."""
 
 from __future__ import annotations
 
@@ -18,10 +19,20 @@ from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.nccl import Habits, operations
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("gpipe", 2), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2))
+SCHEDULES = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb_h1", 1),
+    ("gpipe", 2),
+    ("interleaved_1f1b", 2),
+    ("zb_v", 2),
+    ("dualpipe_v", 2),
+)
 
 
-def two_steps(rank: int, name: str, p: int, v: int, m: int, training: bool) -> list[list[tuple[str, int, int, str]]]:
+def two_steps(
+    rank: int, name: str, p: int, v: int, m: int, training: bool
+) -> list[list[tuple[str, int, int, str]]]:
     """Return the messages of each of two steps on this rank.
 
     A message is ("send" or "recv", source, destination, direction).
@@ -34,14 +45,21 @@ def two_steps(rank: int, name: str, p: int, v: int, m: int, training: bool) -> l
     mesh = ProcessMesh.create(layout=layout, rank=rank)
     lines = {handle.identity: line for line, handle in mesh.channels.items()}
     ranges = tuple((stage, stage + 1) for stage in range(p * v))
-    cut = PipelineCut(model, parts=find_parts(model, blocks=""), ranges=ranges, stages=tuple(schedule.stages_of(rank)))
+    cut = PipelineCut(
+        model,
+        parts=find_parts(model, blocks=""),
+        ranges=ranges,
+        stages=tuple(schedule.stages_of(rank)),
+    )
     link = Transport(mesh=mesh, device=torch.device("cpu"))
     runtime = PipelineRuntime(cut=cut, transport=link, group=mesh.group("pipeline"))
     steps = []
     for _ in range(2):
         before = len(HOST.calls)
         runtime.run(schedule, SumJob(model, [torch.ones(1, 2)] * m, training=training))
-        steps.append([(call.what, *lines[call.group]) for call in HOST.calls[before:] if call.group in lines])
+        steps.append(
+            [(call.what, *lines[call.group]) for call in HOST.calls[before:] if call.group in lines]
+        )
     return steps
 
 
@@ -49,9 +67,19 @@ def two_steps(rank: int, name: str, p: int, v: int, m: int, training: bool) -> l
 def test_the_runtime_issues_what_the_model_says(name: str, v: int, pool: Pool) -> None:
     for p, m, training in ((2, 3, True), (4, 6, True), (4, 6, False)):
         real = pool.run(two_steps, world_size=p, args=(name, p, v, m, training), backend="queued")
-        schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+        schedule = build_schedule(
+            name,
+            pipeline_parallel_size=p,
+            virtual_pipeline_size=v,
+            num_microbatches=m,
+            training=training,
+        )
         for step, habits in enumerate((Habits(first_step=True), Habits())):
             for rank, given in enumerate(operations(schedule, habits)):
-                lines = [operation.stream[0] for operation in given if isinstance(operation.stream, tuple)]
+                lines = [
+                    operation.stream[0]
+                    for operation in given
+                    if isinstance(operation.stream, tuple)
+                ]
                 expected = [("send" if line.source == rank else "recv", *line) for line in lines]
                 assert real[rank][step] == expected, (p, m, training, step, rank)

@@ -1,4 +1,5 @@
-"""Messages between stages: headers only where a form is new, 1/t a rank, buffers that live shortly. Real processes over gloo."""
+"""Messages between stages: headers only where a form is new, 1/t a rank, buffers that live shortly.
+Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -61,16 +62,29 @@ class Measured(Transport):
         self.posted.remove(buffer.nbytes)
         return super().assemble(buffer, form)
 
-    def _send(self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]) -> None:
+    def _send(
+        self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]
+    ) -> None:
         super()._send(what, crossing, target, direction, header)
-        self.sent_bytes += sum(tensor.nbytes for tensor in self._outstanding[self.mesh.rank, target, direction][-1].tensors)
-        self.peak_outstanding_sends = max(self.peak_outstanding_sends, sum(map(len, self._outstanding.values())))
+        self.sent_bytes += sum(
+            tensor.nbytes
+            for tensor in self._outstanding[self.mesh.rank, target, direction][-1].tensors
+        )
+        self.peak_outstanding_sends = max(
+            self.peak_outstanding_sends, sum(map(len, self._outstanding.values()))
+        )
 
 
 def transport(rank: int, *, tensor: int = 1, **options: Any) -> Measured:
     """Return the transport of one of two pipeline ranks."""
-    layout = ParallelLayout(world_size=2 * tensor, pipeline_parallel_size=2, tensor_parallel_size=tensor)
-    return Measured(mesh=ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=30)), device=CPU, **options)
+    layout = ParallelLayout(
+        world_size=2 * tensor, pipeline_parallel_size=2, tensor_parallel_size=tensor
+    )
+    return Measured(
+        mesh=ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=30)),
+        device=CPU,
+        **options,
+    )
 
 
 def outputs() -> dict[str, Any]:
@@ -94,21 +108,30 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def exchange_new_and_known_forms(rank: int) -> Any:
-    link, order = transport(rank), ["tensor", "nest", "tensor", "strided", "dtypes", "nest", "empty", "tuple"]
+    link, order = (
+        transport(rank),
+        ["tensor", "nest", "tensor", "strided", "dtypes", "nest", "empty", "tuple"],
+    )
     if rank == 0:
         sizes = []
         for step in range(2):
             for index, name in enumerate(order):
                 before = link.sent_bytes
-                link.send_forward(f"F1.{index}", crossing_of(outputs()[name]), target=1, signature=name)
+                link.send_forward(
+                    f"F1.{index}", crossing_of(outputs()[name]), target=1, signature=name
+                )
                 payload = sum(tensor.nbytes for tensor in crossing_of(outputs()[name]).tensors)
                 sizes.append((step, name, link.sent_bytes - before > payload))
             link.flush()
         return sizes
     found = []
     for _ in range(2):
-        # All are asked for at once: what stands behind a header that is not known yet must wait for its turn.
-        receipts = [link.receive_forward(f"F1.{i}", source=0, signature=name) for i, name in enumerate(order)]
+        # All are asked for at once: what stands behind a header that is not known yet must wait for
+        # its turn.
+        receipts = [
+            link.receive_forward(f"F1.{i}", source=0, signature=name)
+            for i, name in enumerate(order)
+        ]
         for receipt, name in zip(receipts, order, strict=True):
             crossing = receipt.wait()
             output = rebuild(crossing.form.output, crossing.tensors, lambda: torch.empty(0))
@@ -148,7 +171,7 @@ def test_one_gradient_for_each_tensor_that_needs_it_and_zeros_where_none_came(po
     assert gradients == [[[3.0, 3.0]] * 3, [0.0, 0.0]]
 
 
-# ---- scatter ----------------------------------------------------------------------------------------------------------
+# ---- scatter -------------------------------------------------------------------------------------
 
 HIDDEN, SMALL, ODD = (2, 8, 6), (4,), (3, 11)
 
@@ -157,7 +180,10 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool, alike: bool) -> Any
     link = transport(rank, tensor=2, scatter=scatter, scatter_minimum=16)
     generator = torch.Generator().manual_seed(3)
     shapes = (HIDDEN, SMALL, ODD, HIDDEN[::-1])
-    tensors = [torch.randn(shape, generator=generator, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.bfloat16).requires_grad_()
+        for shape in shapes
+    ]
     tensors[3] = tensors[3].transpose(0, 2)  # not contiguous
     crossing = crossing_of((*tensors, torch.arange(64)), alike=alike)
     whole = [tensor.detach().clone() for tensor in crossing.tensors]
@@ -167,31 +193,43 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool, alike: bool) -> Any
         before = link.sent_bytes
         link.send_forward("F1.1", crossing, target=target, signature=0)
         awaited = crossing.awaited
-        receipts = [link.receive_backward(f"B0.{i}", source=target, awaited=awaited) for i in range(2)]
+        receipts = [
+            link.receive_backward(f"B0.{i}", source=target, awaited=awaited) for i in range(2)
+        ]
         back = [receipt.wait() for receipt in receipts]
         link.flush()
-        good = all(torch.equal(g, t * 2) for found in back for g, t in zip(found.tensors, whole[:4], strict=True))
+        good = all(
+            torch.equal(g, t * 2)
+            for found in back
+            for g, t in zip(found.tensors, whole[:4], strict=True)
+        )
         return good, link.sent_bytes - before
     receipts = [link.receive_forward(f"F1.{i}", source=source, signature=0) for i in range(2)]
     found = [receipt.wait() for receipt in receipts]
     before = link.sent_bytes
     for index, arrived in enumerate(found):
-        gradients = Crossing(tuple(tensor * 2 for tensor in arrived.tensors[:4]), Form(tensors=arrived.awaited))
+        gradients = Crossing(
+            tuple(tensor * 2 for tensor in arrived.tensors[:4]), Form(tensors=arrived.awaited)
+        )
         link.send_backward(f"B0.{index}", gradients, target=source)
     link.flush()
-    good = all(torch.equal(a, b) for arrived in found for a, b in zip(arrived.tensors, whole, strict=True))
+    good = all(
+        torch.equal(a, b) for arrived in found for a, b in zip(arrived.tensors, whole, strict=True)
+    )
     return good, (link.sent_bytes - before) // 2
 
 
 def test_tensor_parallel_ranks_send_a_share_each_of_what_they_all_have(pool: Pool) -> None:
     hidden, rest, integers = 2 * 96 * 2, (4 + 33) * 2, 64 * 8
     for scatter, alike, divisor in ((False, True, 1), (True, True, 2), (True, False, 1)):
-        for rank, (good, size) in enumerate(pool.run(exchange_alike_on_tensor_ranks, world_size=4, args=(scatter, alike))):
+        for rank, (good, size) in enumerate(
+            pool.run(exchange_alike_on_tensor_ranks, world_size=4, args=(scatter, alike))
+        ):
             assert good, f"rank {rank} has other values"
             assert size == hidden // divisor + rest + (integers if rank < 2 else 0), f"rank {rank}"
 
 
-# ---- lifetimes --------------------------------------------------------------------------------------------------------
+# ---- lifetimes -----------------------------------------------------------------------------------
 
 
 def send_many(rank: int) -> Any:
@@ -201,7 +239,11 @@ def send_many(rank: int) -> Any:
         for index in range(count):
             link.send_forward(f"F1.{index}", crossing_of(x + index), target=1, signature=0)
         link.flush()
-        return link.peak_outstanding_sends, link.peak_receives, [len(queue) for queue in link._outstanding.values()]
+        return (
+            link.peak_outstanding_sends,
+            link.peak_receives,
+            [len(queue) for queue in link._outstanding.values()],
+        )
     values, pending = [], []
     for index in range(count):
         pending.append(link.receive_forward(f"F1.{index}", source=0, signature=0))
@@ -234,10 +276,12 @@ def test_as_many_messages_may_be_under_way_as_a_receiver_asks_for_ahead() -> Non
         assert receives_ahead(asking_for_all(count)) == count
         link.begin(asking_for_all(count))
         assert link._limit == limit
-    assert receives_ahead(build_schedule("1f1b", pipeline_parallel_size=4, num_microbatches=16)) <= 2
+    assert (
+        receives_ahead(build_schedule("1f1b", pipeline_parallel_size=4, num_microbatches=16)) <= 2
+    )
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def change_the_shape(rank: int) -> Any:
@@ -282,14 +326,17 @@ def test_a_peer_that_is_gone_is_named_with_what_the_others_did() -> None:
         waiting=lambda what, peer: told.append((what, peer)),
         explain=lambda: "rank 1: frozen in F1.3",
     )
-    with pytest.raises(PeerError, match=r"(?s)rank 2 .*action F2.3 for rank 1.*Connection closed.*\nrank 1: frozen in F1.3"):
+    with pytest.raises(
+        PeerError,
+        match=r"(?s)rank 2 .*action F2.3 for rank 1.*Connection closed.*\nrank 1: frozen in F1.3",
+    ):
         link.wait(Handle("Connection closed by peer"), "F2.3", 1)
     assert told == [("F2.3", 1)]
     link.wait(Handle(), "F2.3", 1)
     assert told[1:] == [("F2.3", 1), ("F2.3", None)]
 
 
-# ---- with the runtime -------------------------------------------------------------------------------------------------
+# ---- with the runtime ----------------------------------------------------------------------------
 
 
 KINDS = {"Memory": Memory, "Nest": Nest, "Pair": Pair}
@@ -304,7 +351,9 @@ def train(rank: int, name: str, schedule: str) -> Any:
     layout = ParallelLayout(world_size=2, placement=program.placement, **sizes)
     mesh = ProcessMesh.create(layout=layout, rank=rank)
     ranges = tuple((stage, stage + 1) for stage in range(4))
-    cut = PipelineCut(model, parts=find_parts(model), ranges=ranges, stages=tuple(program.stages_of(rank)))
+    cut = PipelineCut(
+        model, parts=find_parts(model), ranges=ranges, stages=tuple(program.stages_of(rank))
+    )
     link = Transport(mesh=mesh, device=CPU)
     runtime = PipelineRuntime(cut=cut, transport=link, group=mesh.group("pipeline"))
     losses = []
@@ -318,9 +367,12 @@ def train(rank: int, name: str, schedule: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("Memory", "interleaved_1f1b"), ("Nest", "zb_v"), ("Memory", "zb_v"), ("Pair", "gpipe")]
+    ("name", "schedule"),
+    [("Memory", "interleaved_1f1b"), ("Nest", "zb_v"), ("Memory", "zb_v"), ("Pair", "gpipe")],
 )
-def test_several_tensors_under_a_schedule_equal_the_whole_model(name: str, schedule: str, pool: Pool) -> None:
+def test_several_tensors_under_a_schedule_equal_the_whole_model(
+    name: str, schedule: str, pool: Pool
+) -> None:
     ranks = pool.run(train, world_size=2, args=(name, schedule))
     whole = build(KINDS[name])
     expected = [whole(batch).square().sum() for batch in BATCHES]
@@ -329,8 +381,12 @@ def test_several_tensors_under_a_schedule_equal_the_whole_model(name: str, sched
         assert losses == {index: loss.item() for index, loss in enumerate(expected)}
     for parameter_name, parameter in whole.named_parameters():
         if parameter.grad is not None:
-            found = [gradients[parameter_name] for _, gradients in ranks if parameter_name in gradients]
-            torch.testing.assert_close(torch.stack(found).sum(0), parameter.grad, rtol=1e-11, atol=1e-11)
+            found = [
+                gradients[parameter_name] for _, gradients in ranks if parameter_name in gradients
+            ]
+            torch.testing.assert_close(
+                torch.stack(found).sum(0), parameter.grad, rtol=1e-11, atol=1e-11
+            )
 
 
 def test_no_tensor_no_message() -> None:

@@ -78,7 +78,10 @@ def played(clock: Clock, recorder: Any, schedule: Schedule, *, wait: float = 0.0
 
 def spans(timeline: Timeline | None) -> list[tuple[str, float, float]]:
     assert timeline is not None
-    return [(str(span.action), round(float(span.start), 6), round(float(span.end), 6)) for span in timeline.spans[0]]
+    return [
+        (str(span.action), round(float(span.start), 6), round(float(span.end), 6))
+        for span in timeline.spans[0]
+    ]
 
 
 def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
@@ -94,7 +97,12 @@ def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
 def test_a_wait_is_idle_time(clock: Clock) -> None:
     recorder = Recorder(CPU)
     played(clock, recorder, alone(), wait=5)
-    assert spans(recorder.gather(Group())) == [("F0.0", 0, 1), ("B0.0", 11, 13), ("F0.1", 23, 24), ("B0.1", 34, 36)]
+    assert spans(recorder.gather(Group())) == [
+        ("F0.0", 0, 1),
+        ("B0.0", 11, 13),
+        ("F0.1", 23, 24),
+        ("B0.1", 34, 36),
+    ]
 
 
 def test_a_wait_outside_a_computation_changes_nothing(clock: Clock) -> None:
@@ -139,7 +147,10 @@ def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -
         work.end()
     timeline = recorder.gather(Group())
     assert timeline is not None
-    assert [(str(s.action), s.start, s.end) for s in timeline.reductions[0]] == [("R3", 1, 12.5), ("R0", 3, 11)]
+    assert [(str(s.action), s.start, s.end) for s in timeline.reductions[0]] == [
+        ("R3", 1, 12.5),
+        ("R0", 3, 11),
+    ]
     assert timeline.step_time == 12.5
 
 
@@ -160,7 +171,9 @@ def test_observers_are_told_in_order_and_may_leave() -> None:
     events = ("began", "started", "waiting", "finished", "reducing", "ended")
 
     def observer(name: str) -> Any:
-        return SimpleNamespace(**{event: lambda *_, event=event: told.append((name, event)) for event in events})
+        return SimpleNamespace(
+            **{event: lambda *_, event=event: told.append((name, event)) for event in events}
+        )
 
     first, second = observer("first"), observer("second")
     observers = Observers([first])
@@ -172,7 +185,9 @@ def test_observers_are_told_in_order_and_may_leave() -> None:
     observers.finished(action)
     observers.reducing(0, None)
     observers.ended()
-    assert told == list(itertools.chain.from_iterable([("first", event), ("second", event)] for event in events))
+    assert told == list(
+        itertools.chain.from_iterable([("first", event), ("second", event)] for event in events)
+    )
     observers.remove(first)
     observers.remove(first)
     told.clear()
@@ -180,20 +195,28 @@ def test_observers_are_told_in_order_and_may_leave() -> None:
     assert told == [("second", "ended")]
 
 
-# ---- the ideal --------------------------------------------------------------------------------------------------------
+# ---- the ideal -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
 def test_the_ideal_of_a_simulated_step_is_itself(name: str, v: int) -> None:
-    schedule = build_schedule(name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4)
-    costs: dict[str, Any] = {"forward": range(2, 2 + 2 * v), "backward": range(3, 3 + 2 * v), "weight": range(1, 1 + 2 * v)}
+    schedule = build_schedule(
+        name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4
+    )
+    costs: dict[str, Any] = {
+        "forward": range(2, 2 + 2 * v),
+        "backward": range(3, 3 + 2 * v),
+        "weight": range(1, 1 + 2 * v),
+    }
     exact = simulate(schedule, Costs(**costs, reduce=range(5, 5 + 2 * v)))
     ideal = ideal_timeline(exact)
     assert ideal.step_time == pytest.approx(float(exact.step_time))
     assert ideal.bubble_fraction == pytest.approx(float(exact.bubble_fraction))
     slow = simulate(schedule, Costs(**costs, latency=3, send=1))
     assert slow.step_time > exact.step_time - 20
-    assert ideal_timeline(slow).step_time == pytest.approx(float(simulate(schedule, Costs(**costs)).step_time))
+    assert ideal_timeline(slow).step_time == pytest.approx(
+        float(simulate(schedule, Costs(**costs)).step_time)
+    )
 
 
 def test_the_ideal_has_the_mean_costs() -> None:
@@ -220,7 +243,7 @@ def test_of_a_reduction_only_what_outlasts_the_gradients_counts() -> None:
     assert ideal_timeline(measured).step_time == measured.step_time == 3.5
 
 
-# ---- real processes ---------------------------------------------------------------------------------------------------
+# ---- real processes ------------------------------------------------------------------------------
 
 
 def _late_clock(seconds: float) -> Any:
@@ -231,7 +254,8 @@ def _late_clock(seconds: float) -> Any:
 
 
 def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[str]]:
-    """1F1B by hand, with real messages; every rank has a clock of its own, and rank ``broken`` is cut short."""
+    """1F1B by hand, with real messages; every rank has a clock of its own, and rank ``broken`` is
+    cut short."""
     recorder_module.time = _late_clock(1e4 * rank)
     try:
         layout = ParallelLayout(world_size=world_size, pipeline_parallel_size=world_size)
@@ -257,7 +281,9 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
         recorder_module.time = time
 
 
-def _perform(action: Action, rank: int, world_size: int, recorder: Recorder, sent: list[Any]) -> None:
+def _perform(
+    action: Action, rank: int, world_size: int, recorder: Recorder, sent: list[Any]
+) -> None:
     message = torch.zeros(1)
     source = {"F": rank - 1, "B": rank + 1}.get(action.kind)
     if source is not None and 0 <= source < world_size:
@@ -273,8 +299,14 @@ def test_ranks_with_other_clocks_are_put_together(pool: Pool) -> None:
     results = pool.run(_recorded_ring, world_size=3, args=(3, -1))
     timeline = results[0][0]
     assert results[1][0] is results[2][0] is None
-    assert [[str(span.action) for span in spans] for spans in timeline.spans] == [noted for _, noted in results]
-    assert [[str(span.action) for span in spans] for spans in timeline.reductions] == [["R0"], ["R1"], ["R2"]]
+    assert [[str(span.action) for span in spans] for spans in timeline.spans] == [
+        noted for _, noted in results
+    ]
+    assert [[str(span.action) for span in spans] for spans in timeline.reductions] == [
+        ["R0"],
+        ["R1"],
+        ["R2"],
+    ]
     assert timeline.spans[0][0].start == 0
     assert 0 < timeline.step_time < 1e3
     ends = {str(span.action): span.end for spans in timeline.spans for span in spans}
@@ -287,11 +319,15 @@ def test_ranks_with_other_clocks_are_put_together(pool: Pool) -> None:
 
 
 def test_a_rank_that_was_cut_short_leaves_no_timeline(pool: Pool) -> None:
-    assert [timeline for timeline, _ in pool.run(_recorded_ring, world_size=2, args=(2, 1))] == [None, None]
+    assert [timeline for timeline, _ in pool.run(_recorded_ring, world_size=2, args=(2, 1))] == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="times CUDA events: on a CPU there are none, and the host's clock is tested above"
+    not torch.cuda.is_available(),
+    reason="times CUDA events: on a CPU there are none, and the host's clock is tested above",
 )
 def test_events_of_a_gpu_are_told_in_host_time() -> None:
     device = torch.device("cuda", 0)
@@ -308,4 +344,6 @@ def test_events_of_a_gpu_are_told_in_host_time() -> None:
     part = recorder._recorded()
     after = time.perf_counter()
     forward, backward = part.spans
-    assert before - 1e-3 < forward.start < forward.end <= backward.start < backward.end < after + 1e-3
+    assert (
+        before - 1e-3 < forward.start < forward.end <= backward.start < backward.end < after + 1e-3
+    )

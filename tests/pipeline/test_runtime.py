@@ -1,4 +1,5 @@
-"""Every schedule, run on real processes, gives the uncut model's losses and gradients, and does what it says when it says so."""
+"""Every schedule, run on real processes, gives the uncut model's losses and gradients, and does
+what it says when it says so."""
 
 from __future__ import annotations
 
@@ -39,15 +40,18 @@ def _run_case(rank: int, case: Case) -> dict[int, Outcome]:
 def steps(pool: Pool) -> Any:
     """Return a function that runs a case.
 
-    By number of microbatches, it gives the schedule, the expected values and the outcomes of all ranks.
-    A negative number stands for sends that block.
-    """
+    By number of microbatches, it gives the schedule, the expected values and the outcomes of all
+    ranks. A negative number stands for sends that block."""
 
     @cache
     def of(case: Case) -> Steps:
         ranks = pool.run(_run_case, world_size=case.p, args=(case,))
         return {
-            m: (case.build(abs(m)), unsplit(make_batch(abs(m)), stages=case.p * case.v), [outcomes[m] for outcomes in ranks])
+            m: (
+                case.build(abs(m)),
+                unsplit(make_batch(abs(m)), stages=case.p * case.v),
+                [outcomes[m] for outcomes in ranks],
+            )
             for m in ranks[0]
         }
 
@@ -67,7 +71,10 @@ def test_losses_and_gradients_are_the_uncut_models(case: Case, steps: Any) -> No
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_computation_follows_the_program(case: Case, steps: Any) -> None:
     for schedule, _, outcomes in steps(case).values():
-        kinds = {ActionKind.FORWARD, *((ActionKind.BACKWARD, ActionKind.WEIGHT) if schedule.splits_backward else ())}
+        kinds = {
+            ActionKind.FORWARD,
+            *((ActionKind.BACKWARD, ActionKind.WEIGHT) if schedule.splits_backward else ()),
+        }
         for program, outcome in zip(schedule.programs, outcomes, strict=True):
             assert outcome.computed == [str(action) for action in program if action.kind in kinds]
 
@@ -77,20 +84,31 @@ def test_a_stage_is_reduced_once_and_after_its_last_gradient(case: Case, steps: 
     for m, (schedule, expected, outcomes) in steps(case).items():
         for program, outcome in zip(schedule.programs, outcomes, strict=True):
             assert outcome.told == _last_gradients_and_reductions(program)
-            assert not outcome.late, f"m={m}: gradients change after they were said to be complete: {outcome.late}"
+            assert not outcome.late, (
+                f"m={m}: gradients change after they were said to be complete: {outcome.late}"
+            )
             for stage, (remaining, awaited) in outcome.remaining.items():
                 last = _last_gradient(program, stage)
                 assert (awaited is None) == (last.kind is ActionKind.BACKWARD)
                 part = expected.parts[last.microbatch or 0]
                 # What was not awaited came earlier.
-                due = {n: part[n] if awaited is None or n in awaited else torch.zeros_like(part[n]) for n in remaining}
+                due = {
+                    n: part[n] if awaited is None or n in awaited else torch.zeros_like(part[n])
+                    for n in remaining
+                }
                 assert_same(remaining, due, f"m={m}, after the call before {last}")
-            awaited_names = [name for _, awaited in outcome.remaining.values() for name in awaited or ()]
+            awaited_names = [
+                name for _, awaited in outcome.remaining.values() for name in awaited or ()
+            ]
             assert sorted(outcome.completed) == sorted(awaited_names)
 
 
 def _last_gradient(program: tuple[Action, ...], stage: int) -> Action:
-    return [a for a in program if a.stage == stage and a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)][-1]
+    return [
+        a
+        for a in program
+        if a.stage == stage and a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
+    ][-1]
 
 
 def _last_gradients_and_reductions(program: tuple[Action, ...]) -> list[tuple[str, int]]:
@@ -109,11 +127,18 @@ def test_weight_gradients_wait_for_their_action(case: Case, steps: Any) -> None:
     for m, (schedule, _, outcomes) in steps(case).items():
         for rank, outcome in enumerate(outcomes):
             assert set(outcome.kept) == set(schedule.stages_of(rank))
-            early = [name for _, early in outcome.kept.values() for name in early if name not in TIED.values()]
+            early = [
+                name
+                for _, early in outcome.kept.values()
+                for name in early
+                if name not in TIED.values()
+            ]
             assert not early, f"m={m}: gradients before their action: {early}"
             waiting = {name for kept, early in outcome.kept.values() for name in (*kept, *early)}
             products = {name for name in outcome.gradients if ".up." in name or ".down." in name}
-            head = set(TIED.values()) if schedule.num_stages - 1 in schedule.stages_of(rank) else set()
+            head = (
+                set(TIED.values()) if schedule.num_stages - 1 in schedule.stages_of(rank) else set()
+            )
             assert waiting == products | head
 
 
@@ -130,7 +155,7 @@ def test_an_output_is_freed_when_it_has_left(case: Case, steps: Any) -> None:
     assert [outcome.unsent for outcome in outcomes] == [0] * case.p
 
 
-# ---- what a step may be besides -------------------------------------------------------------------------------------------
+# ---- what a step may be besides ------------------------------------------------------------------
 
 PAIRS = [case for case in GRID if case.p == 2 and case.v < 3]
 
@@ -147,16 +172,24 @@ def test_recomputation(case: Case, policy: str, pool: Pool) -> None:
     for rank, outcome in enumerate(outcomes):
         layers = len([name for name in outcome.gradients if name.endswith("up.bias")])
         assert outcome.calls == 2 * 3 * layers, "every microbatch passes a layer twice"
-        early = [name for _, early in outcome.kept.values() for name in early if name not in TIED.values()]
+        early = [
+            name
+            for _, early in outcome.kept.values()
+            for name in early
+            if name not in TIED.values()
+        ]
         assert not early, f"rank {rank}: gradients before their action: {early}"
         assert sum(len(kept) for kept, _ in outcome.kept.values()) >= 4 * layers * (case in SPLIT)
 
 
 def _run_several_steps(rank: int, case: Case) -> list[tuple[Outcome, int]]:
-    """Two batches, one of them of other lengths and with fewer microbatches, accumulated, with evaluation in between."""
+    """Two batches, one of them of other lengths and with fewer microbatches, accumulated, with
+    evaluation in between."""
     here, found = Rank(case.build(1)), []
     for m, seed, training in SEVERAL:
-        outcome = here.step(case.build(m, training=training), make_batch(m, seed=seed), training=training)
+        outcome = here.step(
+            case.build(m, training=training), make_batch(m, seed=seed), training=training
+        )
         assert here.transport is not None
         found.append((outcome, here.transport.headers))
     return found
@@ -173,7 +206,9 @@ def several(pool: Pool) -> Any:
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(case: Case, several: Any) -> None:
+def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(
+    case: Case, several: Any
+) -> None:
     ranks, schedule = several(case), case.build(1)
     last = schedule.rank_of(schedule.num_stages - 1)
     total: dict[str, Tensor] = {}
@@ -181,11 +216,17 @@ def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(case: C
     for index, (m, seed, training) in enumerate(SEVERAL):
         outcomes, where = [found[index][0] for found in ranks], f"step {index}"
         expected = unsplit(make_batch(m, seed=seed), stages=2 * case.v)
-        assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(expected.losses, rel=1e-12)
+        assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(
+            expected.losses, rel=1e-12
+        )
         if training:
-            total = {name: total.get(name, 0) + gradient for name, gradient in expected.gradients.items()}
+            total = {
+                name: total.get(name, 0) + gradient for name, gradient in expected.gradients.items()
+            }
         else:
-            assert all(torch.equal(summed(outcomes)[name], value) for name, value in before.items()), where
+            assert all(
+                torch.equal(summed(outcomes)[name], value) for name, value in before.items()
+            ), where
             assert not any(outcome.told for outcome in outcomes), where
         before = summed(outcomes)
         assert_same(before, total, where)
@@ -196,7 +237,9 @@ def test_shapes_are_told_when_they_change_and_not_again(case: Case, several: Any
     ranks, schedule = several(case), case.build(1)
     shapes: set[tuple[bool, tuple[int, ...]]] = set()
     for index, (m, seed, training) in enumerate(SEVERAL):
-        shapes |= {(training, tuple(microbatch.ids.shape)) for microbatch in make_batch(m, seed=seed)}
+        shapes |= {
+            (training, tuple(microbatch.ids.shape)) for microbatch in make_batch(m, seed=seed)
+        }
         for rank, found in enumerate(ranks):
             behind = [s for s in schedule.stages_of(rank) if s and schedule.rank_of(s - 1) != rank]
             assert found[index][1] == len(behind) * len(shapes), f"step {index}, rank {rank}"
@@ -222,7 +265,11 @@ def test_a_failed_step_leaves_nothing_behind(case: Case) -> None:
     with pytest.raises(IndexError):
         here.step(case.build(3), broken)
     here.net.zero_grad()
-    assert_same(here.step(case.build(3), batch).gradients, unsplit(batch, stages=1).gradients, "the step after")
+    assert_same(
+        here.step(case.build(3), batch).gradients,
+        unsplit(batch, stages=1).gradients,
+        "the step after",
+    )
 
 
 def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Entering and leaving somebody's forward: a model cut in one process equals the uncut one, and misuse is named."""
+"""Entering and leaving somebody's forward: a model cut in one process equals the uncut one, and
+misuse is named."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def test_stand_ins_are_in_the_mode_of_what_they_stand_for() -> None:
     for stage in range(3):
         part = copy.deepcopy(whole)
         PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
-        assert {name: module.training for name, module in part.named_modules() if name in modes} == modes
+        assert {
+            name: module.training for name, module in part.named_modules() if name in modes
+        } == modes
 
 
 class SameNorm(Net):
@@ -190,8 +193,15 @@ def test_misuse_is_named_with_the_mend(model: type[Net], stage: int, words: str)
 def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
     part = Peeking()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
-    with pytest.raises(AttributeError, match=r"'embedding' lives on another pipeline stage.*'weight'"):
-        cut.run(2, crossing_of(torch.zeros(2, 5, 6)), lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+    with pytest.raises(
+        AttributeError, match=r"'embedding' lives on another pipeline stage.*'weight'"
+    ):
+        cut.run(
+            2,
+            crossing_of(torch.zeros(2, 5, 6)),
+            lambda: part(torch.zeros(2, 5, dtype=torch.long)),
+            training=True,
+        )
 
 
 def test_the_container_is_found_or_asked_for() -> None:
@@ -201,7 +211,9 @@ def test_the_container_is_found_or_asked_for() -> None:
         find_blocks(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nearest: layers"):
         find_parts(Net(), blocks="layer")
-    assert find_parts(Net(), before=("norm",)) == ModelParts(blocks=("layers",), before=("norm", "embedding"), after=("head",))
+    assert find_parts(Net(), before=("norm",)) == ModelParts(
+        blocks=("layers",), before=("norm", "embedding"), after=("head",)
+    )
 
 
 class FixedTable(nn.Embedding):

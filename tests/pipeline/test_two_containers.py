@@ -56,7 +56,8 @@ class EmbeddedFirst(EncoderDecoder):
 
 
 class SharedEmbedding(EncoderDecoder):
-    """One embedding, for both; the encoder's blocks see the mean of it, the decoder's see the last block's output itself."""
+    """One embedding, for both; the encoder's blocks see the mean of it, the decoder's see the last
+    block's output itself."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x = self.source(source)
@@ -67,7 +68,8 @@ class SharedEmbedding(EncoderDecoder):
 
 
 class OneAfterTheOther(EncoderDecoder):
-    """The second container goes on with what the first returned, as a language model behind a vision tower."""
+    """The second container goes on with what the first returned, as a language model behind a
+    vision tower."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x = self.encode(self.source(source)) + self.target(target)
@@ -84,7 +86,9 @@ class Biased(Block):
         if index == 0:
             self.bias = nn.Embedding(5, WIDTH)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, None]:
         if bias is None:
             bias = self.bias(torch.arange(x.shape[1])).unsqueeze(0)
         return self.mix(x + bias, x if memory is None else memory), bias, None
@@ -120,9 +124,13 @@ class Torch(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.float64)
-        padding = torch.zeros(source.shape, dtype=torch.float64).masked_fill(source == 0, -torch.inf)
+        padding = torch.zeros(source.shape, dtype=torch.float64).masked_fill(
+            source == 0, -torch.inf
+        )
         x, y = self.source(source), self.target(target)
-        found = self.transformer(x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        found = self.transformer(
+            x, y, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding
+        )
         return self.head(found)
 
 
@@ -174,7 +182,10 @@ def test_loss_and_gradients_equal_the_whole_models(model: type[nn.Module]) -> No
         for name, parameter in whole.named_parameters():
             if parameter.grad is not None:
                 torch.testing.assert_close(
-                    gradients[name], parameter.grad, **EXACT, msg=lambda text, name=name, cut=cut: f"{cut} {name}: {text}"
+                    gradients[name],
+                    parameter.grad,
+                    **EXACT,
+                    msg=lambda text, name=name, cut=cut: f"{cut} {name}: {text}",
                 )
 
 
@@ -203,12 +214,22 @@ class UsedBehind(EncoderDecoder):
 @pytest.mark.parametrize(
     ("model", "known", "words"),
     [
-        (EmbeddedFirst, {"before": ("target",)}, r"block 'decoder.0' is given a tensor \(argument 0\).*between="),
+        (
+            EmbeddedFirst,
+            {"before": ("target",)},
+            r"block 'decoder.0' is given a tensor \(argument 0\).*between=",
+        ),
         (UsedBehind, {}, "computed between the repeated blocks or behind them"),
         (EncoderDecoder, {"blocks": ("decoder", "encoder")}, "'.*' was called before"),
-        (Examined, {"blocks": ("decoder", "encoder")}, "does not call all of 'decoder' before 'encoder'"),
+        (
+            Examined,
+            {"blocks": ("decoder", "encoder")},
+            "does not call all of 'decoder' before 'encoder'",
+        ),
     ],
 )
-def test_what_cannot_be_cut_is_named_with_the_mend(model: type[nn.Module], known: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_cut_is_named_with_the_mend(
+    model: type[nn.Module], known: dict[str, Any], words: str
+) -> None:
     with pytest.raises((StageError, ValueError), match=words):
         Emulated(build(model), ranges((3, 5)), **known).forward(*batch(model), training=True)

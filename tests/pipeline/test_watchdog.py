@@ -1,7 +1,7 @@
 """Tests of the watchdog.
 
-Each rank reports its action. Users' errors pass unchanged. A frozen or lost store blocks no rank. No threads are left behind.
-"""
+Each rank reports its action. Users' errors pass unchanged. A frozen or lost store blocks no rank.
+No threads are left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ HANGS_S = 40.0
 
 def watchdog(store: Any = None, *, rank: int = 0, world_size: int = 2, **options: Any) -> Watchdog:
     ranks = options.pop("ranks", range(world_size))
-    return Watchdog(rank=rank, world_size=world_size, ranks=ranks, limit_s=options.pop("limit_s", 60.0), store=store, **options)
+    return Watchdog(
+        rank=rank,
+        world_size=world_size,
+        ranks=ranks,
+        limit_s=options.pop("limit_s", 60.0),
+        store=store,
+        **options,
+    )
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("ptdp")]
 
 
-# ---- what is said -----------------------------------------------------------------------------------------------------
+# ---- what is said --------------------------------------------------------------------------------
 
 
 def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
@@ -84,20 +91,35 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         "  … and 1 other ranks",
         "No answer from rank 4, which has told nothing yet",
     ]
-    assert re.search(r"rank 0: failed [\d.]+ s ago \(lost another rank: no answer from rank 4\)", ranks[1].explain())
+    assert re.search(
+        r"rank 0: failed [\d.]+ s ago \(lost another rank: no answer from rank 4\)",
+        ranks[1].explain(),
+    )
 
 
 def test_rank_0_stays_until_all_that_answer_know_who_is_missed() -> None:
     def account(failure: str, *, world_size: int = 3, ended: bool = False) -> Account:
         told = LiveStatus()
         told.failure, told.ended = failure, ended
-        heard = {rank: Heard(told.status() if rank == 1 else LiveStatus().status(), 0.0, True) for rank in (1, 2)}
+        heard = {
+            rank: Heard(told.status() if rank == 1 else LiveStatus().status(), 0.0, True)
+            for rank in (1, 2)
+        }
         return Account(
-            rank=0, own=LiveStatus().status(), world_size=world_size, asked=(1, 2), heard=heard, missing=frozenset({2})
+            rank=0,
+            own=LiveStatus().status(),
+            world_size=world_size,
+            asked=(1, 2),
+            heard=heard,
+            missing=frozenset({2}),
         )
 
     named = account("").lost()
-    assert account(named).is_known() and account("ValueError: mine").is_known() and account("", ended=True).is_known()
+    assert (
+        account(named).is_known()
+        and account("ValueError: mine").is_known()
+        and account("", ended=True).is_known()
+    )
     assert not account("").is_known() and not account(LOST).is_known()
     assert not account(named, world_size=4).is_known()
 
@@ -158,31 +180,50 @@ def test_silence_is_told_from_work() -> None:
     live.set("in", Action.parse("F2.3"))
     status = RankStatus.decode(live.status().encode())
     since = r"step 3, in F2\.3 since [\d.]+ s"
-    assert re.fullmatch(rf"{since} \(told 0\.0 s ago\)", status.sentence(silence_s=0.0, silent_after_s=4))
-    assert re.fullmatch(rf"{since} \(this rank\)", status.sentence(silence_s=None, silent_after_s=4))
-    assert status.sentence(silence_s=17.0, silent_after_s=4) == "last heard 17 s ago: step 3, in F2.3"
+    assert re.fullmatch(
+        rf"{since} \(told 0\.0 s ago\)", status.sentence(silence_s=0.0, silent_after_s=4)
+    )
+    assert re.fullmatch(
+        rf"{since} \(this rank\)", status.sentence(silence_s=None, silent_after_s=4)
+    )
+    assert (
+        status.sentence(silence_s=17.0, silent_after_s=4) == "last heard 17 s ago: step 3, in F2.3"
+    )
     assert status != RankStatus.decode(live.status().encode())
 
 
 def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -> None:
     store = HashStore()
     ranks = [opened(store, rank=rank, world_size=40) for rank in range(39)]
-    with ranks[20].during("step 1"), contextlib.suppress(ZeroDivisionError), ranks[30].during("step 1"):
+    with (
+        ranks[20].during("step 1"),
+        contextlib.suppress(ZeroDivisionError),
+        ranks[30].during("step 1"),
+    ):
         raise ZeroDivisionError("nothing\nmore")
     assert all(rank.publish() for rank in ranks)
     lines = ranks[7].explain().splitlines()
     assert len(lines) == 21
-    assert lines[-4:-2] == ["  … and 24 other ranks", "No answer from rank 39, which has told nothing yet"]
-    cause = r"The cause is on rank 30: ZeroDivisionError: nothing\nmore \(test_watchdog.py, line \d+\)"
+    assert lines[-4:-2] == [
+        "  … and 24 other ranks",
+        "No answer from rank 39, which has told nothing yet",
+    ]
+    cause = (
+        r"The cause is on rank 30: ZeroDivisionError: nothing\nmore \(test_watchdog.py, line \d+\)"
+    )
     assert re.fullmatch(cause, "\n".join(lines[-2:]))
     assert "(ZeroDivisionError: nothing):" in "\n".join(lines)
     named = {int(rank) for rank in re.findall(r"  rank (\d+):", "\n".join(lines))}
     assert named >= {7, 30, 39}
-    assert re.search(r"rank 30: failed [\d.]+ s ago \(ZeroDivisionError: nothing\): step 1", "\n".join(lines))
+    assert re.search(
+        r"rank 30: failed [\d.]+ s ago \(ZeroDivisionError: nothing\): step 1", "\n".join(lines)
+    )
 
 
 def test_alone_there_is_nothing_to_say() -> None:
-    alone = Watchdog.create(mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0), limit_s=1)
+    alone = Watchdog.create(
+        mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0), limit_s=1
+    )
     with alone.during("step 1"):
         alone.started(Action.parse("F0.0"))
     assert alone.explain() == ""
@@ -195,7 +236,9 @@ def test_without_a_store_the_own_place_is_known(opened: Callable[..., Watchdog])
     rank = opened(None)
     with rank.during("step 4"):
         assert re.fullmatch(
-            r"What each rank did last:\n  rank 0: step 4 since [\d.]+ s \(this rank\)\n  … and 1 other ranks", rank.explain()
+            r"What each rank did last:\n  rank 0: step 4 since [\d.]+ s \(this rank\)\n  … and 1 "
+            r"other ranks",
+            rank.explain(),
         )
 
 
@@ -205,7 +248,7 @@ def fail(rank: Watchdog, step: str, action: str, error: BaseException) -> None:
         raise error
 
 
-# ---- errors -----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,13 +272,21 @@ def test_other_errors_pass(error: BaseException, opened: Callable[..., Watchdog]
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:9"),
-        RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation"),
+        RuntimeError(
+            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by "
+            "peer [127.0.0.1]:9"
+        ),
+        RuntimeError(
+            "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting "
+            "3000ms for recv operation"
+        ),
         dist.DistBackendError("NCCL communicator was aborted on rank 0."),
         dist.DistNetworkError("Connection reset by peer"),
     ],
 )
-def test_errors_of_communication_are_named(error: RuntimeError, opened: Callable[..., Watchdog]) -> None:
+def test_errors_of_communication_are_named(
+    error: RuntimeError, opened: Callable[..., Watchdog]
+) -> None:
     rank = opened(HashStore(), where="pipeline rank 0", interval_s=0.01)
     words = r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)What each rank did last:\n  rank 0: step 7, in"
     with pytest.raises(PeerError, match=words) as caught:
@@ -243,12 +294,17 @@ def test_errors_of_communication_are_named(error: RuntimeError, opened: Callable
     assert caught.value.__cause__ is error
 
 
-def test_a_failure_is_told_before_it_is_raised_and_forgotten_in_the_next_step(opened: Callable[..., Watchdog]) -> None:
+def test_a_failure_is_told_before_it_is_raised_and_forgotten_in_the_next_step(
+    opened: Callable[..., Watchdog],
+) -> None:
     store = HashStore()
     mine, other = opened(store, interval_s=1e4), opened(store, rank=1, interval_s=1e4)
     with pytest.raises(ValueError):
         fail(other, "step 1", "F1.0", ValueError("token 9 of 8"))
-    assert re.search(r"rank 1: failed [\d.]+ s ago \(ValueError: token 9 of 8\): step 1, in F1\.0", mine.explain())
+    assert re.search(
+        r"rank 1: failed [\d.]+ s ago \(ValueError: token 9 of 8\): step 1, in F1\.0",
+        mine.explain(),
+    )
     with other.during("step 2"):
         other.publish()
         assert "rank 1: step 2 since" in mine.explain()
@@ -307,7 +363,7 @@ def test_a_store_that_is_gone_is_left_alone() -> None:
     rank.close()
 
 
-# ---- the thread -------------------------------------------------------------------------------------------------------
+# ---- the thread ----------------------------------------------------------------------------------
 
 
 def test_the_threads_end_with_the_watchdog() -> None:
@@ -379,7 +435,9 @@ def test_it_publishes_by_itself(opened: Callable[..., Watchdog]) -> None:
 
 
 def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
-    opened: Callable[..., Watchdog], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    opened: Callable[..., Watchdog],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Judge, "look", lambda *_: "")  # else this process would end
     # Whatever lasts is stuck at once; the test looks, and not a thread in between.

@@ -43,7 +43,8 @@ class Census:
         self.peak = self.calls = 0
 
     def note(self, inside: Tensor, output: Tensor) -> None:
-        """A block keeps ``inside`` for its backward; ``output`` is the stage's if no other block follows."""
+        """A block keeps ``inside`` for its backward; ``output`` is the stage's if no other block
+        follows."""
         unit, number = self.unit, next(self._numbers)
         self._inside[unit] += 1
         self.peak = max(self.peak, sum(count > 0 for count in self._inside.values()))
@@ -70,14 +71,18 @@ class Outcome:
     They hold no autograd graphs, so that they can be sent to the test.
 
     Attributes:
-        computed: Forward actions in the order in which they ran; with a split backward also backward and weight actions.
+        computed: Forward actions in the order in which they ran; with a split backward also
+            backward and weight actions.
         losses: By microbatch, on the last stage's rank.
         gradients: By name, after the step.
-        remaining: By stage, the gradients added after ``before_last_gradients``, and the names of the parameters that it awaited.
+        remaining: By stage, the gradients added after ``before_last_gradients``, and the names of
+            the parameters that it awaited.
         told: Calls in order, as "last" or "reduce" with a stage.
         completed: Parameters reported as complete, in order.
-        late: Parameters whose gradient changed after they were reported as complete, or after their stage was reduced.
-        kept: By stage, the parameters that its first weight action found without a gradient, and with one.
+        late: Parameters whose gradient changed after they were reported as complete, or after their
+            stage was reduced.
+        kept: By stage, the parameters that its first weight action found without a gradient, and
+            with one.
         held: The largest number of units with live activations.
         calls: Calls of the core of blocks, including recomputations.
         unsent: The largest number of outputs that were alive after they should have been sent.
@@ -142,9 +147,21 @@ class WatchedTransport(Transport):
 class WatchedJob:
     """One step: the net on each microbatch; fills an ``Outcome``."""
 
-    def __init__(self, rank: Rank, schedule: Schedule, batch: Sequence[Microbatch], *, training: bool, outcome: Outcome) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        schedule: Schedule,
+        batch: Sequence[Microbatch],
+        *,
+        training: bool,
+        outcome: Outcome,
+    ) -> None:
         self.training, self._rank, self._batch, self.outcome = training, rank, batch, outcome
-        leaves = [s for s in range(schedule.num_stages - 1) if schedule.rank_of(s) != schedule.rank_of(s + 1)]
+        leaves = [
+            s
+            for s in range(schedule.num_stages - 1)
+            if schedule.rank_of(s) != schedule.rank_of(s + 1)
+        ]
         self._sends, self._splits = set(leaves), schedule.splits_backward
         self._at: list[tuple[str, Tensor | None]] = []
         self._before: dict[int, tuple[dict[str, Tensor | None], list[str] | None]] = {}
@@ -169,7 +186,9 @@ class WatchedJob:
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
         self._look()
         self.outcome.told.append(("last", stage))
-        names = None if awaited is None else [self._rank.names[id(parameter)] for parameter in awaited]
+        names = (
+            None if awaited is None else [self._rank.names[id(parameter)] for parameter in awaited]
+        )
         self._before[stage] = {name: _copied(p) for name, p in self._rank.parameters(stage)}, names
 
     def gradient_complete(self, parameter: Tensor) -> None:
@@ -188,10 +207,17 @@ class WatchedJob:
         self._look()
         self.outcome.held, self.outcome.calls = self._rank.census.peak, self._rank.census.calls
         final = {self._rank.names[id(p)]: p.grad for p in self._rank.net.parameters()}
-        self.outcome.gradients = {name: grad.clone() for name, grad in final.items() if grad is not None}
-        self.outcome.late = sorted({name for name, copy in self._at if not _same(copy, final[name])})
+        self.outcome.gradients = {
+            name: grad.clone() for name, grad in final.items() if grad is not None
+        }
+        self.outcome.late = sorted(
+            {name for name, copy in self._at if not _same(copy, final[name])}
+        )
         for stage, (before, awaited) in self._before.items():
-            self.outcome.remaining[stage] = {n: _minus(final[n], copy) for n, copy in before.items()}, awaited
+            self.outcome.remaining[stage] = (
+                {n: _minus(final[n], copy) for n, copy in before.items()},
+                awaited,
+            )
         return self.outcome
 
     def _look(self) -> None:
@@ -220,14 +246,21 @@ class Rank:
         recompute: What ``apply_recomputation`` takes.
     """
 
-    def __init__(self, schedule: Schedule, *, dtype: torch.dtype = torch.float64, recompute: str = "none") -> None:
-        p, self.rank = schedule.pipeline_parallel_size, dist.get_rank() if dist.is_initialized() else 0
+    def __init__(
+        self, schedule: Schedule, *, dtype: torch.dtype = torch.float64, recompute: str = "none"
+    ) -> None:
+        p, self.rank = (
+            schedule.pipeline_parallel_size,
+            dist.get_rank() if dist.is_initialized() else 0,
+        )
         self.net, self.census = make_net(schedule.num_stages, dtype), Census()
         self.cut: PipelineCut | WholeModel = WholeModel()
         self.transport: WatchedTransport | None = None
         ranges = uneven_ranges(schedule.num_stages)
         if p > 1:
-            self.cut = PipelineCut(self.net, parts=PARTS, ranges=ranges, stages=schedule.stages_of(self.rank))
+            self.cut = PipelineCut(
+                self.net, parts=PARTS, ranges=ranges, stages=schedule.stages_of(self.rank)
+            )
             layout = ParallelLayout(
                 world_size=p,
                 pipeline_parallel_size=p,
@@ -251,7 +284,10 @@ class Rank:
             if isinstance(block, Block):
                 block.core.census = self.census
         self.runtime = PipelineRuntime(
-            cut=self.cut, transport=self.transport, group=Group(ranks=tuple(range(p)), rank=self.rank), surroundings=surroundings
+            cut=self.cut,
+            transport=self.transport,
+            group=Group(ranks=tuple(range(p)), rank=self.rank),
+            surroundings=surroundings,
         )
 
     def parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
@@ -262,7 +298,9 @@ class Rank:
             if owner == stage and TIED.get(name, name) not in TIED.values():
                 yield name, parameter
 
-    def step(self, schedule: Schedule, batch: Sequence[Microbatch], *, training: bool = True) -> Outcome:
+    def step(
+        self, schedule: Schedule, batch: Sequence[Microbatch], *, training: bool = True
+    ) -> Outcome:
         """Run ``schedule`` on ``batch``; gradients are added to those that are there."""
         outcome = self.store.outcome = Outcome()
         self.census.peak = self.census.calls = 0
@@ -280,7 +318,9 @@ class Rank:
 HANGS_S = 60.0
 
 
-def join_world(rank: int, parent: Connection, limit_s: float = HANGS_S, backend: str = "gloo") -> None:
+def join_world(
+    rank: int, parent: Connection, limit_s: float = HANGS_S, backend: str = "gloo"
+) -> None:
     """The world of two; rank 0 keeps the store."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=HANGS_S)
@@ -288,19 +328,28 @@ def join_world(rank: int, parent: Connection, limit_s: float = HANGS_S, backend:
     store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
     if rank == 0:
         parent.send(store.port)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s)
+    )
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: str, tolerance: float = 1e-12) -> None:
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], where: str, tolerance: float = 1e-12
+) -> None:
     assert found.keys() == expected.keys(), where
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{where}, {n}: {text}"
+            found[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, n=name: f"{where}, {n}: {text}",
         )
 
 
 def summed(outcomes: list[Outcome]) -> dict[str, Tensor]:
-    """Gradients of the whole model: a tied weight has a part on each rank that holds it, any other is on one rank alone."""
+    """Gradients of the whole model: a tied weight has a part on each rank that holds it, any other
+    is on one rank alone."""
     total: dict[str, Tensor] = {}
     for outcome in outcomes:
         for name, gradient in outcome.gradients.items():

@@ -10,8 +10,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 
 
 class Row(NamedTuple):
-    """A row of table 1 of arXiv 2104.04473, with the microbatch and the chunks with which it was run (Megatron-LM,
-    examples/academic_paper_scripts/sc21/run_table_1.sh)."""
+    """A row of table 1 of arXiv 2104.04473, with the microbatch and the chunks with which it was
+    run (Megatron-LM, examples/academic_paper_scripts/sc21/run_table_1.sh)."""
 
     parameters: float  # in 10^9
     heads: int
@@ -41,7 +41,14 @@ TABLE_1 = (
 
 
 def a100_job(
-    *, layers: int, hidden: int, heads: int, gpus: int, batch: int, software: str = "megatron-2021", vocabulary: int = 51200
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    gpus: int,
+    batch: int,
+    software: str = "megatron-2021",
+    vocabulary: int = 51200,
 ) -> Job:
     """A GPT on A100s, in the papers' precision, sequence length and dropout."""
     model = GPTConfig.gpt2(
@@ -63,7 +70,14 @@ def a100_job(
 
 def job_of(row: Row, software: str = "megatron-2021") -> Job:
     """The row's model on its GPUs."""
-    return a100_job(layers=row.layers, hidden=row.hidden, heads=row.heads, gpus=row.gpus, batch=row.batch, software=software)
+    return a100_job(
+        layers=row.layers,
+        hidden=row.hidden,
+        heads=row.heads,
+        gpus=row.gpus,
+        batch=row.batch,
+        software=software,
+    )
 
 
 def choice_of(row: Row, **changes: Any) -> Choice:
@@ -75,13 +89,22 @@ def choice_of(row: Row, **changes: Any) -> Choice:
         virtual_pipeline_size=row.chunks,
     )
     schedule = "1f1b" if row.chunks == 1 else "interleaved_1f1b"
-    options: dict[str, Any] = {"micro_batch_size": row.micro_batch, "recompute": "full", "schedule": schedule} | changes
+    options: dict[str, Any] = {
+        "micro_batch_size": row.micro_batch,
+        "recompute": "full",
+        "schedule": schedule,
+    } | changes
     m = row.batch // (layout.data_parallel_size * options["micro_batch_size"])
     return Choice(layout=layout, num_microbatches=m, **options)
 
 
 def small_job(
-    model: GPTConfig, *, precision: str = "bf16-true", world_size: int = 1, batch: int = 8, device: str = "h100"
+    model: GPTConfig,
+    *,
+    precision: str = "bf16-true",
+    world_size: int = 1,
+    batch: int = 8,
+    device: str = "h100",
 ) -> Job:
     """A job on H100s, or other devices."""
     return Job(
@@ -93,9 +116,15 @@ def small_job(
     )
 
 
-def choice(*, world_size: int = 1, b: int = 2, m: int = 4, schedule: str = "1f1b", **options: Any) -> Choice:
+def choice(
+    *, world_size: int = 1, b: int = 2, m: int = 4, schedule: str = "1f1b", **options: Any
+) -> Choice:
     """A choice; degrees of the layout and fields of ``Choice`` by name."""
-    kept = {key: options.pop(key) for key in ("recompute", "shard_optimizer", "distribute_saved_activations") if key in options}
+    kept = {
+        key: options.pop(key)
+        for key in ("recompute", "shard_optimizer", "distribute_saved_activations")
+        if key in options
+    }
     placement = "v" if schedule == "zb_v" else "loop"
     layout = ParallelLayout(world_size=world_size, placement=placement, **options)
     return Choice(layout=layout, micro_batch_size=b, num_microbatches=m, schedule=schedule, **kept)

@@ -1,4 +1,5 @@
-"""The formulas of what a layer keeps, against the paper's, and against what our blocks do keep, counted by saved-tensor hooks."""
+"""The formulas of what a layer keeps, against the paper's, and against what our blocks do keep,
+counted by saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
-SIZES = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 1, "hidden_size": 64, "num_heads": 4}
+SIZES = {
+    "vocabulary_size": 64,
+    "sequence_length": 48,
+    "num_layers": 1,
+    "hidden_size": 64,
+    "num_heads": 4,
+}
 MODELS = {
     "gpt2": GPTConfig.gpt2(**SIZES),
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
@@ -42,22 +49,42 @@ def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str,
                 apply_plan(model, plan, group=group, sequence_parallel=sequence_parallel)
                 shard = group if policy == "full, in parts" else None
                 apply_recomputation(
-                    model, policy=policy.split(",")[0], blocks="blocks", selective=plan.selective, shard_input=shard
+                    model,
+                    policy=policy.split(",")[0],
+                    blocks="blocks",
+                    selective=plan.selective,
+                    shard_input=shard,
                 )
                 dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
                 block = model.blocks[0].to(dtype)
                 length = SIZES["sequence_length"] // (t if sequence_parallel else 1)
-                x = torch.randn(BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
-                with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
-                    found[name, precision, policy] = kept_bytes(lambda x=x, block=block: block(x + 0), block.parameters())
+                x = torch.randn(
+                    BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True
+                )
+                with (
+                    torch.autocast("cpu", torch.bfloat16)
+                    if precision == "bf16-mixed"
+                    else nullcontext()
+                ):
+                    found[name, precision, policy] = kept_bytes(
+                        lambda x=x, block=block: block(x + 0), block.parameters()
+                    )
     return found
 
 
-@pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"])
-def test_formulas_are_within_1_percent_of_what_is_kept(pool: Pool, t: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"]
+)
+def test_formulas_are_within_1_percent_of_what_is_kept(
+    pool: Pool, t: int, sequence_parallel: bool
+) -> None:
     for results in pool.run(measured, world_size=t, args=(t, sequence_parallel)):
-        models = len(MODELS) if t == 1 else 3  # dropout is keyed, and another, where there are several ranks
-        assert len(results) == models * len(PRECISIONS) * (4 if t > 1 and not sequence_parallel else 3)
+        models = (
+            len(MODELS) if t == 1 else 3
+        )  # dropout is keyed, and another, where there are several ranks
+        assert len(results) == models * len(PRECISIONS) * (
+            4 if t > 1 and not sequence_parallel else 3
+        )
         for (name, precision, policy), kept in results.items():
             how = choice(
                 world_size=t,
@@ -67,13 +94,23 @@ def test_formulas_are_within_1_percent_of_what_is_kept(pool: Pool, t: int, seque
                 recompute=policy.split(",")[0],
                 distribute_saved_activations=policy == "full, in parts",
             )
-            layer = layer_activations(small_job(MODELS[name], precision=precision, device="cpu"), how)
-            assert layer.held == pytest.approx(kept, rel=0.01), (name, precision, policy, layer.held / kept)
+            layer = layer_activations(
+                small_job(MODELS[name], precision=precision, device="cpu"), how
+            )
+            assert layer.held == pytest.approx(kept, rel=0.01), (
+                name,
+                precision,
+                policy,
+                layer.held / kept,
+            )
 
 
 def test_a_llama_block_keeps_at_most_36_bytes_a_channel_in_bfloat16() -> None:
     config = GPTConfig.llama(**{**SIZES, "hidden_size": 192})  # f is 8/3 h without rounding
-    block, x = GPT(config).blocks[0].bfloat16(), torch.randn(BATCH, 48, 192, dtype=torch.bfloat16, requires_grad=True)
+    block, x = (
+        GPT(config).blocks[0].bfloat16(),
+        torch.randn(BATCH, 48, 192, dtype=torch.bfloat16, requires_grad=True),
+    )
     assert kept_bytes(lambda: block(x + 0), block.parameters()) <= 36 * x.numel()
 
 
@@ -85,14 +122,27 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
     found = {}
     for precision in PRECISIONS:
         model = GPT(HEAD)
-        apply_plan(model, gpt_plan(HEAD, prefix=""), group=tensor_group(rank), sequence_parallel=sequence_parallel)
+        apply_plan(
+            model,
+            gpt_plan(HEAD, prefix=""),
+            group=tensor_group(rank),
+            sequence_parallel=sequence_parallel,
+        )
         dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
         model.to(dtype)
         length = SIZES["sequence_length"]
-        x = torch.randn(BATCH, length // (t if sequence_parallel else 1), SIZES["hidden_size"], dtype=dtype, requires_grad=True)
+        x = torch.randn(
+            BATCH,
+            length // (t if sequence_parallel else 1),
+            SIZES["hidden_size"],
+            dtype=dtype,
+            requires_grad=True,
+        )
         labels = torch.randint(HEAD.vocabulary_size, (BATCH * length,))
 
-        def loss(model: GPT = model, x: torch.Tensor = x, labels: torch.Tensor = labels) -> torch.Tensor:
+        def loss(
+            model: GPT = model, x: torch.Tensor = x, labels: torch.Tensor = labels
+        ) -> torch.Tensor:
             logits = model.head(model.norm(x + 0)).flatten(0, 1)
             return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
@@ -101,12 +151,18 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"])
+@pytest.mark.parametrize(
+    ("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"]
+)
 def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: bool) -> None:
     how = choice(world_size=t, b=BATCH, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
     for results in pool.run(measured_head, world_size=t, args=(t, sequence_parallel)):
         for precision, kept in results.items():
-            cast = HEAD.vocabulary_size * HEAD.hidden_size * 2 if (precision, t) == ("bf16-mixed", 1) else 0
+            cast = (
+                HEAD.vocabulary_size * HEAD.hidden_size * 2
+                if (precision, t) == ("bf16-mixed", 1)
+                else 0
+            )
             expected = logits_bytes(small_job(HEAD, precision=precision), how)[0] + cast
             assert expected == pytest.approx(kept, rel=0.05), (precision, expected / kept)
 
@@ -114,14 +170,28 @@ def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: 
 @pytest.mark.parametrize(
     ("how", "paper"),
     [
-        # Bytes over s b h with t = 4 and 16 bits, less the scores, 5 a s / h (arXiv 2205.05198, table 2).
+        # Bytes over s b h with t = 4 and 16 bits, less the scores, 5 a s / h (arXiv 2205.05198,
+        # table 2).
         (choice(world_size=4), 34),
         (choice(world_size=4, tensor_parallel_size=4), 10 + 24 / 4),
         (choice(world_size=4, tensor_parallel_size=4, sequence_parallel=True), 34 / 4),
         (choice(world_size=4, tensor_parallel_size=4, recompute="selective"), 10 + 24 / 4),
-        (choice(world_size=4, tensor_parallel_size=4, sequence_parallel=True, recompute="selective"), 34 / 4),
+        (
+            choice(
+                world_size=4, tensor_parallel_size=4, sequence_parallel=True, recompute="selective"
+            ),
+            34 / 4,
+        ),
         (choice(world_size=4, recompute="full"), 2),
-        (choice(world_size=4, tensor_parallel_size=4, recompute="full", distribute_saved_activations=True), 2 / 4),
+        (
+            choice(
+                world_size=4,
+                tensor_parallel_size=4,
+                recompute="full",
+                distribute_saved_activations=True,
+            ),
+            2 / 4,
+        ),
     ],
 )
 def test_the_papers_formulas_without_the_scores(how: object, paper: float) -> None:
@@ -132,7 +202,12 @@ def test_the_papers_formulas_without_the_scores(how: object, paper: float) -> No
 
 def test_context_parallelism_divides_everything() -> None:
     model = GPTConfig.llama(sequence_length=8192, hidden_size=1024, num_heads=8, num_kv_heads=2)
-    one, four = (layer_activations(small_job(model, world_size=4), choice(world_size=4, context_parallel_size=c)) for c in (1, 4))
+    one, four = (
+        layer_activations(
+            small_job(model, world_size=4), choice(world_size=4, context_parallel_size=c)
+        )
+        for c in (1, 4)
+    )
     assert four.kept == one.kept / 4
 
 

@@ -1,4 +1,5 @@
-"""The file of ``ptdp doctor --calibrate``: whose it is, and what is wrong with it; and what is measured."""
+"""The file of ``ptdp doctor --calibrate``: whose it is, and what is wrong with it; and what is
+measured."""
 
 from __future__ import annotations
 
@@ -54,14 +55,23 @@ MEASURED = Measured(
 
 def device(**changes: Any) -> Device:
     """A calibrated CPU; changes of what was measured by name."""
-    collectives = (("all-reduce", 2, 1000, 1e-3), ("all-reduce", 2, 3000, 3e-3), ("send", 0, 1000, 5e-4))
+    collectives = (
+        ("all-reduce", 2, 1000, 1e-3),
+        ("all-reduce", 2, 3000, 3e-3),
+        ("send", 0, 1000, 5e-4),
+    )
     cluster = dataclasses.replace(find_device("cpu").cluster, collectives=collectives)
     return dataclasses.replace(
-        find_device("cpu"), flops_32=16e9, cluster=cluster, measured=dataclasses.replace(MEASURED, **changes)
+        find_device("cpu"),
+        flops_32=16e9,
+        cluster=cluster,
+        measured=dataclasses.replace(MEASURED, **changes),
     )
 
 
-def test_a_file_holds_the_device_and_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_holds_the_device_and_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert device_here("cpu") is find_device("cpu")
     save_calibration(device(), MACHINE_FILE)
@@ -71,7 +81,9 @@ def test_a_file_holds_the_device_and_whose_it_is(tmp_path: Path, monkeypatch: py
     assert device_here("NVIDIA H200") is find_device("h200")
 
 
-def test_stale_and_foreign_files_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_and_foreign_files_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save_calibration(device(), MACHINE_FILE)
     content = json.loads(MACHINE_FILE.read_text())
@@ -81,15 +93,23 @@ def test_stale_and_foreign_files_are_noticed(tmp_path: Path, monkeypatch: pytest
         assert device_here("cpu") is find_device("cpu"), "it is not used for what is measured here"
         return load_calibration(MACHINE_FILE).doubt()
 
-    assert "is 100 days old" in doubt(made=(datetime.now(UTC) - timedelta(days=100, hours=1)).isoformat())
-    assert "was measured elsewhere (host 'there', here" in doubt(machine={**content["machine"], "host": "there"})
+    assert "is 100 days old" in doubt(
+        made=(datetime.now(UTC) - timedelta(days=100, hours=1)).isoformat()
+    )
+    assert "was measured elsewhere (host 'there', here" in doubt(
+        machine={**content["machine"], "host": "there"}
+    )
     assert "torch '1.0', here" in doubt(machine={**content["machine"], "torch": "1.0"})
 
 
 def test_an_estimate_says_whose_figures_it_has() -> None:
     assert whose_figures(device(), 2) == "calibrated with --devices 2"
-    assert "with --devices 2, here are 4: ptdp doctor --calibrate --devices 4" in whose_figures(device(), 4)
-    assert "not calibrated here: ptdp doctor --calibrate --devices 8" in whose_figures(find_device("h100"), 8)
+    assert "with --devices 2, here are 4: ptdp doctor --calibrate --devices 4" in whose_figures(
+        device(), 4
+    )
+    assert "not calibrated here: ptdp doctor --calibrate --devices 8" in whose_figures(
+        find_device("h100"), 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +151,11 @@ def test_products_are_as_fast_as_was_measured_nearby() -> None:
 
 
 def test_a_cpu_launches_and_computes_one_after_the_other() -> None:
-    job = small_job(GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64), precision="32-true", device="cpu")
+    job = small_job(
+        GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64),
+        precision="32-true",
+        device="cpu",
+    )
 
     def forward(seconds: float) -> float:
         slow = device(operation_s=seconds)
@@ -147,12 +171,16 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     assert names == {("all-reduce", 2), ("reduce-scatter", 2), ("all-gather", 2), ("send", 0)}
     for name in ("_SIDES", "_POSITIONS", "_CHANNELS"):
         monkeypatch.setattr(measuring, name, SMALL[name])
-    slower = dataclasses.replace(figures, seconds={key: 2 * value for key, value in figures.seconds.items()})
+    slower = dataclasses.replace(
+        figures, seconds={key: 2 * value for key, value in figures.seconds.items()}
+    )
     found = measuring.calibrated("cpu", [figures, slower], kind="cpu", memory_bytes=1e9, cores=3)
     assert found.measured is not None and (found.measured.processes, found.measured.cores) == (2, 3)
     assert (found.memory_bytes, found.kind) == (1e9, "cpu")
     rates = {tuple(shape): rate for *shape, rate in found.measured.products}
-    assert rates[16, 64, 64] == pytest.approx(2 * 16 * 64 * 64 / slower.seconds["product", 16, 64, 64])
+    assert rates[16, 64, 64] == pytest.approx(
+        2 * 16 * 64 * 64 / slower.seconds["product", 16, 64, 64]
+    )
     assert found.flops_32 == max(rates.values())
     assert "2 processes on 3 cores" in measuring.describe(found)
     seconds = dict.fromkeys(figures.links.seconds, 1.0) | {
@@ -165,7 +193,13 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     assert (cluster.node.bandwidth, cluster.node.latency_s) == pytest.approx((1e9, 0.001))
 
 
-SMALL = {"_SIDES": {"cpu": (16, 64)}, "_POSITIONS": {"cpu": (16,)}, "_CHANNELS": (8,), "_BUDGET_S": 1e-4, "_ROUNDS": 1}
+SMALL = {
+    "_SIDES": {"cpu": (16, 64)},
+    "_POSITIONS": {"cpu": (16,)},
+    "_CHANNELS": (8,),
+    "_BUDGET_S": 1e-4,
+    "_ROUNDS": 1,
+}
 
 
 def measured_here(rank: int) -> measuring.Figures:
@@ -174,43 +208,62 @@ def measured_here(rank: int) -> measuring.Figures:
             patch.setattr(measuring, name, value)
         patch.setattr(links, "_ROUNDS", 1)
         patch.setattr(links, "LINK_SIZES", (1000, 10_000_000))
-        return measuring.measure_device(Place(rank=rank, size=2, device=torch.device("cpu")), lambda what: None)
+        return measuring.measure_device(
+            Place(rank=rank, size=2, device=torch.device("cpu")), lambda what: None
+        )
 
 
 def test_attention_and_collectives_are_as_was_measured_nearby() -> None:
     forward, backward = MEASURED.attention_rates(128, 64)
     assert (forward, backward) == (pytest.approx(1e9, rel=0.01), pytest.approx(2e9, rel=0.01))
     assert 1e9 < MEASURED.attention_rates(256, 64)[0] < 4e9
-    two, four = (group_link(ParallelLayout(world_size=t, tensor_parallel_size=t), device().cluster, "tensor") for t in (2, 4))
-    assert [two.all_reduce(size) for size in (1, 1000, 2000, 30_000)] == pytest.approx([1e-3, 1e-3, 2e-3, 0.03])
+    two, four = (
+        group_link(ParallelLayout(world_size=t, tensor_parallel_size=t), device().cluster, "tensor")
+        for t in (2, 4)
+    )
+    assert [two.all_reduce(size) for size in (1, 1000, 2000, 30_000)] == pytest.approx(
+        [1e-3, 1e-3, 2e-3, 0.03]
+    )
     assert two.send(1000) == 5e-4
-    assert four.all_reduce(1000) == dataclasses.replace(four, measured=()).all_reduce(1000), "not measured: the link's"
+    assert four.all_reduce(1000) == dataclasses.replace(four, measured=()).all_reduce(1000), (
+        "not measured: the link's"
+    )
 
 
 def test_collectives_hide_only_where_a_core_is_free() -> None:
     model = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64)
     how = choice(world_size=2, tensor_parallel_size=2)
     few, many = (
-        dataclasses.replace(small_job(model, precision="32-true", device="cpu", world_size=2), device=device(cores=cores))
+        dataclasses.replace(
+            small_job(model, precision="32-true", device="cpu", world_size=2),
+            device=device(cores=cores),
+        )
         for cores in (2, 4)
     )
     assert not few.overlaps and many.overlaps
     assert layer_time(few, how).communication > layer_time(many, how).communication
 
 
-@pytest.mark.parametrize(("p", "cores", "expected"), [(1, 4, 1.0), (1, 2, 2.0), (2, 4, 1.0), (2, 2, 4 / 3), (2, 1, 8 / 3)])
+@pytest.mark.parametrize(
+    ("p", "cores", "expected"),
+    [(1, 4, 1.0), (1, 2, 2.0), (2, 4, 1.0), (2, 2, 4 / 3), (2, 1, 8 / 3)],
+)
 def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
     """Check the slowdown of four processes on too few cores.
 
-    Without a pipeline, each of 4 processes on 2 cores has half of a core. With 2 stages and m = 2, a stage waits in a third of
-    the step. 2 cores are then always busy, so the work determines the time.
-    """
-    model = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64, num_layers=2, vocabulary_size=8)
+    Without a pipeline, each of 4 processes on 2 cores has half of a core. With 2 stages and m = 2,
+    a stage waits in a third of the step. 2 cores are then always busy, so the work determines the
+    time."""
+    model = GPTConfig.gpt2(
+        hidden_size=64, num_heads=2, sequence_length=64, num_layers=2, vocabulary_size=8
+    )
     job = small_job(model, precision="32-true", device="cpu", world_size=4, batch=8)
     how = choice(world_size=4, pipeline_parallel_size=p, b=1 if p == 2 else 2, m=2 if p == 2 else 1)
     times = {}
     for count in (cores, 8):
-        fast = dataclasses.replace(find_device("cpu").cluster, node=Link(bandwidth=1e15, latency_s=0.0))
+        fast = dataclasses.replace(
+            find_device("cpu").cluster, node=Link(bandwidth=1e15, latency_s=0.0)
+        )
         one = dataclasses.replace(device(cores=count), cluster=fast)
         times[count] = simulated_step_time(dataclasses.replace(job, device=one), how)
         closed = step_time(dataclasses.replace(job, device=one), how)
@@ -220,11 +273,14 @@ def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
 
 
 def test_large_tensors_are_fresh_memory() -> None:
-    """1 MiB and more where there are several processes, more than 32 MiB where there is one (``shims/glibc.py``)."""
+    """1 MiB and more where there are several processes, more than 32 MiB where there is one
+    (``shims/glibc.py``)."""
     fresh = device(fresh_s=1e-9)
     model = GPTConfig.gpt2(hidden_size=64, num_heads=2)
     one, two = (
-        dataclasses.replace(small_job(model, precision="32-true", device="cpu", world_size=world), device=fresh)
+        dataclasses.replace(
+            small_job(model, precision="32-true", device="cpu", world_size=world), device=fresh
+        )
         for world in (1, 2)
     )
     sizes = [2**20 - 1, 2**20, 2**26]

@@ -15,7 +15,9 @@ CARD = CLUSTER.card.bandwidth
 
 
 def test_which_link_a_group_uses() -> None:
-    layout = ParallelLayout(world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2)  # d = 8
+    layout = ParallelLayout(
+        world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2
+    )  # d = 8
     assert group_link(layout, CLUSTER, "tensor").link == CLUSTER.node
     # Two of a node's eight ranks are in one data group, so each group drives two cards.
     assert group_link(layout, CLUSTER, "replica_sum").link.bandwidth == 2 * CARD
@@ -31,7 +33,8 @@ def test_which_link_a_group_uses() -> None:
 
 
 def test_a_rings_hop_between_nodes_goes_over_one_card() -> None:
-    """Collectives of a group that fills its nodes drive all of their cards; keys and values go from one rank to the next."""
+    """Collectives of a group that fills its nodes drive all of their cards; keys and values go from
+    one rank to the next."""
     ring = group_link(ParallelLayout(world_size=16, context_parallel_size=16), CLUSTER, "context")
     assert ring.link.bandwidth == pytest.approx(min(CLUSTER.node.bandwidth, 8 * CARD))
     assert ring.hop.bandwidth == CARD
@@ -52,15 +55,19 @@ def test_ring_and_tree() -> None:
     rate, latency = cluster.node.bandwidth, cluster.node.latency_s
     assert inside.all_gather(8e9) == pytest.approx(7 * latency + 7e9 / rate)
     assert inside.all_reduce(8e9) == pytest.approx(14 * latency + 14e9 / rate)
-    # Over 64 nodes a sum goes up and down a tree of six levels, while a gathering passes all of them.
+    # Over 64 nodes a sum goes up and down a tree of six levels, while a gathering passes all of
+    # them.
     wide = group_link(ParallelLayout(world_size=512, tensor_parallel_size=8), cluster, "data")
     assert wide.all_reduce(0.0) == pytest.approx(12 * cluster.card.latency_s)
     assert wide.all_gather(0.0) == pytest.approx(63 * cluster.card.latency_s)
 
 
 def test_rows_of_experts_travel_in_their_nodes_and_between_them() -> None:
-    """By hand, on the ranks that the layout names: bytes from each rank to each other one, by link."""
-    layout = ParallelLayout(world_size=32, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=8)
+    """By hand, on the ranks that the layout names: bytes from each rank to each other one, by
+    link."""
+    layout = ParallelLayout(
+        world_size=32, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=8
+    )
     group = group_link(layout, CLUSTER, "expert")
     ranks = layout.group_of("expert", 0)
     assert ranks == tuple(range(0, 16, 2)) and layout.stride("expert") == 2
@@ -70,13 +77,21 @@ def test_rows_of_experts_travel_in_their_nodes_and_between_them() -> None:
     near, far = part * (nodes.count(0) - 1), part * nodes.count(1)
     assert near + far == sent * 7 / 8
     seconds = max(near / CLUSTER.node.bandwidth, far / CARD)  # eight ranks of a node, eight cards
-    assert group.all_to_all(sent) == pytest.approx(CLUSTER.start_s + CLUSTER.card.latency_s + seconds)
+    assert group.all_to_all(sent) == pytest.approx(
+        CLUSTER.start_s + CLUSTER.card.latency_s + seconds
+    )
     few = group_link(layout, dataclasses.replace(CLUSTER, cards=2), "expert")
-    assert few.all_to_all(sent) == pytest.approx(CLUSTER.start_s + CLUSTER.card.latency_s + far / (CARD / 4))
+    assert few.all_to_all(sent) == pytest.approx(
+        CLUSTER.start_s + CLUSTER.card.latency_s + far / (CARD / 4)
+    )
     # The ranks with the same experts: one of each block.
     others = group_link(layout, CLUSTER, "expert_replicas")
-    assert layout.group_of("expert_replicas", 0) == (0, 16) and layout.stride("expert_replicas") == 16
+    assert (
+        layout.group_of("expert_replicas", 0) == (0, 16) and layout.stride("expert_replicas") == 16
+    )
     assert (others.size, others.members) == (2, 1)
     inside = group_link(ParallelLayout(world_size=32, expert_parallel_size=8), CLUSTER, "expert")
-    assert inside.all_to_all(sent) == pytest.approx(CLUSTER.start_s + CLUSTER.node.latency_s + 7e9 / CLUSTER.node.bandwidth)
+    assert inside.all_to_all(sent) == pytest.approx(
+        CLUSTER.start_s + CLUSTER.node.latency_s + 7e9 / CLUSTER.node.bandwidth
+    )
     assert group_link(ParallelLayout(world_size=32), CLUSTER, "expert").all_to_all(sent) == 0.0

@@ -8,14 +8,27 @@ import pytest
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, Space, find_device, layer_activations, search, step_time
+from lightning_ptdp.planner import (
+    Choice,
+    Job,
+    Space,
+    find_device,
+    layer_activations,
+    search,
+    step_time,
+)
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.context_cost import exchange_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import small_job
 
 MODEL = GPTConfig.llama(
-    sequence_length=32768, num_layers=4, hidden_size=4096, num_heads=32, num_kv_heads=8, vocabulary_size=32000
+    sequence_length=32768,
+    num_layers=4,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    vocabulary_size=32000,
 )
 EXCHANGES = ("ring", "all_to_all")
 PAIRS = 32768 * 8 * 128 * 2
@@ -25,12 +38,18 @@ PAIRS = 32768 * 8 * 128 * 2
 def cut(c: int, exchange: str = "ring", *, b: int = 8, world_size: int = 8) -> Choice:
     """The same samples on each rank, whatever c is."""
     layout = ParallelLayout(world_size=world_size, context_parallel_size=c)
-    return Choice(layout=layout, micro_batch_size=b * c // 8, num_microbatches=1, context_parallel_attention=exchange)
+    return Choice(
+        layout=layout,
+        micro_batch_size=b * c // 8,
+        num_microbatches=1,
+        context_parallel_attention=exchange,
+    )
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_it_is_never_free(exchange: str) -> None:
-    """As many operations on each rank with each c: the more ranks share a sequence, the longer it takes."""
+    """As many operations on each rank with each c: the more ranks share a sequence, the longer it
+    takes."""
     job = small_job(MODEL, world_size=8)
     times = [step_time(job, cut(c, exchange)).total for c in (1, 2, 4, 8)]
     assert times == sorted(times) and times[1] > times[0]
@@ -39,9 +58,8 @@ def test_it_is_never_free(exchange: str) -> None:
 def test_messages_of_the_ring_by_hand() -> None:
     """Check the transfer times of the ring on a link too slow to be hidden by attention.
 
-    Keys and values are sent c - 1 times in the forward and in the backward pass. The backward pass also sends their fp32
-    gradients c - 1 times.
-    """
+    Keys and values are sent c - 1 times in the forward and in the backward pass. The backward pass
+    also sends their fp32 gradients c - 1 times."""
     job = small_job(MODEL, world_size=8)
     slow = dataclasses.replace(job.cluster.node, bandwidth=1e6, latency_s=0.0)
     cluster = dataclasses.replace(job.cluster, node=slow, start_s=0.0)
@@ -56,17 +74,24 @@ def test_messages_of_the_ring_by_hand() -> None:
 def test_the_last_hop_of_the_gradients_is_never_hidden() -> None:
     job = small_job(MODEL, world_size=8)
     job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bandwidth=1e30))
-    attention, link = job.shape.layers[0].attentions[0], group_link(cut(4).layout, job.cluster, "context")
+    attention, link = (
+        job.shape.layers[0].attentions[0],
+        group_link(cut(4).layout, job.cluster, "context"),
+    )
     there, back = exchange_time(job, cut(4), attention, 10.0, 25.0)
     assert (there, back) == (pytest.approx(0.0), pytest.approx(link.start_s + link.send(4 * PAIRS)))
     # Beside an attention that takes no time nothing is.
-    assert exchange_time(job, cut(4), attention, 0.0, 0.0)[0] == pytest.approx(3 * (link.start_s + link.send(2 * PAIRS)))
+    assert exchange_time(job, cut(4), attention, 0.0, 0.0)[0] == pytest.approx(
+        3 * (link.start_s + link.send(2 * PAIRS))
+    )
 
 
 def test_all_to_all_copies_few_heads() -> None:
     """Eight heads of keys on sixteen ranks: each is sent, and kept, twice."""
     job = small_job(MODEL, world_size=16, batch=16)
-    ring, traded = (layer_activations(job, cut(16, exchange, world_size=16)).kept for exchange in EXCHANGES)
+    ring, traded = (
+        layer_activations(job, cut(16, exchange, world_size=16)).kept for exchange in EXCHANGES
+    )
     assert traded - ring == pytest.approx(2 * PAIRS)
 
 
@@ -78,26 +103,42 @@ def test_a_tie_goes_to_the_simpler_layout() -> None:
     device = find_device("h100")
     free = dataclasses.replace(device.cluster.node, bandwidth=1e30, latency_s=0.0)
     cluster = dataclasses.replace(device.cluster, node=free, card=free, start_s=0.0)
-    device = dataclasses.replace(device, memory_bandwidth=1e30, cache_bandwidth=1e30, cluster=cluster)
+    device = dataclasses.replace(
+        device, memory_bandwidth=1e30, cache_bandwidth=1e30, cluster=cluster
+    )
     job = Job(model=MODEL, world_size=8, global_batch_size=8, device=device)
     job = dataclasses.replace(job, software=dataclasses.replace(job.software, operation_s=0.0))
     plan = search(job, Space(tensor_parallel_sizes=(1,), pipeline_parallel_sizes=(1,)), count=100)
     assert plan.best[0].time.total == pytest.approx(plan.best[-1].time.total, rel=0.3)
     assert plan.best[0].choice.layout.context_parallel_size == 1
-    order = [one.choice.layout.context_parallel_size for one in plan.best if one.time.total == plan.best[0].time.total]
+    order = [
+        one.choice.layout.context_parallel_size
+        for one in plan.best
+        if one.time.total == plan.best[0].time.total
+    ]
     assert order == sorted(order)
 
 
 def test_the_search_offers_both_exchanges() -> None:
     job = small_job(MODEL, world_size=8, batch=8)
-    space = Space(context_parallel_sizes=(4,), tensor_parallel_sizes=(1, 2), pipeline_parallel_sizes=(1,))
-    found = {one.choice.context_parallel_attention: one for one in search(job, space, count=100).best}
+    space = Space(
+        context_parallel_sizes=(4,), tensor_parallel_sizes=(1, 2), pipeline_parallel_sizes=(1,)
+    )
+    found = {
+        one.choice.context_parallel_attention: one for one in search(job, space, count=100).best
+    }
     assert set(found) == set(EXCHANGES)
     traded = found["all_to_all"].choice
     assert "all-to-all" in traded.describe()
     assert PTDPConfig(**traded.options()).context_parallel_attention == "all_to_all"
     assert "context_parallel_attention" not in found["ring"].choice.options()
     # Sixteen heads are too few for 32 ranks.
-    few = small_job(dataclasses.replace(MODEL, num_heads=16, num_kv_heads=8), world_size=32, batch=32)
-    wide = Space(context_parallel_sizes=(32,), tensor_parallel_sizes=(1,), pipeline_parallel_sizes=(1,))
-    assert {one.choice.context_parallel_attention for one in search(few, wide, count=100).best} == {"ring"}
+    few = small_job(
+        dataclasses.replace(MODEL, num_heads=16, num_kv_heads=8), world_size=32, batch=32
+    )
+    wide = Space(
+        context_parallel_sizes=(32,), tensor_parallel_sizes=(1,), pipeline_parallel_sizes=(1,)
+    )
+    assert {one.choice.context_parallel_attention for one in search(few, wide, count=100).best} == {
+        "ring"
+    }

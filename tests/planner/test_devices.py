@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import DEVICES, Cluster, Link, find_device, find_software, known_device, known_peak_flops
+from lightning_ptdp.planner import (
+    DEVICES,
+    Cluster,
+    Link,
+    find_device,
+    find_software,
+    known_device,
+    known_peak_flops,
+)
 from lightning_ptdp.planner.attention_cost import attention_time
 from tests.planner.jobs import choice, small_job
 
@@ -38,7 +46,12 @@ def test_devices() -> None:
     with pytest.raises(ValueError, match="reserved_bytes"):
         dataclasses.replace(find_device("cpu"), reserved_bytes=1e15)
     with pytest.raises(ValueError, match="node_size=0"):
-        Cluster(node_size=0, cards=1, node=Link(bandwidth=1.0, latency_s=0.0), card=Link(bandwidth=1.0, latency_s=0.0))
+        Cluster(
+            node_size=0,
+            cards=1,
+            node=Link(bandwidth=1.0, latency_s=0.0),
+            card=Link(bandwidth=1.0, latency_s=0.0),
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,9 +70,13 @@ def test_devices_by_what_they_call_themselves(name: str, preset: str) -> None:
 
 @pytest.mark.parametrize("name", ["v100", "a100", "h100", "b200"])
 def test_no_attention_reaches_the_peak(name: str) -> None:
-    """FlashAttention-2 reaches up to 73 % of an A100's peak, FlashAttention-3 75 % of an H100's (arXiv 2407.08608, abstract); where no
-    kernel for the device's own instructions is published, megatron-2024 has none."""
-    model, how = GPTConfig.llama(sequence_length=4096, num_layers=1, hidden_size=4096, num_heads=32), choice(b=1, m=1)
+    """FlashAttention-2 reaches up to 73 % of an A100's peak, FlashAttention-3 75 % of an H100's
+    (arXiv 2407.08608, abstract); where no kernel for the device's own instructions is published,
+    megatron-2024 has none."""
+    model, how = (
+        GPTConfig.llama(sequence_length=4096, num_layers=1, hidden_size=4096, num_heads=32),
+        choice(b=1, m=1),
+    )
     device, shares = find_device(name), {}
     for software in ("ours", "megatron-2024"):
         job = dataclasses.replace(small_job(model, device=name), software=find_software(software))
@@ -67,10 +84,16 @@ def test_no_attention_reaches_the_peak(name: str) -> None:
         seconds, *_ = attention_time(job, how, attention)
         shares[software] = attention.flops / 2 / seconds / device.flops_16 / device.sustained
     assert shares["ours"] <= shares["megatron-2024"] <= 0.75
-    assert (shares["megatron-2024"] > shares["ours"]) == (device.tuned_attention_share is not None) == (name in ("h100", "b200"))
+    assert (
+        (shares["megatron-2024"] > shares["ours"])
+        == (device.tuned_attention_share is not None)
+        == (name in ("h100", "b200"))
+    )
 
 
 def test_software() -> None:
     assert find_software("ours-compiled").attention == "fused"
-    with pytest.raises(ValueError, match=r"software='megatron' is unknown: did you mean 'megatron-20"):
+    with pytest.raises(
+        ValueError, match=r"software='megatron' is unknown: did you mean 'megatron-20"
+    ):
         find_software("megatron")

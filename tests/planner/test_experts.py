@@ -36,14 +36,33 @@ from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes
 from tests.planner.jobs import choice, small_job
 
-SIZES: dict[str, Any] = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 4, "hidden_size": 64, "num_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocabulary_size": 64,
+    "sequence_length": 48,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+}
 SMALL = GPTConfig.llama(
-    **SIZES, num_experts=8, experts_per_token=2, expert_hidden_size=96, shared_experts=1, dense_layers=1, ffn_hidden_size=160
+    **SIZES,
+    num_experts=8,
+    experts_per_token=2,
+    expert_hidden_size=96,
+    shared_experts=1,
+    dense_layers=1,
+    ffn_hidden_size=160,
 )
 MIXTRAL = GPTConfig.llama(
-    vocabulary_size=32000, sequence_length=4096, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
-    num_experts=8, experts_per_token=2,
-)  # fmt: skip
+    vocabulary_size=32000,
+    sequence_length=4096,
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14336,
+    num_experts=8,
+    experts_per_token=2,
+)
 SHAPE = ExpertShape(number=8, chosen=2, hidden=4096, width=14336)
 
 
@@ -59,8 +78,13 @@ def test_parameters_and_stages_are_the_modules_own() -> None:
         assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
         assert sum(stage_parameters(shape, layout)) == num_parameters(SMALL)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    whole, shared = (ParallelLayout(world_size=8, pipeline_parallel_size=2, expert_parallel_size=e) for e in (1, 4))
-    assert sum(expert_parameters(shape, whole)) == experts == 4 * sum(expert_parameters(shape, shared))
+    whole, shared = (
+        ParallelLayout(world_size=8, pipeline_parallel_size=2, expert_parallel_size=e)
+        for e in (1, 4)
+    )
+    assert (
+        sum(expert_parameters(shape, whole)) == experts == 4 * sum(expert_parameters(shape, shared))
+    )
     assert sum(stage_parameters(shape, shared)) == num_parameters(SMALL) - experts * 3 / 4
     assert (round(num_parameters(MIXTRAL) / 1e8), round(active_parameters(MIXTRAL) / 1e8)) == (
         467,
@@ -71,7 +95,9 @@ def test_parameters_and_stages_are_the_modules_own() -> None:
 def test_bytes_of_states() -> None:
     """ZeRO-1 spreads what is dense over d c ranks, an expert's over the d c / e that hold it."""
     job = small_job(SMALL, world_size=16)
-    how = choice(world_size=16, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4)
+    how = choice(
+        world_size=16, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4
+    )
     assert sum(static_bytes(job, how, 1000, 600)) == 18 * 1000
     sharded = replace(how, shard_optimizer=True)
     assert sum(static_bytes(job, sharded, 1000, 600)) == 6 * 1000 + 12 * (400 / 8 + 600 / 2)
@@ -96,7 +122,9 @@ def test_rows_are_kept_by_whom_they_reach() -> None:
     assert expert_kept(SHAPE, job, cut) == expert_kept(SHAPE, job, shared) / 2
     uneven = replace(job, imbalance=2.0)
     assert 1.5 < expert_kept(SHAPE, uneven, shared) / expert_kept(SHAPE, job, shared) < 2
-    with pytest.raises(ValueError, match=r"imbalance=0\.5 is the busiest rank's share over the mean"):
+    with pytest.raises(
+        ValueError, match=r"imbalance=0\.5 is the busiest rank's share over the mean"
+    ):
         replace(job, imbalance=0.5)
 
 
@@ -105,25 +133,35 @@ def test_time_of_experts_by_hand() -> None:
     job = small_job(MIXTRAL, world_size=16)
     how = choice(world_size=16, b=1, expert_parallel_size=8)
     time, group = expert_time(SHAPE, job, how), group_link(how.layout, job.cluster, "expert")
-    up, down = product_time(job.device, 2, 8192, 2 * 14336, 4096), product_time(job.device, 2, 8192, 4096, 14336)
+    up, down = (
+        product_time(job.device, 2, 8192, 2 * 14336, 4096),
+        product_time(job.device, 2, 8192, 4096, 14336),
+    )
     assert time.forward == pytest.approx(up + down)
     assert time.dispatch == pytest.approx(2 * group.all_to_all(8192 * 4096 * 2))
     assert time.weight < time.backward < 2.5 * time.forward
     # Whoever has all experts computes as many rows, in eight groups; few rows each are slow.
     alone, few = choice(world_size=16, b=1), choice(world_size=16, b=1, context_parallel_size=16)
     assert expert_time(SHAPE, job, alone).forward == pytest.approx(
-        product_time(job.device, 2, 1024, 28672, 4096, 8) + product_time(job.device, 2, 1024, 4096, 14336, 8)
+        product_time(job.device, 2, 1024, 28672, 4096, 8)
+        + product_time(job.device, 2, 1024, 4096, 14336, 8)
     )
     assert expert_time(SHAPE, job, alone).dispatch == 0.0
     assert expert_time(SHAPE, job, few).forward > 1.3 * expert_time(SHAPE, job, alone).forward / 16
     uneven = expert_time(SHAPE, replace(job, imbalance=1.5), how)
-    assert uneven.forward == pytest.approx(1.5 * time.forward, rel=0.05) and uneven.dispatch > time.dispatch
+    assert (
+        uneven.forward == pytest.approx(1.5 * time.forward, rel=0.05)
+        and uneven.dispatch > time.dispatch
+    )
 
 
 def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
     job = small_job(MIXTRAL, world_size=64, batch=256)
     times = {
-        e: step_time(job, choice(world_size=64, b=1, m=16, pipeline_parallel_size=4, expert_parallel_size=e)) for e in (1, 8)
+        e: step_time(
+            job, choice(world_size=64, b=1, m=16, pipeline_parallel_size=4, expert_parallel_size=e)
+        )
+        for e in (1, 8)
     }
     for e, time in times.items():
         assert time.total == pytest.approx(sum(time.parts.values()))
@@ -131,7 +169,11 @@ def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
     # What is held once by eight ranks is summed over two.
     assert times[8].gradients < times[1].gradients
     mixed, plain = small_job(SMALL, world_size=64), choice(world_size=64)
-    assert layer_time(mixed, plain, mixed.shape.layers[-1]).experts > layer_time(mixed, plain).experts == 0.0
+    assert (
+        layer_time(mixed, plain, mixed.shape.layers[-1]).experts
+        > layer_time(mixed, plain).experts
+        == 0.0
+    )
     dense = small_job(GPTConfig.llama(**SIZES))
     assert not step_time(dense, choice()).experts + step_time(dense, choice()).dispatch
 
@@ -143,43 +185,71 @@ def test_what_is_proposed() -> None:
     best = plan.best[0]
     assert best.choice.options()["expert_parallel_size"] == 8 and "e8" in best.choice.describe()
     assert all(candidate.memory.total <= job.device.usable_bytes for candidate in plan.best)
-    # By far the most of the step is computing: a plan that filled the memory wrongly would have the activations too small.
+    # By far the most of the step is computing: a plan that filled the memory wrongly would have the
+    # activations too small.
     held = fullest_rank(job, best.choice)
     assert held.activations > held.logits
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
     assert "alone take" in reasons["t1 p1 d64 e2"]
-    asked = search(job, Space(expert_parallel_sizes=(4, 3, 16), tensor_parallel_sizes=(1,)), count=5)
+    asked = search(
+        job, Space(expert_parallel_sizes=(4, 3, 16), tensor_parallel_sizes=(1,)), count=5
+    )
     assert {candidate.choice.layout.expert_parallel_size for candidate in asked.best} == {4}
     reasons = {misfit.what: misfit.reason for misfit in asked.rejected}
-    assert reasons["e3"] == reasons["e16"].replace("16", "3") == "num_experts=8 is not divisible by it"
-    dense = search(small_job(GPTConfig.llama(**SIZES), world_size=2), Space(expert_parallel_sizes=(2,)))
+    assert (
+        reasons["e3"] == reasons["e16"].replace("16", "3") == "num_experts=8 is not divisible by it"
+    )
+    dense = search(
+        small_job(GPTConfig.llama(**SIZES), world_size=2), Space(expert_parallel_sizes=(2,))
+    )
     assert Misfit(what="e2", reason="the model has no experts") in dense.rejected
 
 
 def test_nothing_fits_without_experts_shared_out() -> None:
     job: Job = small_job(MIXTRAL, world_size=16, batch=64)
-    space = Space(expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,))
+    space = Space(
+        expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,)
+    )
     plan = search(job, space)
     assert not plan.best
-    assert re.search(r" e[248] ", why_nothing_fits(plan, space).partition("without the restrictions")[2])
+    assert re.search(
+        r" e[248] ", why_nothing_fits(plan, space).partition("without the restrictions")[2]
+    )
 
 
 def test_experts_that_are_split() -> None:
-    """Over t = 2 ranks: half the parameters of each, all rows of the replica, no gradients to sum over these ranks."""
+    """Over t = 2 ranks: half the parameters of each, all rows of the replica, no gradients to sum
+    over these ranks."""
     job = small_job(MIXTRAL, world_size=64, batch=256)
     whole = choice(world_size=64, b=1, m=8, tensor_parallel_size=2, expert_parallel_size=4)
     split = replace(whole, layout=replace(whole.layout, expert_tensor_parallel_size=2))
     assert SHAPE.local(split.layout) == SHAPE.local(whole.layout) / 2 == 3 * 4096 * 14336
-    assert 2 * sum(expert_parameters(job.shape, split.layout)) == sum(expert_parameters(job.shape, whole.layout))
+    assert 2 * sum(expert_parameters(job.shape, split.layout)) == sum(
+        expert_parameters(job.shape, whole.layout)
+    )
     times = [expert_time(SHAPE, job, how) for how in (whole, split)]
-    assert times[1].dispatch > 1.5 * times[0].dispatch and times[1].forward == pytest.approx(times[0].forward, rel=0.1)
+    assert times[1].dispatch > 1.5 * times[0].dispatch and times[1].forward == pytest.approx(
+        times[0].forward, rel=0.1
+    )
     assert step_time(job, split).gradients < step_time(job, whole).gradients
     found = search(
-        job, Space(tensor_parallel_sizes=(2,), expert_tensor_parallel_sizes=(2,), pipeline_parallel_sizes=(1,)), count=3
+        job,
+        Space(
+            tensor_parallel_sizes=(2,),
+            expert_tensor_parallel_sizes=(2,),
+            pipeline_parallel_sizes=(1,),
+        ),
+        count=3,
     )
-    assert "e8 et2" in found.best[0].choice.describe() or "e4 et2" in found.best[0].choice.describe()
-    assert found.best and all(one.choice.options()["expert_tensor_parallel_size"] == 2 for one in found.best)
-    assert not search(job, Space(tensor_parallel_sizes=(2,), expert_tensor_parallel_sizes=(4,))).best
+    assert (
+        "e8 et2" in found.best[0].choice.describe() or "e4 et2" in found.best[0].choice.describe()
+    )
+    assert found.best and all(
+        one.choice.options()["expert_tensor_parallel_size"] == 2 for one in found.best
+    )
+    assert not search(
+        job, Space(tensor_parallel_sizes=(2,), expert_tensor_parallel_sizes=(4,))
+    ).best
 
 
 def test_the_fullest_rank_of_unlike_layers_is_the_fullest() -> None:
@@ -187,6 +257,13 @@ def test_the_fullest_rank_of_unlike_layers_is_the_fullest() -> None:
     model = replace(MIXTRAL, dense_layers=5, ffn_hidden_size=4096, expert_hidden_size=14336)
     job = small_job(model, world_size=64, batch=64)
     for p in (2, 4, 8, 16):
-        how = choice(world_size=64, b=1, m=16, pipeline_parallel_size=p, expert_parallel_size=4, recompute="full")
+        how = choice(
+            world_size=64,
+            b=1,
+            m=16,
+            pipeline_parallel_size=p,
+            expert_parallel_size=4,
+            recompute="full",
+        )
         every = [rank_memory(job, how, rank) for rank in range(p)]
         assert fullest_rank(job, how).total == max(memory.total for memory in every)

@@ -32,8 +32,14 @@ def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
     shape = small_job(config).shape
-    assert shape.parameters == sum(stage_parameters(shape, ParallelLayout(world_size=1))) == num_parameters(config)
-    own = sum(p.numel() for name, p in model.blocks[0].named_parameters() if ".experts." not in name)
+    assert (
+        shape.parameters
+        == sum(stage_parameters(shape, ParallelLayout(world_size=1)))
+        == num_parameters(config)
+    )
+    own = sum(
+        p.numel() for name, p in model.blocks[0].named_parameters() if ".experts." not in name
+    )
     assert shape.layers[0].parameters.on(1) == own
     plan = gpt_plan(config, prefix="")
     parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
@@ -43,7 +49,9 @@ def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
         assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
         copies = config.tie_embeddings and p > 1
         table = config.vocabulary_size * config.hidden_size
-        assert sum(stage_parameters(shape, layout)) == num_parameters(config) + (table if copies else 0)
+        assert sum(stage_parameters(shape, layout)) == num_parameters(config) + (
+            table if copies else 0
+        )
 
 
 def parameters_of_a_rank(rank: int) -> dict[str, int]:
@@ -51,7 +59,12 @@ def parameters_of_a_rank(rank: int) -> dict[str, int]:
     for name, config in VARIANTS.items():
         if config.num_heads % 2 == 0:
             model = GPT(config)
-            apply_plan(model, gpt_plan(config, prefix=""), group=tensor_group(rank), sequence_parallel=False)
+            apply_plan(
+                model,
+                gpt_plan(config, prefix=""),
+                group=tensor_group(rank),
+                sequence_parallel=False,
+            )
             found[name] = sum(p.numel() for p in model.parameters())
     return found
 
@@ -65,14 +78,24 @@ def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "whole", "sharded"), [("bf16-true", 18, 6 + 12 / 8), ("32-true", 16, 8 + 8 / 8), ("bf16-mixed", 16, 8 + 8 / 8)]
+    ("precision", "whole", "sharded"),
+    [("bf16-true", 18, 6 + 12 / 8), ("32-true", 16, 8 + 8 / 8), ("bf16-mixed", 16, 8 + 8 / 8)],
 )
 def test_bytes_a_parameter(precision: str, whole: float, sharded: float) -> None:
     job = small_job(VARIANTS["gpt2"], precision=precision, world_size=8)
     assert sum(static_bytes(job, choice(world_size=8), 1000)) == whole * 1000
-    assert sum(static_bytes(job, choice(world_size=8, shard_optimizer=True), 1000)) == sharded * 1000
+    assert (
+        sum(static_bytes(job, choice(world_size=8, shard_optimizer=True), 1000)) == sharded * 1000
+    )
     # The ranks of a context group hold the same parameters as well.
-    assert sum(static_bytes(job, choice(world_size=8, shard_optimizer=True, context_parallel_size=2), 1000)) == sharded * 1000
+    assert (
+        sum(
+            static_bytes(
+                job, choice(world_size=8, shard_optimizer=True, context_parallel_size=2), 1000
+            )
+        )
+        == sharded * 1000
+    )
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row.parameters} B")
@@ -96,12 +119,17 @@ def test_the_fullest_rank_is_the_fullest() -> None:
 
 
 def test_activations_follow_the_schedule() -> None:
-    """The first stage of 1F1B holds p microbatches; interleaving 1 + (p-1)/(p v) as much (arXiv 2205.05198, section 4.2.3)."""
+    """The first stage of 1F1B holds p microbatches; interleaving 1 + (p-1)/(p v) as much (arXiv
+    2205.05198, section 4.2.3)."""
     row = TABLE_1[6]
     job, p = job_of(row), row.pipeline
 
     def held(schedule: str, v: int = 1, placement: str = "loop") -> float:
-        layout = {"tensor_parallel_size": 8, "pipeline_parallel_size": p, "virtual_pipeline_size": v}
+        layout = {
+            "tensor_parallel_size": 8,
+            "pipeline_parallel_size": p,
+            "virtual_pipeline_size": v,
+        }
         how = choice(world_size=row.gpus, b=1, m=96, schedule=schedule, recompute="full", **layout)
         layer = layer_activations(job, how).held
         inputs = 2048 * (8 + 12288)  # ids and masks of the embedding

@@ -1,7 +1,7 @@
 """The planner beside what was measured and published: errors count in both directions.
 
-The one number that is fitted (``sustained`` of the devices) is fitted on rows 1, 3, 5, 7 and 9 of table 1 of arXiv 2104.04473.
-"""
+The one number that is fitted (``sustained`` of the devices) is fitted on rows 1, 3, 5, 7 and 9 of
+table 1 of arXiv 2104.04473."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
 from tests.planner.jobs import TABLE_1, a100_job, choice_of, job_of
 
-# arXiv 2205.05198, tables 3 and 5: (layers, hidden, heads), (p, v, b), (batch, GPUs), seconds with full recomputation, and with sequence
-# parallelism and selective recomputation; t = 8.
+# arXiv 2205.05198, tables 3 and 5: (layers, hidden, heads), (p, v, b), (batch, GPUs), seconds with
+# full recomputation, and with sequence parallelism and selective recomputation; t = 8.
 KORTHIKANTI = (
     ((48, 6144, 64), (1, 1, 4), (4, 8), 1.42, 1.10),
     ((96, 12288, 96), (8, 3, 1), (64, 64), 18.13, 13.75),
@@ -27,7 +27,8 @@ TABLE_2 = (
     ((96, 12288, 96, 12), ((384, 1536, 153), (768, 1536, 149), (1536, 1536, 141))),
     ((105, 20480, 128, 35), ((560, 2240, 171), (1120, 2240, 167), (2240, 2240, 159))),
 )
-# arXiv 2205.05198, table 4: one layer of the 22B at b = 4: sequence parallelism, recomputation, milliseconds forward and backward.
+# arXiv 2205.05198, table 4: one layer of the 22B at b = 4: sequence parallelism, recomputation,
+# milliseconds forward and backward.
 ONE_LAYER = (
     (False, "none", 7.7, 11.9),
     (True, "none", 7.2, 11.8),
@@ -36,13 +37,21 @@ ONE_LAYER = (
     (True, "selective", 7.2, 13.1),
 )
 
-# Megatron-LM on A100s, full recomputation, published with arXiv 2312.12391 (VIA-Research/vTrain, data/ground_truth_multi.csv): of every
-# (t, p) that was measured the fastest microbatch. (layers, hidden, heads), (GPUs, batch), (t, p, b, seconds).
+# Megatron-LM on A100s, full recomputation, published with arXiv 2312.12391 (VIA-Research/vTrain,
+# data/ground_truth_multi.csv): of every (t, p) that was measured the fastest microbatch. (layers,
+# hidden, heads), (GPUs, batch), (t, p, b, seconds).
 LAYOUTS = (
     (
         (30, 3072, 32),
         (64, 512),
-        ((1, 1, 8, 3.57), (2, 1, 16, 3.94), (1, 2, 2, 4.03), (4, 1, 16, 4.49), (8, 1, 32, 4.97), (16, 1, 32, 10.58)),
+        (
+            (1, 1, 8, 3.57),
+            (2, 1, 16, 3.94),
+            (1, 2, 2, 4.03),
+            (4, 1, 16, 4.49),
+            (8, 1, 32, 4.97),
+            (16, 1, 32, 10.58),
+        ),
     ),
     (
         (40, 6144, 48),
@@ -78,7 +87,14 @@ LAYOUTS = (
     (
         (96, 12288, 96),
         (512, 1536),
-        ((4, 32, 2, 53.91), (4, 16, 2, 54.26), (8, 8, 2, 55.11), (8, 16, 3, 55.68), (8, 32, 3, 57.32), (2, 32, 2, 57.41)),
+        (
+            (4, 32, 2, 53.91),
+            (4, 16, 2, 54.26),
+            (8, 8, 2, 55.11),
+            (8, 16, 3, 55.68),
+            (8, 32, 3, 57.32),
+            (2, 32, 2, 57.41),
+        ),
     ),
 )
 
@@ -93,7 +109,11 @@ def test_table_1() -> None:
     for row in TABLE_1:
         job, time = job_of(row), step_time(job_of(row), choice_of(row))
         flops = ptdp_step_flops(
-            batch_size=row.batch, sequence_length=2048, num_layers=row.layers, hidden_size=row.hidden, vocabulary_size=51200
+            batch_size=row.batch,
+            sequence_length=2048,
+            num_layers=row.layers,
+            hidden_size=row.hidden,
+            vocabulary_size=51200,
         )
         assert time.hardware_flops == pytest.approx(flops)
         assert time.total == pytest.approx(sum(time.parts.values()))
@@ -106,25 +126,38 @@ def test_table_1() -> None:
 
 
 def test_table_2() -> None:
-    """PTD-P's rows of table 2 of arXiv 2104.04473, which nothing is fitted on: what more replicas cost at one batch."""
+    """PTD-P's rows of table 2 of arXiv 2104.04473, which nothing is fitted on: what more replicas
+    cost at one batch."""
     errors = []
     for (layers, hidden, heads, p), rows in TABLE_2:
         for gpus, batch, tflops in rows:
             job = a100_job(layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch)
-            layout = ParallelLayout(world_size=gpus, tensor_parallel_size=8, pipeline_parallel_size=p)
+            layout = ParallelLayout(
+                world_size=gpus, tensor_parallel_size=8, pipeline_parallel_size=p
+            )
             m = batch // layout.data_parallel_size
             how = Choice(layout=layout, micro_batch_size=1, num_microbatches=m, recompute="full")
             errors.append(step_time(job, how).tflops / tflops - 1)
     assert max(map(abs, errors)) <= 0.04, errors
     # 384 to 1,536 GPUs, and 560 to 2,240, lose 8 and 7 % of their rate.
-    assert max(errors[:3]) - min(errors[:3]) <= 0.02 and max(errors[3:]) - min(errors[3:]) <= 0.02, errors
+    assert (
+        max(errors[:3]) - min(errors[:3]) <= 0.02 and max(errors[3:]) - min(errors[3:]) <= 0.02
+    ), errors
 
 
-def korthikanti(sizes: tuple[int, int, int], pipeline: tuple[int, int, int], job: tuple[int, int], *, fast: bool) -> float:
+def korthikanti(
+    sizes: tuple[int, int, int], pipeline: tuple[int, int, int], job: tuple[int, int], *, fast: bool
+) -> float:
     (layers, hidden, heads), (p, v, b), (batch, gpus) = sizes, pipeline, job
-    planned = a100_job(layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch, software="megatron-2022")
+    planned = a100_job(
+        layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch, software="megatron-2022"
+    )
     layout = ParallelLayout(
-        world_size=gpus, tensor_parallel_size=8, pipeline_parallel_size=p, virtual_pipeline_size=v, sequence_parallel=fast
+        world_size=gpus,
+        tensor_parallel_size=8,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        sequence_parallel=fast,
     )
     how = Choice(
         layout=layout,
@@ -146,19 +179,28 @@ def test_steps_with_selective_recomputation() -> None:
 
 
 def test_one_layer() -> None:
-    """Forward and backward alone, for each way to recompute: the model is right for its parts, not only for their sum."""
-    job, errors = a100_job(layers=48, hidden=6144, heads=64, gpus=8, batch=4, software="megatron-2022"), []
+    """Forward and backward alone, for each way to recompute: the model is right for its parts, not
+    only for their sum."""
+    job, errors = (
+        a100_job(layers=48, hidden=6144, heads=64, gpus=8, batch=4, software="megatron-2022"),
+        [],
+    )
     for sequence, recompute, forward, backward in ONE_LAYER:
         layout = ParallelLayout(world_size=8, tensor_parallel_size=8, sequence_parallel=sequence)
-        time = layer_time(job, Choice(layout=layout, micro_batch_size=4, num_microbatches=1, recompute=recompute))
+        time = layer_time(
+            job, Choice(layout=layout, micro_batch_size=4, num_microbatches=1, recompute=recompute)
+        )
         errors += [time.forward * 1e3 / forward - 1, time.backward * 1e3 / backward - 1]
     assert mean_and_worst(errors)[1] <= 0.05, errors
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [sizes for sizes, *_ in KORTHIKANTI])
 def test_activation_memory(layers: int, hidden: int, heads: int) -> None:
-    """Table 2 of arXiv 2205.05198: bytes over s b h of a layer, t = 8, attention's scores in memory."""
-    job = a100_job(layers=layers, hidden=hidden, heads=heads, gpus=8, batch=8, software="megatron-2022")
+    """Table 2 of arXiv 2205.05198: bytes over s b h of a layer, t = 8, attention's scores in
+    memory."""
+    job = a100_job(
+        layers=layers, hidden=hidden, heads=heads, gpus=8, batch=8, software="megatron-2022"
+    )
     t, scores = 8, 5 * heads * 2048 / hidden
 
     def kept(size: int, recompute: str, *, sequence: bool = False) -> float:
@@ -175,26 +217,35 @@ def test_activation_memory(layers: int, hidden: int, heads: int) -> None:
         (t, "full", False): 2.0,
     }
     for (size, recompute, sequence), bytes_of_channel in paper.items():
-        assert kept(size, recompute, sequence=sequence) == pytest.approx(bytes_of_channel, rel=0.005)
-    # The abstract's "5x": what tensor parallelism alone keeps over both techniques; 4.9 to 6.2 times by size.
+        assert kept(size, recompute, sequence=sequence) == pytest.approx(
+            bytes_of_channel, rel=0.005
+        )
+    # The abstract's "5x": what tensor parallelism alone keeps over both techniques; 4.9 to 6.2
+    # times by size.
     assert 4.8 < kept(t, "none") / kept(t, "selective", sequence=True) < 6.3
 
 
 def test_the_recomputation_that_pays_is_found() -> None:
-    """Ranking, arXiv 2205.05198: selective with sequence parallelism beats full recomputation by 27 to 32 % at each size."""
+    """Ranking, arXiv 2205.05198: selective with sequence parallelism beats full recomputation by 27
+    to 32 % at each size."""
     for sizes, pipeline, job, full, selective in KORTHIKANTI:
-        predicted = korthikanti(sizes, pipeline, job, fast=False) / korthikanti(sizes, pipeline, job, fast=True)
+        predicted = korthikanti(sizes, pipeline, job, fast=False) / korthikanti(
+            sizes, pipeline, job, fast=True
+        )
         assert predicted == pytest.approx(full / selective, rel=0.04)
 
 
 def test_the_fastest_layout_is_found() -> None:
-    """Ranking, of 6 to 10 layouts of each of four models: what is lost by taking the one that is predicted to be the fastest."""
+    """Ranking, of 6 to 10 layouts of each of four models: what is lost by taking the one that is
+    predicted to be the fastest."""
     lost = []
     for (layers, hidden, heads), (gpus, batch), rows in LAYOUTS:
         job = a100_job(layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch)
         predicted = []
         for t, p, b, seconds in rows:
-            layout = ParallelLayout(world_size=gpus, tensor_parallel_size=t, pipeline_parallel_size=p)
+            layout = ParallelLayout(
+                world_size=gpus, tensor_parallel_size=t, pipeline_parallel_size=p
+            )
             m = batch // (layout.data_parallel_size * b)
             how = Choice(layout=layout, micro_batch_size=b, num_microbatches=m, recompute="full")
             predicted.append((step_time(job, how).total, seconds))

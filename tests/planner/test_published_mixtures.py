@@ -1,9 +1,11 @@
-"""The planner beside published trainings of mixtures of experts, on which nothing is fitted: errors count in both directions.
+"""The planner beside published trainings of mixtures of experts, on which nothing is fitted: errors
+count in both directions.
 
-arXiv 2504.14960, tables 3 and 4, rows "MCore w/ Folding": H100s, bf16, 4,096 tokens, as many rows for each expert. Layouts are the
-paper's; chunks are of one layer, and microbatches of one sample, as in the mappings that its authors publish for two of these models
-(Megatron-LM, megatron/core/transformer/moe/README.md, "Reference Best Parallel Mapping"). The first row is of that page: 468 TFLOP/s.
-Rows whose layout has more experts' ranks than d c have no counterpart here.
+arXiv 2504.14960, tables 3 and 4, rows "MCore w/ Folding": H100s, bf16, 4,096 tokens, as many rows
+for each expert. Layouts are the paper's; chunks are of one layer, and microbatches of one sample,
+as in the mappings that its authors publish for two of these models (Megatron-LM,
+megatron/core/transformer/moe/README.md, "Reference Best Parallel Mapping"). The first row is of
+that page: 468 TFLOP/s. Rows whose layout has more experts' ranks than d c have no counterpart here.
 """
 
 from __future__ import annotations
@@ -93,7 +95,13 @@ def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, C
         virtual_pipeline_size=-(-one.layers // p),
     )
     m = batch // layout.data_parallel_size
-    return job, Choice(layout=layout, micro_batch_size=1, num_microbatches=m, schedule="interleaved_1f1b", shard_optimizer=True)
+    return job, Choice(
+        layout=layout,
+        micro_batch_size=1,
+        num_microbatches=m,
+        schedule="interleaved_1f1b",
+        shard_optimizer=True,
+    )
 
 
 def test_mixtures() -> None:
@@ -102,11 +110,14 @@ def test_mixtures() -> None:
     Known causes of the largest errors:
 
     - In the first row the router distributed tokens unevenly.
-    - In the last rows with experts an eighth as wide (t = 4, 512 and 1,024 GPUs) the estimate is 16 and 18 % too fast.
-      It seems to miss the slowdown of products by operations that run beside them.
+    - In the last rows with experts an eighth as wide (t = 4, 512 and 1,024 GPUs) the estimate is 16
+      and 18 % too fast. It seems to miss the slowdown of products by operations that run beside
+      them.
     - At t = 8 it is 12 % too slow, because overlap inside Transformer Engine is not counted.
     """
-    errors = [100 * step_time(*planned(one, gpus, batch)).mfu / mfu - 1 for one, gpus, batch, mfu in ROWS]
+    errors = [
+        100 * step_time(*planned(one, gpus, batch)).mfu / mfu - 1 for one, gpus, batch, mfu in ROWS
+    ]
     assert len({error > 0 for error in errors}) == 2, errors
     assert fmean(map(abs, errors)) <= 0.065 and max(map(abs, errors)) <= 0.18, errors
     # Mixtral 8x22B and Qwen2-57B-A14B, from 64 to 1,024 GPUs.
@@ -114,8 +125,9 @@ def test_mixtures() -> None:
 
 
 def test_qwen3() -> None:
-    """NeMo AutoModel, docs/performance-summary.md of October 2025: Qwen3-30B-A3B on eight H100s, e = 8, all layers recomputed
-    (examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml), 277 TFLOP/s of the model's own operations."""
+    """NeMo AutoModel, docs/performance-summary.md of October 2025: Qwen3-30B-A3B on eight H100s, e
+    = 8, all layers recomputed (examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml), 277
+    TFLOP/s of the model's own operations."""
     model = PlannedGPT.llama(
         vocabulary_size=151936,
         sequence_length=4096,
@@ -136,7 +148,13 @@ def test_qwen3() -> None:
         software=find_software("megatron-2024"),
     )
     layout = ParallelLayout(world_size=8, expert_parallel_size=8)
-    how = Choice(layout=layout, micro_batch_size=4, num_microbatches=16, recompute="full", shard_optimizer=True)
+    how = Choice(
+        layout=layout,
+        micro_batch_size=4,
+        num_microbatches=16,
+        recompute="full",
+        shard_optimizer=True,
+    )
     time = step_time(job, how)
     assert time.model_flops / time.total / 8 / 1e12 == pytest.approx(277, rel=0.03)
 

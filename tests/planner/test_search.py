@@ -11,52 +11,79 @@ from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Job, Plan, Space, find_device, search
 from tests.planner.jobs import TABLE_1, Row, job_of, small_job
 
-PAPER = Space(schedules=("1f1b", "interleaved_1f1b"), recompute=("full",), sequence_parallel=False, shard_optimizer=(False,))
+PAPER = Space(
+    schedules=("1f1b", "interleaved_1f1b"),
+    recompute=("full",),
+    sequence_parallel=False,
+    shard_optimizer=(False,),
+)
 """Options that existed in 2021."""
 
 
 def degrees(plan: Plan) -> list[tuple[int, int]]:
     """(t, p) in the order of their fastest."""
     layouts = [candidate.choice.layout for candidate in plan.best]
-    return list(dict.fromkeys((layout.tensor_parallel_size, layout.pipeline_parallel_size) for layout in layouts))
+    return list(
+        dict.fromkeys(
+            (layout.tensor_parallel_size, layout.pipeline_parallel_size) for layout in layouts
+        )
+    )
 
 
-@pytest.mark.parametrize("row", [TABLE_1[index] for index in (0, 2, 4, 6, 8, 9)], ids=lambda row: f"{row.parameters} B")
+@pytest.mark.parametrize(
+    "row", [TABLE_1[index] for index in (0, 2, 4, 6, 8, 9)], ids=lambda row: f"{row.parameters} B"
+)
 def test_table_1_is_near_the_top(row: Row) -> None:
-    """The layout of arXiv 2104.04473, table 1, beside the best of hundreds in its own space: found by rules, it takes at most 15 % longer;
-    the largest, for which there is little choice, at most 5 %. (That t = 4 is quicker than 8 for some of these sizes is measured:
-    arXiv 2312.12391, its data for 39.1 B on 512 GPUs.)"""
+    """The layout of arXiv 2104.04473, table 1, beside the best of hundreds in its own space: found
+    by rules, it takes at most 15 % longer; the largest, for which there is little choice, at most 5
+    %. (That t = 4 is quicker than 8 for some of these sizes is measured: arXiv 2312.12391, its data
+    for 39.1 B on 512 GPUs.)"""
     plan = search(dataclasses.replace(job_of(row), reserve=0.0), PAPER, count=1000, simulate=False)
     own = [
         candidate
         for candidate in plan.best
-        if (candidate.choice.layout.tensor_parallel_size, candidate.choice.layout.pipeline_parallel_size)
+        if (
+            candidate.choice.layout.tensor_parallel_size,
+            candidate.choice.layout.pipeline_parallel_size,
+        )
         == (row.tensor, row.pipeline)
     ]
-    assert own[0].time.total <= (1.05 if row.parameters > 500 else 1.15) * plan.best[0].time.total, degrees(plan)
+    assert (
+        own[0].time.total <= (1.05 if row.parameters > 500 else 1.15) * plan.best[0].time.total
+    ), degrees(plan)
     assert plan.examined >= len(plan.best) >= 15
 
 
 def test_tensor_parallelism_stays_inside_a_node() -> None:
     """Takeaway 1 of arXiv 2104.04473, section 3.2: t up to the size of a node, then p."""
     row = TABLE_1[6]
-    space = dataclasses.replace(PAPER, tensor_parallel_sizes=(4, 8, 16, 32), pipeline_parallel_sizes=(2, 4, 8, 16))
+    space = dataclasses.replace(
+        PAPER, tensor_parallel_sizes=(4, 8, 16, 32), pipeline_parallel_sizes=(2, 4, 8, 16)
+    )
     plan = search(job_of(row), space, count=1000, simulate=False)
-    fastest = {t: next(c for c in plan.best if c.choice.layout.tensor_parallel_size == t).time.total for t in (8, 16, 32)}
+    fastest = {
+        t: next(c for c in plan.best if c.choice.layout.tensor_parallel_size == t).time.total
+        for t in (8, 16, 32)
+    }
     assert 1.15 * fastest[8] < fastest[16] < fastest[32]
     assert degrees(plan)[0][0] <= 8
 
 
 def test_a_model_that_fits_on_one_device_is_data_parallel() -> None:
-    """Takeaway 2 of arXiv 2104.04473, section 3.3: as little model parallelism as memory allows, data parallelism for the rest."""
+    """Takeaway 2 of arXiv 2104.04473, section 3.3: as little model parallelism as memory allows,
+    data parallelism for the rest."""
     job = small_job(GPTConfig.gpt2(), world_size=8, batch=64)
     best = search(job).best[0].choice
     assert best.layout.model_parallel_size == 1
     assert (best.recompute, best.shard_optimizer, best.schedule) == ("none", False, "1f1b")
-    tight = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bytes=2.2e9, reserved_bytes=0.0))
+    tight = dataclasses.replace(
+        job, device=dataclasses.replace(job.device, memory_bytes=2.2e9, reserved_bytes=0.0)
+    )
     squeezed = search(tight).best[0]
     assert (
-        squeezed.choice.layout.model_parallel_size > 1 or squeezed.choice.shard_optimizer or squeezed.choice.recompute != "none"
+        squeezed.choice.layout.model_parallel_size > 1
+        or squeezed.choice.shard_optimizer
+        or squeezed.choice.recompute != "none"
     )
 
 
@@ -69,7 +96,10 @@ def test_everything_found_fits_and_is_in_order() -> None:
     for candidate in plan.best:
         layout, how = candidate.choice.layout, candidate.choice
         assert candidate.memory.total <= job.device.usable_bytes
-        assert layout.data_parallel_size * how.micro_batch_size * how.num_microbatches == job.global_batch_size
+        assert (
+            layout.data_parallel_size * how.micro_batch_size * how.num_microbatches
+            == job.global_batch_size
+        )
         config = PTDPConfig(**how.options())
         assert config.layout(job.world_size) == layout
         assert config.microbatches(10**6) == how.num_microbatches
@@ -77,15 +107,25 @@ def test_everything_found_fits_and_is_in_order() -> None:
 
 def test_long_sequences_are_cut() -> None:
     model = GPTConfig.llama(
-        sequence_length=131072, num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocabulary_size=128256
+        sequence_length=131072,
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        vocabulary_size=128256,
     )
     job = small_job(model, world_size=16, batch=2)
     assert search(job).best[0].choice.layout.context_parallel_size > 1
-    assert all(c.choice.layout.context_parallel_size == 1 for c in search(job, Space(context_parallel_sizes=(1,))).best)
+    assert all(
+        c.choice.layout.context_parallel_size == 1
+        for c in search(job, Space(context_parallel_sizes=(1,))).best
+    )
 
 
 def test_reasons() -> None:
-    model = GPTConfig.gpt2(num_layers=6, hidden_size=6144, num_heads=12, vocabulary_size=512, sequence_length=1024)
+    model = GPTConfig.gpt2(
+        num_layers=6, hidden_size=6144, num_heads=12, vocabulary_size=512, sequence_length=1024
+    )
     job = Job(model=model, world_size=96, global_batch_size=36, device=find_device("a100"))
     plan = search(job, count=3)
     reasons = "\n".join(f"{misfit.what}: {misfit.reason}" for misfit in plan.rejected)
@@ -98,7 +138,9 @@ def test_reasons() -> None:
 
 
 def test_reasons_of_memory() -> None:
-    plan = search(dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16))
+    plan = search(
+        dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16)
+    )
     assert not plan.best
     assert plan.slower == ()
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
@@ -111,11 +153,19 @@ def test_a_reserve_is_left() -> None:
 
     With ``reserve=0`` the search uses the memory up to the limit.
     """
-    job = small_job(GPTConfig.llama(num_layers=24, hidden_size=4096, num_heads=32, sequence_length=2048), world_size=8, batch=256)
-    fullest = max(candidate.memory.total for candidate in search(job, count=200, simulate=False).best)
+    job = small_job(
+        GPTConfig.llama(num_layers=24, hidden_size=4096, num_heads=32, sequence_length=2048),
+        world_size=8,
+        batch=256,
+    )
+    fullest = max(
+        candidate.memory.total for candidate in search(job, count=200, simulate=False).best
+    )
     assert 1.23 * fullest <= job.device.usable_bytes
     eager = dataclasses.replace(job, reserve=0.0)
-    fullest = max(candidate.memory.total for candidate in search(eager, count=200, simulate=False).best)
+    fullest = max(
+        candidate.memory.total for candidate in search(eager, count=200, simulate=False).best
+    )
     assert job.limit_bytes < fullest <= job.device.usable_bytes == eager.limit_bytes
     with pytest.raises(ValueError, match="reserve=1 is a share"):
         dataclasses.replace(job, reserve=1)

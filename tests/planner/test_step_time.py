@@ -10,7 +10,9 @@ from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Job, Link, layer_time, simulated_step_time, step_time
 from tests.planner.jobs import choice, small_job
 
-MODEL = GPTConfig.gpt2(vocabulary_size=51200, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32)
+MODEL = GPTConfig.gpt2(
+    vocabulary_size=51200, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32
+)
 
 
 @pytest.mark.parametrize("m", [8, 16, 64])
@@ -25,10 +27,20 @@ def test_the_bubble_of_1f1b(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "v"), [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1)]
+    ("schedule", "v"),
+    [
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 4),
+        ("zb_h1", 1),
+        ("zb_v", 2),
+        ("gpipe", 1),
+    ],
 )
 def test_closed_forms_and_simulator_agree(schedule: str, v: int) -> None:
-    how = choice(world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=v, m=16, schedule=schedule)
+    how = choice(
+        world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=v, m=16, schedule=schedule
+    )
     job = small_job(MODEL, world_size=4, batch=32)
     quick, exact = step_time(job, how), simulated_step_time(job, how)
     assert quick.total == pytest.approx(exact.total, rel=0.05)
@@ -37,10 +49,14 @@ def test_closed_forms_and_simulator_agree(schedule: str, v: int) -> None:
 
 
 def test_recomputation_costs_a_third() -> None:
-    none, full = (layer_time(small_job(MODEL), choice(recompute=recompute)) for recompute in ("none", "full"))
+    none, full = (
+        layer_time(small_job(MODEL), choice(recompute=recompute)) for recompute in ("none", "full")
+    )
     assert (full.forward, full.weight) == (none.forward, none.weight)
     assert full.backward == pytest.approx(none.forward + none.backward)
-    assert (full.forward + full.backward) / (none.forward + none.backward) == pytest.approx(4 / 3, rel=0.05)
+    assert (full.forward + full.backward) / (none.forward + none.backward) == pytest.approx(
+        4 / 3, rel=0.05
+    )
 
 
 def test_a_slower_link_slows_down_its_part_alone() -> None:
@@ -59,7 +75,12 @@ def test_a_slow_host_is_waited_for_and_a_quick_one_is_not() -> None:
     job = small_job(MODEL)
 
     def layer(seconds: float) -> float:
-        time = layer_time(dataclasses.replace(job, software=dataclasses.replace(job.software, operation_s=seconds)), choice())
+        time = layer_time(
+            dataclasses.replace(
+                job, software=dataclasses.replace(job.software, operation_s=seconds)
+            ),
+            choice(),
+        )
         return time.forward + time.backward
 
     assert layer(0.0) == layer(1e-6)
@@ -68,4 +89,7 @@ def test_a_slow_host_is_waited_for_and_a_quick_one_is_not() -> None:
 
 def on(job: Job, **changes: object) -> Job:
     """The job on a cluster that differs."""
-    return dataclasses.replace(job, device=dataclasses.replace(job.device, cluster=dataclasses.replace(job.cluster, **changes)))
+    return dataclasses.replace(
+        job,
+        device=dataclasses.replace(job.device, cluster=dataclasses.replace(job.cluster, **changes)),
+    )

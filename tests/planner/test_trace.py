@@ -32,7 +32,13 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
 
-SIZES: dict[str, Any] = {"vocabulary_size": 64, "sequence_length": 48, "num_layers": 3, "hidden_size": 64, "num_heads": 4}
+SIZES: dict[str, Any] = {
+    "vocabulary_size": 64,
+    "sequence_length": 48,
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_heads": 4,
+}
 OURS = {
     "gpt2": GPTConfig.gpt2(**SIZES),
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
@@ -92,7 +98,9 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, 32)
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.1), 3)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.1), 3
+        )
         self.head = nn.Linear(32, 96)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -113,17 +121,38 @@ def _of_hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[str], nn
 
 MODELS: dict[str, Callable[[str], nn.Module]] = {
     "llama": _of_hugging_face("LlamaForCausalLM", "LlamaConfig", **SMALL, num_key_value_heads=2),
-    "gpt2": _of_hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=3, n_head=4, vocab_size=96, n_positions=64),
+    "gpt2": _of_hugging_face(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        vocab_size=96,
+        n_positions=64,
+    ),
     "bert": _of_hugging_face("BertForMaskedLM", "BertConfig", **SMALL),
     "t5": _of_hugging_face(
-        "T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96
+        "T5ForConditionalGeneration",
+        "T5Config",
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=96,
     ),
     "vit": _of_hugging_face(
-        "ViTForImageClassification", "ViTConfig", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
-        image_size=32, patch_size=8,
+        "ViTForImageClassification",
+        "ViTConfig",
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
     ),
     "own": lambda attention: Own(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,17 +174,25 @@ def test_parameters_and_operations_of_any_model(name: str) -> None:
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     with without_data(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         run(plain.train(), 2)
-    forward = sum(count * layer.flops for count, layer in shape.runs) + shape.input.flops + shape.head.flops
+    forward = (
+        sum(count * layer.flops for count, layer in shape.runs)
+        + shape.input.flops
+        + shape.head.flops
+    )
     assert 2 * forward == counter.get_total_flops()
     assert shape.num_layers == (4 if name == "t5" else 3)
-    if name == "t5":  # an encoder's layers are others than a decoder's, and the first have a table of positions
+    if (
+        name == "t5"
+    ):  # an encoder's layers are others than a decoder's, and the first have a table of positions
         assert [count for count, _ in shape.runs] == [1, 1, 1, 1]
     assert all(layer.products[-1].cut == "inputs" for layer in shape.layers)
 
 
 def test_a_mixture_is_what_its_configuration_says() -> None:
     """Its experts are not followed, since values say what goes where; what they are is known."""
-    build = _of_hugging_face("MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=2, num_local_experts=8)
+    build = _of_hugging_face(
+        "MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=2, num_local_experts=8
+    )
     with torch.device("meta"):
         model = build("sdpa")
     traced = lightning_ptdp.plan(model, world_size=4, batch=16, sequence_length=48).job.shape
@@ -198,11 +235,17 @@ def test_plan_of_a_module() -> None:
     assert plan.best[0].choice.options()["num_microbatches"] >= 1
     assert {candidate.choice.layout.tensor_parallel_size for candidate in plan.best} > {1}
     given = lightning_ptdp.plan(
-        Own(), world_size=4, batch=16, example=torch.zeros(1, 24, dtype=torch.long), space=Space(pipeline_parallel_sizes=(2,))
+        Own(),
+        world_size=4,
+        batch=16,
+        example=torch.zeros(1, 24, dtype=torch.long),
+        space=Space(pipeline_parallel_sizes=(2,)),
     )
     assert given.job.shape.runs[0][1].products == plan.job.shape.runs[0][1].products
     assert given.job.sequence_length == 24
-    assert isinstance(lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job.model, GPTConfig)
+    assert isinstance(
+        lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job.model, GPTConfig
+    )
 
 
 def test_frozen_parameters_are_not_trained() -> None:
@@ -210,9 +253,13 @@ def test_frozen_parameters_are_not_trained() -> None:
     for parameter in module.layers.parameters():
         parameter.requires_grad_(False)
     example = torch.zeros(1, 24, dtype=torch.long)
-    whole, frozen = (lightning_ptdp.plan(one, world_size=1, batch=4, example=example) for one in (Own(), module))
+    whole, frozen = (
+        lightning_ptdp.plan(one, world_size=1, batch=4, example=example) for one in (Own(), module)
+    )
     share = frozen.job.trained
-    assert share == sum(p.numel() for p in module.parameters() if p.requires_grad) / sum(p.numel() for p in module.parameters())
+    assert share == sum(p.numel() for p in module.parameters() if p.requires_grad) / sum(
+        p.numel() for p in module.parameters()
+    )
     assert 0 < share < whole.job.trained == 1
     found = {plan.job.trained: plan.best[-1] for plan in (whole, frozen)}
     assert found[share].memory.optimizer == pytest.approx(share * found[1].memory.optimizer)
@@ -221,18 +268,29 @@ def test_frozen_parameters_are_not_trained() -> None:
 
 def test_what_cannot_be_followed() -> None:
     with pytest.raises(
-        ValueError, match=r"forward of Stubborn could not be followed without data: it stopped in ''.*--layers 24"
+        ValueError,
+        match=r"forward of Stubborn could not be followed without data: it stopped in ''.*--layers 24",
     ):
         lightning_ptdp.plan(Stubborn(), world_size=4, batch=16, sequence_length=24)
-    with pytest.raises(ValueError, match=r"Own does not say how long its sequences are: give sequence_length="):
+    with pytest.raises(
+        ValueError, match=r"Own does not say how long its sequences are: give sequence_length="
+    ):
         lightning_ptdp.plan(Own(), world_size=4, batch=16)
     with pytest.raises(ValueError, match="sequence_length=48, but the example has 24 tokens"):
-        lightning_ptdp.plan(Own(), world_size=4, batch=16, example=torch.zeros(1, 24, dtype=torch.long), sequence_length=48)
+        lightning_ptdp.plan(
+            Own(),
+            world_size=4,
+            batch=16,
+            example=torch.zeros(1, 24, dtype=torch.long),
+            sequence_length=48,
+        )
     with pytest.raises(ValueError, match="sequence_length=4096 is longer than the model's"):
         lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4, sequence_length=4096)
     with pytest.raises(ValueError, match=r"what Sequential is called with: give plan an example="):
         lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
     module = Own()
     vars(module)[CUT_MARK] = "t2"
-    with pytest.raises(ValueError, match="the sizes of Own are not known: it was cut for a layout already"):
+    with pytest.raises(
+        ValueError, match="the sizes of Own are not known: it was cut for a layout already"
+    ):
         lightning_ptdp.plan(module, world_size=4, batch=16)

@@ -27,7 +27,8 @@ class Published:
 
 
 PUBLISHED = {
-    # GPT-2: the published weights (the paper's own counts, 117M to 1542M, leave parameters out); its section 2.3 has the batch.
+    # GPT-2: the published weights (the paper's own counts, 117M to 1542M, leave parameters out);
+    # its section 2.3 has the batch.
     "gpt/124m": Published("124 M", 512),
     "gpt/355m": Published("355 M", 512),
     "gpt/774m": Published("774 M", 512),
@@ -48,7 +49,8 @@ PUBLISHED = {
     "gpt/ptdp-310.1b": Published("310.1 B", 2160, 8, 16, 1920),
     "gpt/ptdp-529.6b": Published("529.6 B", 2520, 8, 35, 2520),
     "gpt/ptdp-1t": Published("1008.0 B", 3072, 8, 64, 3072),
-    # The published weights of Llama 3.2 1B and Llama 3; batches of 4 M tokens (arXiv 2407.21783, section 3.4.1).
+    # The published weights of Llama 3.2 1B and Llama 3; batches of 4 M tokens (arXiv 2407.21783,
+    # section 3.4.1).
     "gpt/llama-1b": Published("1.24 B", 512),
     "gpt/llama-8b": Published("8.03 B", 512),
     "gpt/llama-70b": Published("70.6 B", 512),

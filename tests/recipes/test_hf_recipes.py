@@ -26,15 +26,30 @@ pytest.importorskip("transformers")
 RECIPES = [name for name in recipe_names() if name.startswith("hf/")]
 
 
-# Sizes and parameters as published: arXiv 2407.21783, table 3; arXiv 2505.09388, table 1 and the models' cards.
-_LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+# Sizes and parameters as published: arXiv 2407.21783, table 3; arXiv 2505.09388, table 1 and the
+# models' cards.
+_LLAMA = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 _QWEN = {
-    "model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
 
 
 def sizes(known: dict[str, Any], layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
-    more = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads}
+    more = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+    }
     return {**known, **more, "tie_word_embeddings": False}
 
 
@@ -44,9 +59,11 @@ PUBLISHED = {
     "hf/qwen3-8b": (sizes(_QWEN, 36, 4096, 12288, 32), "8.19 B"),
     "hf/qwen3-32b": (sizes(_QWEN, 64, 5120, 25600, 64), "32.8 B"),
 }
-# Whose sizes are in the recipe: parameters in all, those that a token meets, and sequences a batch, where that is told. Of Mixtral arXiv
-# 2401.04088, section 1 and the announcement; of Qwen3 the model's card, of DeepSeek-V3 arXiv 2412.19437, sections 4.2 and 2.1 (without the
-# layer that predicts a second token). All three count the embedding and the head; the last two cut digits off instead of rounding.
+# Whose sizes are in the recipe: parameters in all, those that a token meets, and sequences a batch,
+# where that is told. Of Mixtral arXiv 2401.04088, section 1 and the announcement; of Qwen3 the
+# model's card, of DeepSeek-V3 arXiv 2412.19437, sections 4.2 and 2.1 (without the layer that
+# predicts a second token). All three count the embedding and the head; the last two cut digits off
+# instead of rounding.
 MIXTURES = {
     "hf/mixtral-8x7b": ("46.7 B", "12.9 B", None),
     "hf/qwen3-30b-a3b": ("30.5 B", "3.3 B", None),
@@ -55,7 +72,9 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_layout_fits_the_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_fits_the_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = parsed_values(resolve_configs(["--config", name]))
     trainer, arguments = values["trainer"], values["model"]["init_args"]
@@ -72,22 +91,34 @@ def test_the_layout_fits_the_model(name: str, tmp_path: Path, monkeypatch: pytes
     data = values["data"]["init_args"]
     assert data["num_microbatches"] == strategy.config.num_microbatches
     assert data["sequence_length"] <= module.model.config.max_position_embeddings
-    schedule = strategy.config.build_schedule(min(strategy.config.num_microbatches, 2 * layout.pipeline_parallel_size))
+    schedule = strategy.config.build_schedule(
+        min(strategy.config.num_microbatches, 2 * layout.pipeline_parallel_size)
+    )
     assert schedule.num_stages == layout.num_stages
-    assert strategy.config.num_microbatches % layout.pipeline_parallel_size == 0 or strategy.config.schedule == "dualpipe_v"
-    said = published[1] if published is not None else MIXTURES[name][0] if name in MIXTURES else None
+    assert (
+        strategy.config.num_microbatches % layout.pipeline_parallel_size == 0
+        or strategy.config.schedule == "dualpipe_v"
+    )
+    said = (
+        published[1] if published is not None else MIXTURES[name][0] if name in MIXTURES else None
+    )
     if said is not None:
         count = sum(parameter.numel() for parameter in module.parameters())
         assert f"{count / 1e9:.3g} B" == said
         first = find_config(name).read_text().partition("\n")[0]
         assert first.startswith(f"# {said} parameters: ")
-        assert f"{data['num_microbatches'] * layout.data_parallel_size * data['sequence_length'] / 1e6:.1f} M tokens" in first
+        assert (
+            f"{data['num_microbatches'] * layout.data_parallel_size * data['sequence_length'] / 1e6:.1f} M tokens"
+            in first
+        )
     if name in MIXTURES:
         assert data["vocabulary_size"] == module.model.config.vocab_size
         check_mixture(name, module, strategy, layout)
 
 
-def check_mixture(name: str, module: LitCausalLM, strategy: PTDPStrategy, layout: ParallelLayout) -> None:
+def check_mixture(
+    name: str, module: LitCausalLM, strategy: PTDPStrategy, layout: ParallelLayout
+) -> None:
     """Check the active parameters of a mixture, its batch, and the memory of the fullest rank."""
     _, active, batch = MIXTURES[name]
     experts = [child for child in module.modules() if type(child).__name__.endswith("Experts")]
@@ -96,13 +127,17 @@ def check_mixture(name: str, module: LitCausalLM, strategy: PTDPStrategy, layout
     held = sum(parameter.numel() for child in experts for parameter in child.parameters())
     count = sum(parameter.numel() for parameter in module.parameters())
     met = count - held + held * config.num_experts_per_tok / config.num_local_experts
-    digits, last = Decimal(active.removesuffix(" B")), Decimal(1).scaleb(Decimal(active.removesuffix(" B")).as_tuple().exponent)
+    digits, last = (
+        Decimal(active.removesuffix(" B")),
+        Decimal(1).scaleb(Decimal(active.removesuffix(" B")).as_tuple().exponent),
+    )
     assert digits - last / 2 <= Decimal(met) / 10**9 < digits + last
     assert f"{active} of them a token" in find_config(name).read_text().partition("\n")[0]
     if batch is not None:
         assert strategy.config.num_microbatches * layout.data_parallel_size == batch
 
-    # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes a parameter, and 12 of those that step on it.
+    # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes a
+    # parameter, and 12 of those that step on it.
     e, d, p = layout.expert_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
     parts, layers = find_parts(module, blocks="model.model.layers"), module.model.model.layers
     ranges = layer_ranges(module, parts=parts, layout=layout)
@@ -110,7 +145,9 @@ def check_mixture(name: str, module: LitCausalLM, strategy: PTDPStrategy, layout
     fullest = 0.0
     for rank in range(p):
         stages = stages_of_rank(p, layout.virtual_pipeline_size, rank, layout.placement)
-        mine: list[nn.Module] = [layer for stage in stages for layer in layers[slice(*ranges[stage])]]
+        mine: list[nn.Module] = [
+            layer for stage in stages for layer in layers[slice(*ranges[stage])]
+        ]
         mine += ends[0] * (0 in stages) + ends[1] * (layout.num_stages - 1 in stages)
         every = [x for one in mine for x in one.parameters()]
         of_experts = sum(x.numel() for x in every if x.dim() == 3)

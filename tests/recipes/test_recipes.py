@@ -1,4 +1,5 @@
-"""Every recipe, without its machines: read, parsed, laid out, built on the meta device, cut and scheduled; and held against its paper."""
+"""Every recipe, without its machines: read, parsed, laid out, built on the meta device, cut and
+scheduled; and held against its paper."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def devices_of(name: str) -> int:
 def is_rounded(number: int, printed: str) -> bool:
     """Return True if ``number``, rounded to its digits, is ``printed`` ("1.7 B", "34e1 M")."""
     digits, unit = printed.split()
-    printed_value, last = Decimal(digits) * UNITS[unit], Decimal(1).scaleb(Decimal(digits).as_tuple().exponent) * UNITS[unit]
+    printed_value, last = (
+        Decimal(digits) * UNITS[unit],
+        Decimal(1).scaleb(Decimal(digits).as_tuple().exponent) * UNITS[unit],
+    )
     return abs(Decimal(number) - printed_value) <= last / 2
 
 
@@ -63,7 +67,12 @@ def test_rounding() -> None:
 
 
 def test_every_published_model_has_a_recipe() -> None:
-    assert set(SIZED) - set(PUBLISHED) == {"bert/nano", "gpt/llama-nano", "gpt/moe-nano", "gpt/nano"}
+    assert set(SIZED) - set(PUBLISHED) == {
+        "bert/nano",
+        "gpt/llama-nano",
+        "gpt/moe-nano",
+        "gpt/nano",
+    }
     assert set(PUBLISHED) <= set(RECIPES)
 
 
@@ -84,8 +93,11 @@ def test_layout_stages_and_schedule(name: str) -> None:
     if name.startswith("gpt/ptdp-"):  # as the comments say
         assert {stop - start for start, stop in ranges} == {layers // layout.num_stages}
     assert config.num_microbatches % layout.pipeline_parallel_size == 0
-    # Verified as it is built. Two rounds through the pipeline have every phase of a step; more of them repeat the middle one.
-    schedule = config.build_schedule(min(config.num_microbatches, 2 * layout.pipeline_parallel_size))
+    # Verified as it is built. Two rounds through the pipeline have every phase of a step; more of
+    # them repeat the middle one.
+    schedule = config.build_schedule(
+        min(config.num_microbatches, 2 * layout.pipeline_parallel_size)
+    )
     assert schedule.num_stages == layout.num_stages
 
     count = sum(parameter.numel() for parameter in module.parameters())
@@ -117,7 +129,9 @@ def test_data_and_batches_fit(name: str) -> None:
     if name not in PUBLISHED:
         return
     wanted = PUBLISHED[name]
-    assert [plan.global_batch for plan in datamodule.batch_plans(num_replicas=layout.data_parallel_size)] == [wanted.batch]
+    assert [
+        plan.global_batch for plan in datamodule.batch_plans(num_replicas=layout.data_parallel_size)
+    ] == [wanted.batch]
     assert wanted.tensor in (None, layout.tensor_parallel_size)
     assert wanted.pipeline in (None, layout.pipeline_parallel_size)
     assert wanted.devices in (None, layout.world_size)
@@ -134,11 +148,15 @@ def test_a_recipe_tells_what_it_is_and_has_a_base(name: str) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_keeps_its_runs_apart(name: str) -> None:
-    assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace("/", "-")
+    assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace(
+        "/", "-"
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_are_not(name: str) -> None:
+def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_are_not(
+    name: str,
+) -> None:
     trainer = parsed(name)["trainer"]
     assert trainer["precision"] == ("bf16-true" if trainer["accelerator"] == "gpu" else "32-true")
     assert PTDPStrategy(**trainer["strategy"]["init_args"]).config.master_weights
@@ -146,16 +164,47 @@ def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_ar
 
 def test_one_device_instead_of_many() -> None:
     """Check the options for one GPU, and for none, that ``recipes/common.yaml`` documents."""
-    one = ["--trainer.devices", "1", "--trainer.strategy.num_microbatches", "32", "--data.num_microbatches", "32"]
+    one = [
+        "--trainer.devices",
+        "1",
+        "--trainer.strategy.num_microbatches",
+        "32",
+        "--data.num_microbatches",
+        "32",
+    ]
     values = parsed_values(resolve_configs(["--config", "gpt/124m", *one]))
     data = values["data"]["init_args"]
-    assert PTDPStrategy(**values["trainer"]["strategy"]["init_args"]).config.layout(1).world_size == 1
+    assert (
+        PTDPStrategy(**values["trainer"]["strategy"]["init_args"]).config.layout(1).world_size == 1
+    )
     assert data["micro_batch_size"] * data["num_microbatches"] == PUBLISHED["gpt/124m"].batch
 
-    sizes = ["tensor_parallel_size=1", "pipeline_parallel_size=1", "virtual_pipeline_size=1", "sequence_parallel=false"]
-    nodes = ["--trainer.num_nodes", "1", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
+    sizes = [
+        "tensor_parallel_size=1",
+        "pipeline_parallel_size=1",
+        "virtual_pipeline_size=1",
+        "sequence_parallel=false",
+    ]
+    nodes = [
+        "--trainer.num_nodes",
+        "1",
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.precision",
+        "32-true",
+    ]
     values = parsed_values(
-        resolve_configs(["--config", "gpt/llama-70b", *one, *nodes, *(f"--trainer.strategy.{size}" for size in sizes)])
+        resolve_configs(
+            [
+                "--config",
+                "gpt/llama-70b",
+                *one,
+                *nodes,
+                *(f"--trainer.strategy.{size}" for size in sizes),
+            ]
+        )
     )
-    assert PTDPStrategy(**values["trainer"]["strategy"]["init_args"]).config.layout(1).world_size == 1
+    assert (
+        PTDPStrategy(**values["trainer"]["strategy"]["init_args"]).config.layout(1).world_size == 1
+    )
     assert values["trainer"]["accelerator"] == "cpu"

@@ -1,8 +1,7 @@
 """Operations that the hosts of a pipeline give to NCCL for a lowered program.
 
-This model follows the rules of the runtime and its transport, without torch. test_nccl_order.py compares it with the
-runtime's own calls. test_nccl.py simulates all sizes with it.
-"""
+This model follows the rules of the runtime and its transport, without torch. test_nccl_order.py
+compares it with the runtime's own calls. test_nccl.py simulates all sizes with it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ COMPUTE = "compute"
 @dataclass(frozen=True, kw_only=True)
 class Habits:
     """Attributes:
-    first_step: A header goes ahead of the first hidden state of each boundary, and the host reads it.
+    first_step: A header goes ahead of the first hidden state of each boundary, and the host reads
+    it.
     connected: Communicators were used before; otherwise their first use holds both hosts.
     one_communicator: A pair of ranks has one communicator for all directions.
     tensor: Ranks that compute every stage together: a collective in each forward and backward.
@@ -36,7 +36,8 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A receive that was asked for; ``boundary`` is known by a header, None: gradients need none."""
+    """A receive that was asked for; ``boundary`` is known by a header, None: gradients need
+    none."""
 
     what: str
     channel: Channel
@@ -54,7 +55,8 @@ class Host:
     replica: int = 0
     operations: list[Operation] = field(default_factory=list)
     latest: int = -1
-    """The last operation of the compute stream: whatever is given to another stream waits for it."""
+    """The last operation of the compute stream: whatever is given to another stream waits for
+    it."""
     counts: Counter[Hashable] = field(default_factory=Counter)
     used: set[Hashable] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
@@ -75,11 +77,22 @@ class Host:
                 case K.SEND_FORWARD:
                     self.send_forward(action)
                 case K.SEND_BACKWARD:
-                    self.sent.append(self.message(f"B{action.stage - 1}.{action.microbatch}", self.schedule.channel(action)))
+                    self.sent.append(
+                        self.message(
+                            f"B{action.stage - 1}.{action.microbatch}",
+                            self.schedule.channel(action),
+                        )
+                    )
                 case K.RECEIVE_FORWARD:
                     self.receive_forward(action)
                 case K.RECEIVE_BACKWARD:
-                    self.post(Receipt(f"B{action.stage}.{action.microbatch}", self.schedule.channel(action), None))
+                    self.post(
+                        Receipt(
+                            f"B{action.stage}.{action.microbatch}",
+                            self.schedule.channel(action),
+                            None,
+                        )
+                    )
                 case K.REDUCE:
                     self.collective(str(action), "data", self.habits.replicas)
         self.give("end", COMPUTE, self.sent, holds=True)
@@ -95,7 +108,9 @@ class Host:
         holds: bool = False,
     ) -> int:
         waits = tuple(place for place in waits if place >= 0)
-        self.operations.append(Operation(name=name, stream=stream, waits=waits, meets=meets, parts=parts, holds=holds))
+        self.operations.append(
+            Operation(name=name, stream=stream, waits=waits, meets=meets, parts=parts, holds=holds)
+        )
         if stream == COMPUTE:
             self.latest = len(self.operations) - 1
         return len(self.operations) - 1
@@ -110,14 +125,30 @@ class Host:
         place = self.replica if group == "tensor" else self.side
         communicator = (group, self.rank, place)
         self.counts[communicator] += 1
-        return self.give(f"{group} {name}", group, (self.latest,), (communicator, self.counts[communicator]), size)
+        return self.give(
+            f"{group} {name}",
+            group,
+            (self.latest,),
+            (communicator, self.counts[communicator]),
+            size,
+        )
 
     def message(self, name: str, channel: Channel) -> int:
         line = (channel, self.side, self.replica)
-        communicator = (frozenset(channel[:2]), self.side, self.replica) if self.habits.one_communicator else line
+        communicator = (
+            (frozenset(channel[:2]), self.side, self.replica)
+            if self.habits.one_communicator
+            else line
+        )
         if not self.habits.connected and communicator not in self.used:
             self.used.add(communicator)
-            self.give(f"connect {name}", communicator, meets=("connect", communicator), parts=2, holds=True)
+            self.give(
+                f"connect {name}",
+                communicator,
+                meets=("connect", communicator),
+                parts=2,
+                holds=True,
+            )
         self.counts[line] += 1
         return self.give(name, communicator, (self.latest,), (line, self.counts[line]), 2)
 
@@ -125,10 +156,16 @@ class Host:
         """The messages that a computation waits for."""
         forward = action.kind is K.FORWARD
         source = action.stage - 1 if forward else action.stage + 1
-        if source not in range(self.schedule.num_stages) or self.schedule.rank_of(source) == self.rank:
+        if (
+            source not in range(self.schedule.num_stages)
+            or self.schedule.rank_of(source) == self.rank
+        ):
             return ()
         kind = K.RECEIVE_FORWARD if forward else K.RECEIVE_BACKWARD
-        what, channel = str(action), self.schedule.channel(Action(kind, action.stage, action.microbatch))
+        what, channel = (
+            str(action),
+            self.schedule.channel(Action(kind, action.stage, action.microbatch)),
+        )
         while what not in self.posted:
             queue = self.queues[channel]
             self.learn(queue.popleft())
@@ -141,7 +178,10 @@ class Host:
         what = f"F{stage}.{action.microbatch}"
         if self.habits.first_step and stage not in self.announced:
             self.announced.add(stage)
-            self.sent += [self.message(f"{what} length", channel), self.message(f"{what} form", channel)]
+            self.sent += [
+                self.message(f"{what} length", channel),
+                self.message(f"{what} form", channel),
+            ]
         self.sent.append(self.message(what, channel))
 
     def receive_forward(self, action: Action) -> None:

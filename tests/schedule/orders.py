@@ -12,14 +12,16 @@ F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 
 @st.composite
 def compute_orders(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5) -> Schedule:
-    """A schedule of computations alone: all of a training step, in any order that respects what needs what."""
+    """A schedule of computations alone: all of a training step, in any order that respects what
+    needs what."""
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
     placement: Placement = draw(st.sampled_from(["loop", "v"]))
     v = 2 if placement == "v" else draw(st.integers(1, 3))
     random = draw(st.randoms(use_true_random=False))
     empty = Schedule("random", p, v, m, ((),) * p, placement)
     kinds = (F, B, W) if draw(st.booleans()) else (F, B)
-    # A preference for some kinds gives orders such as all forwards first, which a fair choice would never find.
+    # A preference for some kinds gives orders such as all forwards first, which a fair choice would
+    # never find.
     weights = {kind: random.choice([1, 1, 5, 50]) for kind in kinds}
     able = [Action(F, 0, i) for i in range(m)]
     done: set[Action] = set()
@@ -29,7 +31,11 @@ def compute_orders(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 
         able.remove(action)
         done.add(action)
         programs[empty.rank_of(action.stage)].append(action)
-        able += [new for new in _followers(action, p * v) if new.kind in kinds and needs(new, p * v) <= done]
+        able += [
+            new
+            for new in _followers(action, p * v)
+            if new.kind in kinds and needs(new, p * v) <= done
+        ]
     return Schedule("random", p, v, m, tuple(map(tuple, programs)), placement)
 
 
@@ -49,5 +55,7 @@ def needs(action: Action, num_stages: int) -> set[Action]:
     if action.kind is F:
         return {Action(F, stage - 1, i)} if stage else set()
     if action.kind is B:
-        return {Action(F, stage, i)} | ({Action(B, stage + 1, i)} if stage + 1 < num_stages else set())
+        return {Action(F, stage, i)} | (
+            {Action(B, stage + 1, i)} if stage + 1 < num_stages else set()
+        )
     return {Action(B, stage, i)}

@@ -1,15 +1,17 @@
 """Simulation of GPU streams by the rules of CUDA and NCCL, to find operations that hang.
 
-- Operations of one stream run in order. An operation starts after all operations that it waits for have ended.
-- A message or a collective ends when it has started on all its ranks: a send waits for its receive (rendezvous).
-- A host issues operations without waiting for them, except for those that *hold* it. These are reads from the device, and the
-  first use of a connection, which NCCL makes lazily on the hosts of both sides (ncclSend, ncclAllReduce;
-  ``NCCL_RUNTIME_CONNECT``).
-- With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all streams of a GPU share it. An operation that cannot start
-  yet then blocks every later operation, in any stream.
+- Operations of one stream run in order. An operation starts after all operations that it waits for
+  have ended.
+- A message or a collective ends when it has started on all its ranks: a send waits for its receive
+  (rendezvous).
+- A host issues operations without waiting for them, except for those that *hold* it. These are
+  reads from the device, and the first use of a connection, which NCCL makes lazily on the hosts of
+  both sides (ncclSend, ncclAllReduce; ``NCCL_RUNTIME_CONNECT``).
+- With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all streams of a GPU share it. An
+  operation that cannot start yet then blocks every later operation, in any stream.
 
-All rules only say "after", so the result does not depend on speed. The operations can run if there is no cycle of waits.
-"""
+All rules only say "after", so the result does not depend on speed. The operations can run if there
+is no cycle of waits."""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Operation:
         name: Name in messages.
         stream: "compute", or a communicator, which has its own stream.
         waits: Indices of operations of this rank that must have ended before.
-        meets: The message or collective of which this is one rank's part; None if it involves no other rank.
+        meets: The message or collective of which this is one rank's part; None if it involves no
+            other rank.
         parts: Number of ranks of that message or collective.
         holds: Whether the host waits until it has ended.
     """
@@ -38,7 +41,9 @@ class Operation:
     holds: bool = False
 
 
-def stuck_operations(programs: Sequence[Sequence[Operation]], *, one_queue: bool = False) -> list[Operation | None]:
+def stuck_operations(
+    programs: Sequence[Sequence[Operation]], *, one_queue: bool = False
+) -> list[Operation | None]:
     """The first operation of each rank that never starts; None: all of the rank's do.
 
     Args:
@@ -76,17 +81,29 @@ def stuck_operations(programs: Sequence[Sequence[Operation]], *, one_queue: bool
     while ready:
         number = ready.pop()
         started[number] = 1
-        for woken in (*_ended(number, parts, absent, wakes), *(starts[number] if one_queue else ())):
+        for woken in (
+            *_ended(number, parts, absent, wakes),
+            *(starts[number] if one_queue else ()),
+        ):
             missing[woken] -= 1
             if not missing[woken]:
                 ready.append(woken)
     return [
-        next((operation for place, operation in enumerate(program) if not started[first[rank] + place]), None)
+        next(
+            (
+                operation
+                for place, operation in enumerate(program)
+                if not started[first[rank] + place]
+            ),
+            None,
+        )
         for rank, program in enumerate(programs)
     ]
 
 
-def _ended(number: int, parts: dict[int, list[int]], absent: dict[int, int], wakes: list[list[int]]) -> Iterator[int]:
+def _ended(
+    number: int, parts: dict[int, list[int]], absent: dict[int, int], wakes: list[list[int]]
+) -> Iterator[int]:
     """Yield the operations that wait for operations which end when ``number`` starts."""
     members = parts.get(number)
     if members is None:

@@ -7,15 +7,28 @@ import pytest
 from lightning_ptdp.schedule import Costs, Schedule, build_schedule, simulate
 from lightning_ptdp.schedule.generators import FAMILIES
 
-CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved_1f1b": (2, 3), "zb_h1": (1,), "zb_v": (2,), "dualpipe_v": (2,)}
+CHUNKS = {
+    "gpipe": (1,),
+    "1f1b": (1,),
+    "interleaved_1f1b": (2, 3),
+    "zb_h1": (1,),
+    "zb_v": (2,),
+    "dualpipe_v": (2,),
+}
 TIMES = [(120, 240, 120), (120, 360, 120), (120, 252, 108), (120, 300, 100)]
-"""Forward, whole backward, weight gradient: as in the papers, with recomputation, with attention, with both."""
+"""Forward, whole backward, weight gradient: as in the papers, with recomputation, with attention,
+with both."""
 
 
 def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float) -> float:
     (forward, backward, weight), v = times, schedule.virtual_pipeline_size
     own = backward - (weight if schedule.splits_backward else 0)
-    return float(simulate(schedule, Costs(forward=forward / v, backward=own / v, weight=weight / v, latency=latency)).step_time)
+    return float(
+        simulate(
+            schedule,
+            Costs(forward=forward / v, backward=own / v, weight=weight / v, latency=latency),
+        ).step_time
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -24,23 +37,34 @@ def test_bubble_activations_and_waiting(name: str, p: int) -> None:
     form = FAMILIES[name].cost
     for v in CHUNKS[name]:
         for m in range(form.least(p), 13):
-            schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m)
+            schedule = build_schedule(
+                name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m
+            )
             assert schedule.splits_backward == FAMILIES[name].splits_backward
             for times in TIMES:
                 forward, backward, weight = times
                 ideal = m * (forward + backward)
                 length = step_time(schedule, times, latency=0)
-                assert length == pytest.approx(ideal + form.bubble(p, v, forward, backward, weight)), (v, m)
+                assert length == pytest.approx(
+                    ideal + form.bubble(p, v, forward, backward, weight)
+                ), (v, m)
                 waits = (step_time(schedule, times, latency=0.01) - length) / 0.01
                 assert waits - 0.01 <= form.waits(p, v, m) <= 3 * waits + 4 * p, (v, m, waits)
             peaks = simulate(schedule).peak_in_flight
             held = tuple(form.held(p, v, m, rank) for rank in range(p))
             if name in ("gpipe", "1f1b") or m % p == 0:
                 assert held == peaks, (v, m)
-            assert all(most >= peak for most, peak in zip(held, peaks, strict=True)), (v, m, held, peaks)
+            assert all(most >= peak for most, peak in zip(held, peaks, strict=True)), (
+                v,
+                m,
+                held,
+                peaks,
+            )
 
 
 def test_the_papers_bubbles() -> None:
     # arXiv 2104.04473, section 2.2: (p - 1) / m, and (p - 1) / (v m) interleaved.
     assert FAMILIES["1f1b"].cost.bubble(8, 1, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16)
-    assert FAMILIES["interleaved_1f1b"].cost.bubble(8, 4, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16 / 4)
+    assert FAMILIES["interleaved_1f1b"].cost.bubble(8, 4, 1.0, 2.0, 1.0) / (
+        16 * 3.0
+    ) == pytest.approx(7 / 16 / 4)

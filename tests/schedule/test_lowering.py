@@ -11,21 +11,39 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from lightning_ptdp.schedule import Action, ActionKind, Schedule, ScheduleError, build_schedule, verify_schedule
+from lightning_ptdp.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    verify_schedule,
+)
 from lightning_ptdp.schedule.lowering import compute_order, lower
 from tests.schedule.orders import compute_orders
 
-RECEIVES = {ActionKind.RECEIVE_FORWARD: ActionKind.FORWARD, ActionKind.RECEIVE_BACKWARD: ActionKind.BACKWARD}
+RECEIVES = {
+    ActionKind.RECEIVE_FORWARD: ActionKind.FORWARD,
+    ActionKind.RECEIVE_BACKWARD: ActionKind.BACKWARD,
+}
 SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+    return build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        training=training,
+    )
 
 
 def order_of(text: str, p: int, v: int, m: int) -> Schedule:
-    programs = tuple(tuple(Action.parse(word) for word in line.split()) for line in text.strip().splitlines())
+    programs = tuple(
+        tuple(Action.parse(word) for word in line.split()) for line in text.strip().splitlines()
+    )
     return Schedule("by hand", p, v, m, programs)
 
 
@@ -54,40 +72,55 @@ def test_any_order_that_can_run_is_lowered_without_deadlock(order: Schedule) -> 
             if action.kind in COMPUTE:
                 done.append(action)
             elif action.kind in RECEIVES:
-                assert len(done) <= computations.index(Action(RECEIVES[action.kind], action.stage, action.microbatch))
+                assert len(done) <= computations.index(
+                    Action(RECEIVES[action.kind], action.stage, action.microbatch)
+                )
                 if action.kind is ActionKind.RECEIVE_BACKWARD:
                     # Its shape is that of the forward's result.
                     assert Action(ActionKind.FORWARD, action.stage, action.microbatch) in done
 
 
 def test_hidden_states_are_asked_for_a_computation_ahead() -> None:
-    for name, v in (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)):
+    for name, v in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("zb_h1", 1),
+        ("interleaved_1f1b", 2),
+        ("zb_v", 2),
+        ("dualpipe_v", 2),
+    ):
         for program in build(name, 4, v, 16).programs:
             computations = [action for action in program if action.kind in COMPUTE]
             done = 0
             for action in program:
                 done += action.kind in COMPUTE
                 if action.kind is ActionKind.RECEIVE_FORWARD:
-                    needed_at = computations.index(Action(ActionKind.FORWARD, action.stage, action.microbatch))
+                    needed_at = computations.index(
+                        Action(ActionKind.FORWARD, action.stage, action.microbatch)
+                    )
                     assert done <= max(needed_at - 1, 0), (name, str(action))
 
 
 @pytest.mark.parametrize(
     ("text", "lowered"),
     [
-        # Neither rank may send before both have posted: the gradient of microbatch 0 and the hidden state of 1 cross.
+        # Neither rank may send before both have posted: the gradient of microbatch 0 and the hidden
+        # state of 1 cross.
         (
             "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1",
-            "F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0\nRF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 B1.1 SB1.1 R1",
+            "F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0\nRF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 "
+            "B1.1 SB1.1 R1",
         ),
-        # Sent in the order 0, 1, needed in the order 1, 0: the receive of 0 is posted first all the same.
+        # Sent in the order 0, 1, needed in the order 1, 0: the receive of 0 is posted first all the
+        # same.
         ("F0.0 F0.1 B0.0 B0.1\nF1.1 B1.1 F1.0 B1.0", None),
         # Split: the reduction after the last weight gradient, wherever the last backward is.
         (
             "F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0",
             "F0.0 SF0.0 RB0.0 B0.0 W0.0 R0\nRF1.0 F1.0 B1.0 SB1.0 W1.0 R1",
         ),
-        # Long ahead: rank 1 computes 0 and 1 only after its own long way, but rank 0 is not held up.
+        # Long ahead: rank 1 computes 0 and 1 only after its own long way, but rank 0 is not held
+        # up.
         ("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\nF1.2 F1.1 F1.0 B1.2 B1.1 B1.0", None),
     ],
 )
@@ -97,11 +130,17 @@ def test_what_crosses_is_posted_in_time(text: str, lowered: str | None) -> None:
     verify_schedule(schedule, training=True)
     if lowered is not None:
         assert schedule.programs == order_of(lowered, 2, 1, m).programs
-    received = [action.microbatch for action in schedule.programs[1] if action.kind is ActionKind.RECEIVE_FORWARD]
+    received = [
+        action.microbatch
+        for action in schedule.programs[1]
+        if action.kind is ActionKind.RECEIVE_FORWARD
+    ]
     assert received == list(range(m))
 
 
-@pytest.mark.parametrize(("name", "v"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)])
+@pytest.mark.parametrize(
+    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)]
+)
 def test_few_receives_are_open_whatever_the_size(name: str, v: int) -> None:
     for p, m in ((2, 4), (4, 8), (4, 64), (4, 65), (8, 40), (16, 50)):
         for training in (True, False):
@@ -109,12 +148,24 @@ def test_few_receives_are_open_whatever_the_size(name: str, v: int) -> None:
 
 
 def test_with_interleaving_as_many_are_open_as_arrive_early() -> None:
-    for p, v, m in ((2, 2, 8), (4, 2, 8), (4, 2, 7), (4, 4, 64), (4, 3, 67), (8, 2, 100), (16, 2, 64)):
+    for p, v, m in (
+        (2, 2, 8),
+        (4, 2, 8),
+        (4, 2, 7),
+        (4, 4, 64),
+        (4, 3, 67),
+        (8, 2, 100),
+        (16, 2, 64),
+    ):
         largest = -(-m // max(m // p, 1))
         for name in ("gpipe", "interleaved_1f1b"):
             # Groups of p: half a group arrives early. A group of p + k makes k more arrive early.
-            assert max(map(most_open, build(name, p, v, m).programs)) <= p // 2 + 3 + 2 * (largest - p)
-        assert max(map(most_open, build("auto", p, v, m, training=False).programs)) <= 2 + largest - p
+            assert max(map(most_open, build(name, p, v, m).programs)) <= p // 2 + 3 + 2 * (
+                largest - p
+            )
+        assert (
+            max(map(most_open, build("auto", p, v, m, training=False).programs)) <= 2 + largest - p
+        )
 
 
 def test_reductions_follow_the_last_gradient_at_once() -> None:
@@ -145,7 +196,10 @@ def test_stages_next_to_each_other_on_a_rank_hand_over_locally() -> None:
         ("F0.0 F2.0\nB1.0", "F2.0 does not exist: stages are 0 to 1"),
         ("F0.0 F0.2\nB1.0", "F0.2 does not exist"),
         ("F0.0", "one a rank"),
-        ("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1", "rank 0 at B0.0 waits for B1.0, rank 1 at F1.1 waits for F0.1"),
+        (
+            "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1",
+            "rank 0 at B0.0 waits for B1.0, rank 1 at F1.1 waits for F0.1",
+        ),
     ],
 )
 def test_orders_that_cannot_run_are_named(text: str, words: str) -> None:
@@ -166,7 +220,8 @@ def test_the_placement_decides_who_sends() -> None:
 
 
 def test_the_work_of_building_grows_with_the_actions() -> None:
-    """Every rank builds the whole schedule, and large ones have millions of actions: eight times as many take about eight times as long."""
+    """Every rank builds the whole schedule, and large ones have millions of actions: eight times as
+    many take about eight times as long."""
 
     def seconds(m: int) -> float:
         order = compute_order(build("interleaved_1f1b", 16, 4, m))

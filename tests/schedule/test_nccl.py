@@ -1,4 +1,5 @@
-"""NCCL's rules on paper: what our programs become there runs to its end, and what would hang is known to hang."""
+"""NCCL's rules on paper: what our programs become there runs to its end, and what would hang is
+known to hang."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import itertools
 import pytest
 from hypothesis import given, settings
 
-from lightning_ptdp.schedule import SCHEDULES, Action, Schedule, ScheduleError, build_schedule, verify_schedule
+from lightning_ptdp.schedule import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    verify_schedule,
+)
 from lightning_ptdp.schedule.lowering import lower
 from tests.schedule.nccl import Habits, operations
 from tests.schedule.orders import compute_orders
@@ -22,7 +30,8 @@ EARLY = (
     "RF2.0 F0.0 SF0.0 F2.0 RB2.0 RB0.0 SF2.0 B2.0 SB2.0 R2 B0.0 R0",
     "RF1.0 RF3.0 F1.0 SF1.0 F3.0 RB1.0 B3.0 SB3.0 R3 B1.0 SB1.0 R1",
 )
-"""Lowered gpipe p2 v2 m1 from before receives waited for one another: B0.0 is asked for while B2.0 is on its way."""
+"""Lowered gpipe p2 v2 m1 from before receives waited for one another: B0.0 is asked for while B2.0
+is on its way."""
 
 
 def every(name: str, sizes: tuple[tuple[int, int], ...]) -> list[Schedule]:
@@ -30,7 +39,13 @@ def every(name: str, sizes: tuple[tuple[int, int], ...]) -> list[Schedule]:
     for (p, m), v, training in itertools.product(sizes, (1, 2, 3), (True, False)):
         try:
             found.append(
-                build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+                build_schedule(
+                    name,
+                    pipeline_parallel_size=p,
+                    virtual_pipeline_size=v,
+                    num_microbatches=m,
+                    training=training,
+                )
             )
         except ValueError:
             continue
@@ -39,7 +54,8 @@ def every(name: str, sizes: tuple[tuple[int, int], ...]) -> list[Schedule]:
 
 def stuck(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> list[str]:
     return [
-        str(operation and operation.name) for operation in stuck_operations(operations(schedule, habits), one_queue=one_queue)
+        str(operation and operation.name)
+        for operation in stuck_operations(operations(schedule, habits), one_queue=one_queue)
     ]
 
 
@@ -59,7 +75,9 @@ def test_every_schedule_runs(name: str) -> None:
 def test_with_the_collectives_of_other_groups_too(name: str) -> None:
     for schedule, one_queue in itertools.product(every(name, ((2, 3), (4, 4))), (False, True)):
         assert runs(schedule, FOUR_EACH, one_queue=one_queue), schedule.describe()
-        assert runs(schedule, dataclasses.replace(FOUR_EACH, first_step=True), one_queue=one_queue), schedule.describe()
+        assert runs(
+            schedule, dataclasses.replace(FOUR_EACH, first_step=True), one_queue=one_queue
+        ), schedule.describe()
 
 
 @given(compute_orders())
@@ -67,7 +85,8 @@ def test_with_the_collectives_of_other_groups_too(name: str) -> None:
 def test_any_order_of_a_user_runs(order: Schedule) -> None:
     schedule = lower(order)
     assert runs(schedule, Habits(), one_queue=True)
-    # What learns the shapes in a first step holds up a shared queue until it is needed: there an odd order may hang.
+    # What learns the shapes in a first step holds up a shared queue until it is needed: there an
+    # odd order may hang.
     assert runs(schedule, Habits(first_step=True))
 
 
@@ -75,7 +94,10 @@ def test_a_receive_behind_one_that_waits_holds_up_a_shared_queue() -> None:
     programs = tuple(tuple(map(Action.parse, line.split())) for line in EARLY)
     early = Schedule("early", 2, 2, 1, programs)
     assert runs(early, Habits()) and not runs(early, Habits(), one_queue=True)
-    with pytest.raises(ScheduleError, match=r"receives for the message before theirs: rank 0 at RB0\.0, rank 1 at F3\.0"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"receives for the message before theirs: rank 0 at RB0\.0, rank 1 at F3\.0",
+    ):
         verify_schedule(early, training=True)
 
 
@@ -91,7 +113,9 @@ def test_connections_that_are_made_when_they_are_first_used_hang(name: str) -> N
         "interleaved_1f1b": EARLY,
     }[name]
     size = 2 if name == "interleaved_1f1b" else 1
-    schedule = Schedule(name, 2, size, 1, tuple(tuple(map(Action.parse, line.split())) for line in programs))
+    schedule = Schedule(
+        name, 2, size, 1, tuple(tuple(map(Action.parse, line.split())) for line in programs)
+    )
     assert runs(schedule, Habits(first_step=True))
     assert not runs(schedule, Habits(first_step=True, connected=False))
 
@@ -104,23 +128,33 @@ def test_one_communicator_for_both_directions_hangs(name: str) -> None:
 
 
 def test_orders_that_differ_between_the_ranks_of_a_group_hang() -> None:
-    """Two groups' collectives, each waited for at once, in one order here and in the other there."""
+    """Two groups' collectives, each waited for at once, in one order here and in the other
+    there."""
 
     def rank(*groups: str) -> list[Operation]:
         program: list[Operation] = []
         for group in groups:
             before = (len(program) - 1,) if program else ()
             program.append(Operation(name=group, stream=group, waits=before, meets=group, parts=2))
-            program.append(Operation(name=f"after {group}", stream="compute", waits=(len(program) - 1,)))
+            program.append(
+                Operation(name=f"after {group}", stream="compute", waits=(len(program) - 1,))
+            )
         return program
 
     assert stuck_operations([rank("tensor", "context"), rank("tensor", "context")]) == [None, None]
     first, second = stuck_operations([rank("tensor", "context"), rank("context", "tensor")])
-    assert first is not None and first.name == "after tensor" and second is not None and second.name == "after context"
+    assert (
+        first is not None
+        and first.name == "after tensor"
+        and second is not None
+        and second.name == "after context"
+    )
 
 
 def test_a_message_that_nobody_takes_hangs() -> None:
-    schedule = build_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=2, virtual_pipeline_size=1)
+    schedule = build_schedule(
+        "1f1b", pipeline_parallel_size=2, num_microbatches=2, virtual_pipeline_size=1
+    )
     given = operations(schedule, Habits())
     given[1] = given[1][:2]
     assert stuck_operations(given)[0] is not None

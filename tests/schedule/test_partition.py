@@ -24,11 +24,13 @@ def counts(ranges: tuple[tuple[int, int], ...]) -> list[int]:
     return [stop - start for start, stop in ranges]
 
 
-def key(bounds: tuple[int, ...], layers: list[float], first: float, last: float) -> tuple[Fraction | int, ...]:
+def key(
+    bounds: tuple[int, ...], layers: list[float], first: float, last: float
+) -> tuple[Fraction | int, ...]:
     """Return the sort key that the best split minimizes.
 
-    It compares the largest stage, the evenness, the first and the last stage, and the boundaries, so that remainders come late.
-    """
+    It compares the largest stage, the evenness, the first and the last stage, and the boundaries,
+    so that remainders come late."""
     exact = [Fraction(str(cost)) for cost in layers]
     stages = [sum(exact[start:stop], Fraction(0)) for start, stop in pairwise(bounds)]
     stages[0] += Fraction(str(first))
@@ -41,9 +43,14 @@ def key(bounds: tuple[int, ...], layers: list[float], first: float, last: float)
 @settings(max_examples=200, deadline=None)
 def test_the_split_is_the_best_of_all(layers: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(layers)))
-    first, last = data.draw(st.sampled_from([0.0, 0.5, 3.0])), data.draw(st.sampled_from([0.0, 0.5, 3.0]))
+    first, last = (
+        data.draw(st.sampled_from([0.0, 0.5, 3.0])),
+        data.draw(st.sampled_from([0.0, 0.5, 3.0])),
+    )
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=first, last_cost=last)
-    every = [(0, *cuts, len(layers)) for cuts in combinations(range(1, len(layers)), num_stages - 1)]
+    every = [
+        (0, *cuts, len(layers)) for cuts in combinations(range(1, len(layers)), num_stages - 1)
+    ]
     best = min(every, key=lambda bounds: key(bounds, layers, first, last))
     assert ranges == tuple(pairwise(best))
 
@@ -56,7 +63,9 @@ def test_no_layer_is_dropped(layers: list[float], data: st.DataObject) -> None:
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=ends[0], last_cost=ends[1])
     assert len(ranges) == num_stages
     assert all(start < stop for start, stop in ranges)
-    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(range(len(layers)))
+    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(
+        range(len(layers))
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +89,12 @@ def test_remainders_avoid_the_ends(num_layers: int, num_stages: int, expected: l
 
 def test_embedding_and_head_count() -> None:
     assert counts(partition_layers([1] * 8, num_stages=4, last_cost=1)) == [2, 2, 3, 1]
-    assert counts(partition_layers([1] * 8, num_stages=4, first_cost=1, last_cost=1)) == [1, 3, 3, 1]
+    assert counts(partition_layers([1] * 8, num_stages=4, first_cost=1, last_cost=1)) == [
+        1,
+        3,
+        3,
+        1,
+    ]
     assert counts(partition_layers([1] * 8, num_stages=2, last_cost=100)) == [7, 1]
     assert partition_layers([1, 2], num_stages=1, first_cost=5, last_cost=5) == ((0, 2),)
 
@@ -94,14 +108,20 @@ def test_an_explicit_split_by_counts_or_by_names(wanted: list[int], depth: int) 
     layers = names(sum(wanted))
     ranges = explicit_partition(wanted, layers=layers, num_stages=len(wanted))
     assert counts(ranges) == wanted
-    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(range(len(layers)))
+    assert [layer for start, stop in ranges for layer in range(start, stop)] == list(
+        range(len(layers))
+    )
     first = [".".join(layers[start].split(".")[-depth:]) for start, _ in ranges]
     assert explicit_partition(first, layers=layers, num_stages=len(wanted)) == ranges
 
 
 def test_names_are_taken_whole() -> None:
     layers = ["h.a1", "h.1", "h.11", "h.21"]
-    assert explicit_partition(["a1", "11", "21"], layers=layers, num_stages=3) == ((0, 2), (2, 3), (3, 4))
+    assert explicit_partition(["a1", "11", "21"], layers=layers, num_stages=3) == (
+        (0, 2),
+        (2, 3),
+        (3, 4),
+    )
     assert explicit_partition(("h.a1", "1"), layers=layers, num_stages=2) == ((0, 1), (1, 4))
 
 
@@ -115,14 +135,28 @@ def test_names_are_taken_whole() -> None:
         ([1, 2, 5], 6, ["sum to 8", "take away 2"]),
         (["0", 2, 1], 4, ["mixes numbers and names"]),
         (["blocks.0", "blocks.3"], 6, ["['blocks.0', 'blocks.3'] has 2 entries", "num_stages=3"]),
-        (["blocks.0", "block.2", "blocks.3"], 6, ["'block.2', which is no layer", "nearest: blocks.2", "'model.blocks.5'"]),
-        (["0", "2", "6"], 6, ["'6', which is no layer", "the 6 layers are 'model.blocks.0' to 'model.blocks.5'"]),
-        (["blocks.1", "blocks.3", "blocks.4"], 6, ["starts with layer 'model.blocks.1'", "start with 'model.blocks.0'"]),
+        (
+            ["blocks.0", "block.2", "blocks.3"],
+            6,
+            ["'block.2', which is no layer", "nearest: blocks.2", "'model.blocks.5'"],
+        ),
+        (
+            ["0", "2", "6"],
+            6,
+            ["'6', which is no layer", "the 6 layers are 'model.blocks.0' to 'model.blocks.5'"],
+        ),
+        (
+            ["blocks.1", "blocks.3", "blocks.4"],
+            6,
+            ["starts with layer 'model.blocks.1'", "start with 'model.blocks.0'"],
+        ),
         (["0", "4", "2"], 6, ["out of order", "stage 2 starts with '2'", "after '4'"]),
         (["0", "2", "blocks.2"], 6, ["out of order", "stage 2 starts with 'blocks.2'"]),
     ],
 )
-def test_explicit_splits_that_do_not_fit(partition: list, num_layers: int, words: list[str]) -> None:
+def test_explicit_splits_that_do_not_fit(
+    partition: list, num_layers: int, words: list[str]
+) -> None:
     with pytest.raises(ValueError) as error:
         explicit_partition(partition, layers=names(num_layers), num_stages=3)
     for word in words:
@@ -144,24 +178,42 @@ class Model(nn.Module):
     [
         (8, [2, 2, 2, 2]),
         (64, [2, 2, 3, 1]),  # the head is a layer
-        (256, [2, 2, 3, 1]),  # the head is four layers, the embedding half a one: no reason yet to take one from the first stage
+        (
+            256,
+            [2, 2, 3, 1],
+        ),  # the head is four layers, the embedding half a one: no reason yet to take one from the first stage
         (512, [1, 3, 3, 1]),  # the embedding is a layer
     ],
 )
-def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(vocabulary: int, expected: list[int]) -> None:
+def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(
+    vocabulary: int, expected: list[int]
+) -> None:
     layout = ParallelLayout(world_size=4, pipeline_parallel_size=4)
     parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
     with torch.device("meta"):
         model = Model(vocabulary=vocabulary)
     assert counts(layer_ranges(model, parts=parts, layout=layout)) == expected
-    assert layer_ranges(model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
+    assert layer_ranges(
+        model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"]
+    )[2] == (2, 7)
 
 
 def test_experts_cost_what_a_token_meets_of_them() -> None:
     mixture = nn.Module()
     mixture.top_k, mixture.experts = 2, nn.Module()
-    mixture.experts.num_experts, mixture.experts.up = 16, nn.Parameter(torch.empty(16, 8, 64, device="meta"))
-    model = Model(layers=[nn.Linear(8, 64), nn.Linear(8, 64), nn.Linear(8, 64), nn.Linear(8, 64), *[mixture] * 2])
+    mixture.experts.num_experts, mixture.experts.up = (
+        16,
+        nn.Parameter(torch.empty(16, 8, 64, device="meta")),
+    )
+    model = Model(
+        layers=[
+            nn.Linear(8, 64),
+            nn.Linear(8, 64),
+            nn.Linear(8, 64),
+            nn.Linear(8, 64),
+            *[mixture] * 2,
+        ]
+    )
     parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
     layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
     assert counts(layer_ranges(model, parts=parts, layout=layout)) == [4, 2]
@@ -177,7 +229,18 @@ def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "p", "v", "words"),
     [
-        (6, 4, 2, ["num_layers=6", "4 * 2 = 8", "at least 8 layers", "virtual_pipeline_size=1", "pipeline_parallel_size=3"]),
+        (
+            6,
+            4,
+            2,
+            [
+                "num_layers=6",
+                "4 * 2 = 8",
+                "at least 8 layers",
+                "virtual_pipeline_size=1",
+                "pipeline_parallel_size=3",
+            ],
+        ),
         (3, 4, 2, ["at least 8 layers", "pipeline_parallel_size=3 with virtual_pipeline_size=1"]),
         (3, 4, 1, ["4 * 1 = 4", "at least 4 layers", "pipeline_parallel_size=3"]),
         (7, 3, 3, ["virtual_pipeline_size=2", "pipeline_parallel_size=2"]),

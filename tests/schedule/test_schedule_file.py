@@ -1,4 +1,5 @@
-"""Schedules from CSV files, and a user's own functions: the same proofs, and mistakes named by line."""
+"""Schedules from CSV files, and a user's own functions: the same proofs, and mistakes named by
+line."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ def written(folder: Path, text: str) -> str:
 
 
 def build(name: str | CustomSchedule, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+    return build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        training=training,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
@@ -51,7 +58,9 @@ def test_a_dumped_schedule_is_loaded_as_it_was(tmp_path: Path, name: str) -> Non
 
 @given(order=compute_orders())
 @settings(max_examples=40, deadline=None)
-def test_any_order_survives_a_file(tmp_path_factory: pytest.TempPathFactory, order: Schedule) -> None:
+def test_any_order_survives_a_file(
+    tmp_path_factory: pytest.TempPathFactory, order: Schedule
+) -> None:
     path = tmp_path_factory.mktemp("orders") / "random.csv"
     dump_schedule(lower(order), path)
     loaded = load_schedule(path)
@@ -63,19 +72,26 @@ def test_any_order_survives_a_file(tmp_path_factory: pytest.TempPathFactory, ord
 def test_a_file_keeps_the_columns_in_step_with_time(tmp_path: Path) -> None:
     dump_schedule(build("1f1b", 2, 1, 2), tmp_path / "a.csv")
     assert (
-        tmp_path / "a.csv"
-    ).read_text() == "# 1f1b p2 v1 m2, stages placed in a loop\nF0.0,F0.1,,B0.0,,B0.1\n,F1.0,B1.0,F1.1,B1.1\n"
+        (tmp_path / "a.csv").read_text()
+        == "# 1f1b p2 v1 m2, stages placed in a loop\nF0.0,F0.1,,B0.0,,B0.1\n,F1.0,B1.0,F1.1,B1.1\n"
+    )
 
 
 def test_the_file_of_the_docstring_is_a_schedule(tmp_path: Path) -> None:
-    shown = [line.strip() for line in (inspect.getdoc(schedule_file) or "").splitlines() if line.startswith("    ")]
+    shown = [
+        line.strip()
+        for line in (inspect.getdoc(schedule_file) or "").splitlines()
+        if line.startswith("    ")
+    ]
     schedule = load_schedule(written(tmp_path, "\n".join(shown)))
     assert schedule.describe() == "mine p2 v1 m2"
     assert schedule.splits_backward
 
 
 def test_blanks_comments_and_quotes_are_skipped(tmp_path: Path) -> None:
-    text = '\ufeff# mine\n\n"F0.0", F0.1,,,B0.0,B0.1,, # the first rank\n,,,\n,F1.0,B1.0,F1.1,B1.1\r\n'
+    text = (
+        '\ufeff# mine\n\n"F0.0", F0.1,,,B0.0,B0.1,, # the first rank\n,,,\n,F1.0,B1.0,F1.1,B1.1\r\n'
+    )
     assert load_schedule(written(tmp_path, text)).programs == build("1f1b", 2, 1, 2).programs
 
 
@@ -86,7 +102,11 @@ def test_the_placement_is_found_out(tmp_path: Path) -> None:
     assert (schedule.placement, schedule.stages_of(0), schedule.name) == ("v", (0, 3), "mine")
     for m in (1, 5):
         evaluation = build(path, 2, 2, m, training=False)
-        assert (evaluation.name, evaluation.placement, evaluation.num_microbatches) == ("forward_only", "v", m)
+        assert (evaluation.name, evaluation.placement, evaluation.num_microbatches) == (
+            "forward_only",
+            "v",
+            m,
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,19 +118,36 @@ def test_the_placement_is_found_out(tmp_path: Path) -> None:
         ("F0.0,B0.0,R0\nF1.0,B1.0", ["line 1", "R0", "leave it out"]),
         ("F0.0,B0.0\nF1.0", ["line 2", "B1.0 is missing: add it"]),
         ("F0.0,B0.0,W0.0\nF1.0,B1.0", ["line 2", "W1.0 is missing", "backward is split"]),
-        ("F0.0,B0.0,F0.2,B0.2\nF1.0,B1.0,F1.2,B1.2", ["line 1", "F0.1 is missing", "3 microbatches"]),
+        (
+            "F0.0,B0.0,F0.2,B0.2\nF1.0,B1.0,F1.2,B1.2",
+            ["line 1", "F0.1 is missing", "3 microbatches"],
+        ),
         ("F0.0,B0.0\n\nF1.0,B1.0,F1.0", ["line 3", "F1.0 is also in line 3", "remove one"]),
         ("F0.0,B0.0,B1.0\nF1.0,B1.0", ["line 2", "B1.0 is also in line 1"]),
         ("F0.0,B0.0\nF1.0,F2.0,B2.0,B1.0", ["stages 0 to 2 on 2 lines", "up to 3"]),
-        ("F0.0,B0.0\nF1.0,F99999999999.0,B1.0", ["line 2", "F99999999999.0", "nothing names stage 2"]),
-        ("F0.0,F3.0,F2.0,B3.0,B2.0,B0.0\nF1.0,B1.0", ["line 1 has F3.0", "placed in a loop", "line 1 has F2.0", "placed in a v"]),
+        (
+            "F0.0,B0.0\nF1.0,F99999999999.0,B1.0",
+            ["line 2", "F99999999999.0", "nothing names stage 2"],
+        ),
+        (
+            "F0.0,F3.0,F2.0,B3.0,B2.0,B0.0\nF1.0,B1.0",
+            ["line 1 has F3.0", "placed in a loop", "line 1 has F2.0", "placed in a v"],
+        ),
         ("F1.0,B1.0\nF0.0,B0.0", ["line 1 has F1.0", "holds stage 0", "Move it"]),
-        ("F0.0,B0.0\nB1.0,F1.0", ["line 2 at B1.0", "B1.0 needs F1.0 before it", "earlier cell", "--> B1.0"]),
-        ("F0.0,B0.0,F0.1,B0.1\nF1.0,F1.1,B1.0,B1.1", ["line 1 at B0.0", "line 2 at F1.1", "waits for F0.1", "earlier cell"]),
+        (
+            "F0.0,B0.0\nB1.0,F1.0",
+            ["line 2 at B1.0", "B1.0 needs F1.0 before it", "earlier cell", "--> B1.0"],
+        ),
+        (
+            "F0.0,B0.0,F0.1,B0.1\nF1.0,F1.1,B1.0,B1.1",
+            ["line 1 at B0.0", "line 2 at F1.1", "waits for F0.1", "earlier cell"],
+        ),
         ("F0.0,W0.0,B0.0\nF1.0,B1.0,W1.0", ["line 1 at W0.0", "needs B0.0"]),
     ],
 )
-def test_a_faulty_file_is_named_with_line_action_and_mend(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_a_faulty_file_is_named_with_line_action_and_mend(
+    tmp_path: Path, text: str, words: list[str]
+) -> None:
     path = written(tmp_path, text)
     for load in (load_schedule, schedule_placement):
         with pytest.raises(ValueError) as error:
@@ -147,7 +184,10 @@ def test_a_file_is_for_its_own_sizes_only(tmp_path: Path) -> None:
 
 def all_forwards_first(p: int, v: int, m: int) -> list[list[Action]]:
     kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
-    return [[Action(kind, rank, microbatch) for kind in kinds for microbatch in range(m)] for rank in range(p)]
+    return [
+        [Action(kind, rank, microbatch) for kind in kinds for microbatch in range(m)]
+        for rank in range(p)
+    ]
 
 
 def backwards_first(p: int, v: int, m: int) -> list[list[Action]]:
@@ -156,9 +196,19 @@ def backwards_first(p: int, v: int, m: int) -> list[list[Action]]:
 
 def in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
     stages = [(rank, 2 * p - 1 - rank) for rank in range(p)]
-    forwards = [[Action(ActionKind.FORWARD, stage, i) for i in range(m) for stage in here] for here in stages]
+    forwards = [
+        [Action(ActionKind.FORWARD, stage, i) for i in range(m) for stage in here]
+        for here in stages
+    ]
     return [
-        [*order, *(Action(ActionKind.BACKWARD, action.stage, action.microbatch) for action in order[::-1])] for order in forwards
+        [
+            *order,
+            *(
+                Action(ActionKind.BACKWARD, action.stage, action.microbatch)
+                for action in order[::-1]
+            ),
+        ]
+        for order in forwards
     ]
 
 
@@ -178,7 +228,9 @@ def test_a_schedule_of_ones_own_in_a_v() -> None:
         assert build(mine, 3, 2, m).stages_of(1) == (1, 4)
         assert build(mine, 3, 2, m, training=False).placement == "v"
     for v in (1, 3):
-        with pytest.raises(ValueError, match=r"virtual_pipeline_size=.: set virtual_pipeline_size=2"):
+        with pytest.raises(
+            ValueError, match=r"virtual_pipeline_size=.: set virtual_pipeline_size=2"
+        ):
             check_schedule(mine, pipeline_parallel_size=3, virtual_pipeline_size=v)
 
 
@@ -196,4 +248,9 @@ def test_mistakes_of_ones_own_schedule() -> None:
     with pytest.raises(ValueError, match="name=''"):
         CustomSchedule("", all_forwards_first)
     with pytest.raises(ValueError, match="has no groups"):
-        build_schedule(CustomSchedule("mine", all_forwards_first), pipeline_parallel_size=2, num_microbatches=2, group_size=2)
+        build_schedule(
+            CustomSchedule("mine", all_forwards_first),
+            pipeline_parallel_size=2,
+            num_microbatches=2,
+            group_size=2,
+        )

@@ -21,7 +21,13 @@ from lightning_ptdp.schedule import (
 
 
 def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+    return build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        training=training,
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -78,7 +84,9 @@ def test_own_time_of_1f1b() -> None:
 def test_interleaving_helps_with_fewer_microbatches_than_ranks_too() -> None:
     for p in range(3, 7):
         for m in range(2, p):
-            interleaved = simulate(build("interleaved_1f1b", p, 2, m), Costs(forward=Fraction(1, 2), backward=1))
+            interleaved = simulate(
+                build("interleaved_1f1b", p, 2, m), Costs(forward=Fraction(1, 2), backward=1)
+            )
             assert interleaved.step_time < simulate(build("1f1b", p, 1, m)).step_time
 
 
@@ -90,7 +98,9 @@ def test_no_bubble_without_a_pipeline() -> None:
 
 def test_the_ideal_bubble_is_that_of_the_papers() -> None:
     assert ideal_bubble(build("1f1b", 4, 1, 8)) == 3 / 8  # (p - 1) / m
-    assert ideal_bubble(build("interleaved_1f1b", 2, 2, 4)) == 1 / 8  # (p - 1) / (v m), which the quick start shows
+    assert (
+        ideal_bubble(build("interleaved_1f1b", 2, 2, 4)) == 1 / 8
+    )  # (p - 1) / (v m), which the quick start shows
     assert ideal_bubble(build("zb_h1", 4, 1, 8)) == 1 / 8  # (p - 1) / 3m
     assert simulate(build("1f1b", 4, 1, 8)).busy == (24, 24, 24, 24)
 
@@ -104,13 +114,17 @@ def test_evaluation_bubble() -> None:
 def test_peaks_are_those_of_the_programs() -> None:
     for name, v in (("gpipe", 2), ("1f1b", 1), ("interleaved_1f1b", 3)):
         schedule = build(name, 4, v, 10)
-        assert simulate(schedule).peak_in_flight == tuple(peak_in_flight(program) for program in schedule.programs)
+        assert simulate(schedule).peak_in_flight == tuple(
+            peak_in_flight(program) for program in schedule.programs
+        )
 
 
 def test_spans_respect_every_dependency_and_the_latency() -> None:
     latency = Fraction(1, 3)
     schedule = build("interleaved_1f1b", 3, 2, 7)
-    timeline = simulate(schedule, Costs(forward=[1, 2, 1, 3, 1, 2], backward=[2, 3, 2, 4, 2, 3], latency=latency))
+    timeline = simulate(
+        schedule, Costs(forward=[1, 2, 1, 3, 1, 2], backward=[2, 3, 2, 4, 2, 3], latency=latency)
+    )
     ends = {str(span.action): span.end for spans in timeline.spans for span in spans}
     starts = {str(span.action): span.start for spans in timeline.spans for span in spans}
     for microbatch in range(7):
@@ -133,7 +147,8 @@ def test_latency_of_one_microbatch_is_paid_at_every_boundary() -> None:
 
 
 def test_a_send_occupies_its_rank() -> None:
-    # One microbatch: four forwards and backwards in turn, and a send after each but the last one of each direction.
+    # One microbatch: four forwards and backwards in turn, and a send after each but the last one of
+    # each direction.
     assert simulate(build("1f1b", 4, 1, 1), Costs(send=5)).step_time == 4 * 3 + 6 * 5
     # The last rank of two sends back 6 gradients between its 6 forwards and backwards.
     timeline = simulate(build("1f1b", 2, 1, 6), Costs(send=Fraction(1, 2)))
@@ -153,8 +168,15 @@ def test_reductions_run_beside_the_computations() -> None:
     hidden = simulate(schedule, Costs(reduce=1))
     assert hidden.spans == plain.spans
     assert [str(span.action) for span in hidden.reductions[0]] == ["R2", "R0"]
-    last = {span.action.stage: span.end for spans in plain.spans for span in spans if span.action.kind == "B"}
-    assert all(span.start == last[span.action.stage] for spans in hidden.reductions for span in spans)
+    last = {
+        span.action.stage: span.end
+        for spans in plain.spans
+        for span in spans
+        if span.action.kind == "B"
+    }
+    assert all(
+        span.start == last[span.action.stage] for spans in hidden.reductions for span in spans
+    )
     assert hidden.step_time == plain.step_time + 1
 
 
@@ -188,7 +210,9 @@ def test_memory_of_a_split_backward() -> None:
     assert [time for time, _ in kept.points] == [1, 3, 3, 5, 6, 6, 8, 9, 10]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
+)
 def test_the_peak_of_the_memory_curve_is_that_of_the_program(name: str) -> None:
     timeline = simulate(build(name, 4, 1 if name in ("1f1b", "zb_h1") else 2, 9))
     assert tuple(curve.peak for curve in timeline.memory()) == timeline.peak_in_flight

@@ -18,7 +18,9 @@ IDLE = (237, 237, 237)
 
 
 def timeline(p: int = 4, v: int = 2, m: int = 8, name: str = "auto", **costs: Any) -> Timeline:
-    schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m)
+    schedule = build_schedule(
+        name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m
+    )
     return simulate(schedule, Costs(**costs))
 
 
@@ -52,7 +54,11 @@ def rows_of(picture_hw3: np.ndarray, count: int) -> list[np.ndarray]:
     """The middles of the ``count`` rows with boxes, found by their colours left of the numbers."""
     coloured = [bool(sum(shares(row)) > 0.2) for row in picture_hw3]
     edges = np.flatnonzero(np.diff([0, *coloured, 0]))
-    runs = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop - start > 15]
+    runs = [
+        (start, stop)
+        for start, stop in zip(edges[::2], edges[1::2], strict=True)
+        if stop - start > 15
+    ]
     assert len(runs) == count
     return [picture_hw3[start + 4] for start, _ in runs]
 
@@ -62,7 +68,8 @@ def test_the_picture_has_the_width_and_the_colours(tmp_path: Path) -> None:
     picture = pixels(tmp_path / "timeline.png")
     assert picture.shape[1] == 1600
     for row in rows_of(picture, 4):
-        # Every rank spends 16 of 57 units in forwards and 32 in backwards; the axis takes about 0.93 of the width.
+        # Every rank spends 16 of 57 units in forwards and 32 in backwards; the axis takes about
+        # 0.93 of the width.
         blue, green, amber, purple = shares(row)
         assert blue == pytest.approx(0.93 * 16 / 57, abs=0.03)
         assert green == pytest.approx(0.93 * 32 / 57, abs=0.03)
@@ -74,7 +81,11 @@ def test_weight_gradients_and_reductions_have_their_own_colours(tmp_path: Path) 
     draw_timelines([drawn], tmp_path / "timeline.png")
     picture = pixels(tmp_path / "timeline.png")
     blue, green, amber, _ = shares(rows_of(picture, 4)[0])
-    assert blue == pytest.approx(green, abs=0.02) and green == pytest.approx(amber, abs=0.02) and blue > 0.2
+    assert (
+        blue == pytest.approx(green, abs=0.02)
+        and green == pytest.approx(amber, abs=0.02)
+        and blue > 0.2
+    )
     purple = max(shares(row)[PURPLE] for row in picture)
     assert purple == pytest.approx(0.93 * 4 / 31, abs=0.02)
 
@@ -100,7 +111,13 @@ def test_a_v_placement_has_the_second_chunk_light(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 1), (2, 1, 3), (8, 4, 64)])
 @pytest.mark.parametrize("memory", [False, True])
 def test_any_size_can_be_drawn(tmp_path: Path, p: int, v: int, m: int, memory: bool) -> None:
-    draw_timelines([timeline(p, v, m)], tmp_path / "timeline.png", memory=memory, titles=["a title"], measured=True)
+    draw_timelines(
+        [timeline(p, v, m)],
+        tmp_path / "timeline.png",
+        memory=memory,
+        titles=["a title"],
+        measured=True,
+    )
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
@@ -122,7 +139,9 @@ def test_drawing_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     draw_timelines([timeline()], tmp_path / "timeline.png")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         draw_timelines([timeline()], tmp_path / "timeline.png")
@@ -135,19 +154,37 @@ def test_the_trace_holds_every_span() -> None:
     computations = [event for event in spans if event["cat"] != "gradient reduction"]
     assert len(computations) == sum(map(len, drawn.spans)) == 4 * 2 * 8 * 2
     assert len(spans) - len(computations) == 8
-    assert {event["tid"] for event in computations}.isdisjoint(event["tid"] for event in spans if event not in computations)
+    assert {event["tid"] for event in computations}.isdisjoint(
+        event["tid"] for event in spans if event not in computations
+    )
     first = next(event for event in spans if event["name"] == "B7.0")
-    assert (first["cat"], first["dur"], first["args"]) == ("backward", 2e6, {"stage": 7, "microbatch": 0})
-    threads = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert (first["cat"], first["dur"], first["args"]) == (
+        "backward",
+        2e6,
+        {"stage": 7, "microbatch": 0},
+    )
+    threads = {
+        e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
+    }
     assert threads[first["tid"]] == "pipeline rank 3"
-    assert sorted(threads.values()) == [f"pipeline rank {rank}{kind}" for rank in range(4) for kind in ("", ": reductions")]
-    held = [event["args"]["held"] for event in trace["traceEvents"] if event["ph"] == "C" and "rank 0" in event["name"]]
+    assert sorted(threads.values()) == [
+        f"pipeline rank {rank}{kind}" for rank in range(4) for kind in ("", ": reductions")
+    ]
+    held = [
+        event["args"]["held"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "C" and "rank 0" in event["name"]
+    ]
     assert max(held) == drawn.peak_in_flight[0]
 
 
 def test_several_timelines_are_processes_of_one_trace() -> None:
     trace = chrome_trace(timeline(2, 1, 2), timeline(2, 1, 3), titles=["measured", "ideal"])
-    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    names = {
+        e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"
+    }
     assert names == {0: "measured", 1: "ideal"}
-    counts = [sum(e["ph"] == "X" and e["pid"] == pid for e in trace["traceEvents"]) for pid in (0, 1)]
+    counts = [
+        sum(e["ph"] == "X" and e["pid"] == pid for e in trace["traceEvents"]) for pid in (0, 1)
+    ]
     assert counts == [8, 12]

@@ -1,4 +1,5 @@
-"""The verifier against valid schedules, against damaged ones, and against a slow oracle that reads like the definition."""
+"""The verifier against valid schedules, against damaged ones, and against a slow oracle that reads
+like the definition."""
 
 from __future__ import annotations
 
@@ -24,13 +25,35 @@ from tests.schedule.orders import compute_orders, needs
 from tests.schedule.streams import stuck_operations
 
 K = ActionKind
-SIZES = [("gpipe", 2, 1, 3), ("gpipe", 3, 2, 4), ("1f1b", 1, 1, 3), ("1f1b", 2, 1, 3), ("1f1b", 4, 1, 6)]
-SIZES += [("interleaved_1f1b", 2, 2, 3), ("interleaved_1f1b", 3, 2, 4), ("interleaved_1f1b", 2, 3, 5)]
-SIZES += [("zb_h1", 3, 1, 4), ("zb_v", 2, 2, 3), ("zb_v", 3, 2, 6), ("dualpipe_v", 2, 2, 4), ("dualpipe_v", 3, 2, 2)]
+SIZES = [
+    ("gpipe", 2, 1, 3),
+    ("gpipe", 3, 2, 4),
+    ("1f1b", 1, 1, 3),
+    ("1f1b", 2, 1, 3),
+    ("1f1b", 4, 1, 6),
+]
+SIZES += [
+    ("interleaved_1f1b", 2, 2, 3),
+    ("interleaved_1f1b", 3, 2, 4),
+    ("interleaved_1f1b", 2, 3, 5),
+]
+SIZES += [
+    ("zb_h1", 3, 1, 4),
+    ("zb_v", 2, 2, 3),
+    ("zb_v", 3, 2, 6),
+    ("dualpipe_v", 2, 2, 4),
+    ("dualpipe_v", 3, 2, 2),
+]
 
 
 def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, training=training)
+    return build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        training=training,
+    )
 
 
 def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
@@ -40,12 +63,14 @@ def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
 
 
 def from_text(name: str, p: int, v: int, m: int, *lines: str) -> Schedule:
-    return Schedule(name, p, v, m, tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
+    return Schedule(
+        name, p, v, m, tuple(tuple(Action.parse(word) for word in line.split()) for line in lines)
+    )
 
 
 def is_legal(schedule: Schedule) -> bool:
-    """The oracle, for permuted training schedules: try every rank in turn, blocking sends, first in first out; a receive waits until
-    what was received before it on its channel is sent."""
+    """The oracle, for permuted training schedules: try every rank in turn, blocking sends, first in
+    first out; a receive waits until what was received before it on its channel is sent."""
     kinds = {action.kind for program in schedule.programs for action in program}
     positions = [0] * schedule.pipeline_parallel_size
     done: set[Action] = set()
@@ -107,7 +132,9 @@ def accepted(schedule: Schedule) -> bool:
 def test_the_oracle_agrees_on_valid_schedules(size: tuple[str, int, int, int]) -> None:
     schedule = build(*size)
     assert is_legal(schedule)
-    assert verify_schedule(schedule) == tuple(peak_in_flight(program) for program in schedule.programs)
+    assert verify_schedule(schedule) == tuple(
+        peak_in_flight(program) for program in schedule.programs
+    )
 
 
 @st.composite
@@ -129,7 +156,9 @@ def test_a_missing_action_is_rejected(place: tuple[Schedule, int, int]) -> None:
 
 @given(places(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_repeated_action_is_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+def test_a_repeated_action_is_rejected(
+    place: tuple[Schedule, int, int], data: st.DataObject
+) -> None:
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     program.insert(data.draw(st.integers(0, len(program))), program[position])
@@ -139,7 +168,9 @@ def test_a_repeated_action_is_rejected(place: tuple[Schedule, int, int], data: s
 
 @given(places(), st.data())
 @settings(max_examples=400, deadline=None)
-def test_swapped_actions_are_judged_as_the_oracle_does(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+def test_swapped_actions_are_judged_as_the_oracle_does(
+    place: tuple[Schedule, int, int], data: st.DataObject
+) -> None:
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     # Near swaps are the interesting ones: some of them are legal.
@@ -147,12 +178,16 @@ def test_swapped_actions_are_judged_as_the_oracle_does(place: tuple[Schedule, in
     program[position], program[other] = program[other], program[position]
     mutant = changed(schedule, rank, program)
     assert accepted(mutant) == is_legal(mutant)
-    assert not (accepted(mutant) and any(stuck_operations(operations(mutant, Habits()), one_queue=True)))
+    assert not (
+        accepted(mutant) and any(stuck_operations(operations(mutant, Habits()), one_queue=True))
+    )
 
 
 @given(compute_orders(max_ranks=3, max_microbatches=3), st.data())
 @settings(max_examples=150, deadline=None)
-def test_swaps_in_random_orders_are_judged_as_the_oracle_does(order: Schedule, data: st.DataObject) -> None:
+def test_swaps_in_random_orders_are_judged_as_the_oracle_does(
+    order: Schedule, data: st.DataObject
+) -> None:
     schedule = lower(order)
     assert is_legal(schedule)
     rank = data.draw(st.integers(0, schedule.pipeline_parallel_size - 1))
@@ -170,16 +205,23 @@ SENDS = (K.SEND_FORWARD, K.SEND_BACKWARD)
 @given(places())
 @settings(max_examples=150, deadline=None)
 def test_what_comes_too_late_or_too_early_is_rejected(place: tuple[Schedule, int, int]) -> None:
-    """A receive behind its use, a weight gradient before its backward, a reduction before the last gradient."""
+    """A receive behind its use, a weight gradient before its backward, a reduction before the last
+    gradient."""
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     action = program.pop(position)
     if action.kind in USE:
-        program.insert(program.index(Action(USE[action.kind], action.stage, action.microbatch)) + 1, action)
+        program.insert(
+            program.index(Action(USE[action.kind], action.stage, action.microbatch)) + 1, action
+        )
     elif action.kind is K.WEIGHT:
         program.insert(program.index(Action(K.BACKWARD, action.stage, action.microbatch)), action)
     elif action.kind is K.REDUCE:
-        last = [i for i, other in enumerate(program) if other.kind in (K.BACKWARD, K.WEIGHT) and other.stage == action.stage][-1]
+        last = [
+            i
+            for i, other in enumerate(program)
+            if other.kind in (K.BACKWARD, K.WEIGHT) and other.stage == action.stage
+        ][-1]
         program.insert(last, action)
     else:
         return
@@ -189,7 +231,9 @@ def test_what_comes_too_late_or_too_early_is_rejected(place: tuple[Schedule, int
 
 @given(places(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_sends_and_receives_in_another_order_are_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+def test_sends_and_receives_in_another_order_are_rejected(
+    place: tuple[Schedule, int, int], data: st.DataObject
+) -> None:
     schedule, rank, _ = place
     program = list(schedule.programs[rank])
     kinds = (*SENDS, *USE)
@@ -209,7 +253,9 @@ def test_sends_and_receives_in_another_order_are_rejected(place: tuple[Schedule,
 
 @given(places(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_an_action_on_another_rank_is_rejected(place: tuple[Schedule, int, int], data: st.DataObject) -> None:
+def test_an_action_on_another_rank_is_rejected(
+    place: tuple[Schedule, int, int], data: st.DataObject
+) -> None:
     schedule, rank, position = place
     other = (rank + 1) % schedule.pipeline_parallel_size
     if other == rank:
@@ -229,7 +275,9 @@ def test_an_action_on_another_rank_is_rejected(place: tuple[Schedule, int, int],
     st.integers(0, 9),
 )
 @settings(max_examples=120, deadline=None)
-def test_every_generator_at_every_size_passes(name: str, p: int, v: int, m: int, extra: int) -> None:
+def test_every_generator_at_every_size_passes(
+    name: str, p: int, v: int, m: int, extra: int
+) -> None:
     v = (
         1
         if p == 1 or name in ("1f1b", "zb_h1")
@@ -238,7 +286,13 @@ def test_every_generator_at_every_size_passes(name: str, p: int, v: int, m: int,
         else max(v, 1 + name.startswith("inter"))
     )
     group_size = p + extra if name == "interleaved_1f1b" else None
-    schedule = build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m, group_size=group_size)
+    schedule = build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        group_size=group_size,
+    )
     peaks = verify_schedule(schedule, training=True)
     assert peaks == tuple(map(peak_in_flight, schedule.programs))
     assert all(1 <= peak <= v * m for peak in peaks)
@@ -256,11 +310,23 @@ GOOD = ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")
         (("F0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "B0.0 needs RB0.0"),
         (("F0.0 RB0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "SF0.0 is missing"),
         (("F0.0 F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F0.0 happens twice"),
-        (("F0.0 F1.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F1.0 is on rank 0, but stage 1 is on rank 1"),
-        (("RF0.0 F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "RF0.0 has no rank to talk to"),
-        (("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 SF1.0 B1.0 SB1.0 R1"), "SF1.0 has no rank to talk to"),
+        (
+            ("F0.0 F1.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"),
+            "F1.0 is on rank 0, but stage 1 is on rank 1",
+        ),
+        (
+            ("RF0.0 F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"),
+            "RF0.0 has no rank to talk to",
+        ),
+        (
+            ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 SF1.0 B1.0 SB1.0 R1"),
+            "SF1.0 has no rank to talk to",
+        ),
         (("F0.1 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F0.1 does not exist"),
-        (("F0.0 F2.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F2.0 does not exist: stages are 0 to 1"),
+        (
+            ("F0.0 F2.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"),
+            "F2.0 does not exist: stages are 0 to 1",
+        ),
         (("F0.0 W0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "W0.0 needs B0.0"),
         (("F0.0 RB0.0 SF0.0 B0.0 W0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "W1.0 is missing"),
         (("F0.0 RB0.0 SF0.0 B0.0 R0 W0.0", "RF1.0 F1.0 B1.0 SB1.0 W1.0 R1"), "W0.0 comes after R0"),
@@ -277,7 +343,9 @@ def test_each_fault_is_named(lines: tuple[str, ...], words: str) -> None:
 
 def test_messages_in_another_order_than_receives() -> None:
     lines = ("F0.0 F0.1 SF0.1 SF0.0", "RF1.0 RF1.1 F1.0 F1.1")
-    with pytest.raises(ScheduleError, match=r"rank 0 sends SF0\.1 where rank 1 receives RF1\.0 \(forward\)") as error:
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 sends SF0\.1 where rank 1 receives RF1\.0 \(forward\)"
+    ) as error:
         verify_schedule(from_text("crossed", 2, 1, 2, *lines))
     assert "F0.1 --> SF0.1" in str(error.value)
     assert "--> RF1.0" in str(error.value)
@@ -307,7 +375,8 @@ def test_receives_posted_only_just_before_their_use_can_hang_the_ring() -> None:
                 late += [
                     other
                     for other in program
-                    if (other.kind, other.stage, other.microbatch) == (receive, action.stage, action.microbatch)
+                    if (other.kind, other.stage, other.microbatch)
+                    == (receive, action.stage, action.microbatch)
                 ]
             if action.kind not in USE:
                 late.append(action)
@@ -325,7 +394,9 @@ def test_split_backwards_hold_activations_until_the_weight_gradient() -> None:
 
 
 def test_several_stages_on_the_only_rank_hand_over_locally() -> None:
-    assert verify_schedule(from_text("one", 1, 2, 1, "F0.0 F1.0 B1.0 R1 B0.0 R0"), training=True) == (2,)
+    assert verify_schedule(
+        from_text("one", 1, 2, 1, "F0.0 F1.0 B1.0 R1 B0.0 R0"), training=True
+    ) == (2,)
     with pytest.raises(ScheduleError, match=r"F1\.0 needs F0\.0"):
         verify_schedule(from_text("one", 1, 2, 1, "F1.0 F0.0 B1.0 R1 B0.0 R0"))
 

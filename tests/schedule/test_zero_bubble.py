@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptdp.schedule import ActionKind, Costs, Schedule, Timeline, build_schedule, generators, peak_in_flight, simulate
+from lightning_ptdp.schedule import (
+    ActionKind,
+    Costs,
+    Schedule,
+    Timeline,
+    build_schedule,
+    generators,
+    peak_in_flight,
+    simulate,
+)
 
 UNIT = Costs(forward=1, backward=1, weight=1)
 
 
 def build(name: str, p: int, v: int, m: int) -> Schedule:
-    return build_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m)
+    return build_schedule(
+        name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m
+    )
 
 
 def idle_in_the_middle(timeline: Timeline) -> list[object]:
     """For each rank, the time between its first start and its last end in which it does nothing."""
-    return [spans[-1].end - spans[0].start - busy for spans, busy in zip(timeline.spans, timeline.busy, strict=True)]
+    return [
+        spans[-1].end - spans[0].start - busy
+        for spans, busy in zip(timeline.spans, timeline.busy, strict=True)
+    ]
 
 
-@pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 3, 2), (4, 5, 3), (1, 1, 0)])
+@pytest.mark.parametrize(
+    ("forward", "backward", "weight"),
+    [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 3, 2), (4, 5, 3), (1, 1, 0)],
+)
 def test_zb_h1_has_the_bubble_of_the_paper(forward: int, backward: int, weight: int) -> None:
     costs = Costs(forward=forward, backward=backward, weight=weight)
     for p in range(2, 6):
@@ -31,7 +48,10 @@ def test_zb_h1_has_the_bubble_of_the_paper(forward: int, backward: int, weight: 
 def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
     for p in range(2, 7):
         for m in range(1, 3 * p):
-            mine, other = simulate(build("zb_h1", p, 1, m), UNIT), simulate(build("1f1b", p, 1, m), Costs(forward=1, backward=2))
+            mine, other = (
+                simulate(build("zb_h1", p, 1, m), UNIT),
+                simulate(build("1f1b", p, 1, m), Costs(forward=1, backward=2)),
+            )
             assert mine.peak_in_flight == (min(m, p),) * p
             assert max(other.peak_in_flight) == min(m, p)
             assert mine.step_time < other.step_time
@@ -51,19 +71,30 @@ def test_zb_v_takes_the_least_possible_time_for_any_m_from_p_on() -> None:
     for p in range(2, 7):
         for m in range(1, 3 * p):
             timeline = simulate(build("zb_v", p, 2, m), UNIT)
-            # The last rank waits p-1 for its first microbatch; one microbatch alone takes 4p, and a weight gradient follows.
-            assert timeline.step_time == 6 * m + p - 1 if m >= p else timeline.step_time >= max(6 * m + p - 1, 4 * p + 1)
+            # The last rank waits p-1 for its first microbatch; one microbatch alone takes 4p, and a
+            # weight gradient follows.
+            assert (
+                timeline.step_time == 6 * m + p - 1
+                if m >= p
+                else timeline.step_time >= max(6 * m + p - 1, 4 * p + 1)
+            )
             assert timeline.step_time <= simulate(build("dualpipe_v", p, 2, m), UNIT).step_time
             assert max(timeline.peak_in_flight) <= min(2 * m, 2 * p)
 
 
-@pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (2, 2, 1), (1, 1, 0), (3, 3, 2)])
-def test_dualpipe_v_has_the_memory_and_bubble_of_its_docstring(forward: int, backward: int, weight: int) -> None:
+@pytest.mark.parametrize(
+    ("forward", "backward", "weight"), [(1, 1, 1), (2, 2, 1), (1, 1, 0), (3, 3, 2)]
+)
+def test_dualpipe_v_has_the_memory_and_bubble_of_its_docstring(
+    forward: int, backward: int, weight: int
+) -> None:
     for p in range(2, 6):
         for m in range(2 * p, 3 * p + 2):
             schedule = build("dualpipe_v", p, 2, m)
             timeline = simulate(schedule, Costs(forward=forward, backward=backward, weight=weight))
-            assert timeline.step_time - 2 * m * (forward + backward + weight) == (p - 1) * (forward + backward - weight)
+            assert timeline.step_time - 2 * m * (forward + backward + weight) == (p - 1) * (
+                forward + backward - weight
+            )
             assert timeline.peak_in_flight == (2 * p + 1,) * p
 
 
@@ -74,10 +105,15 @@ def test_dualpipe_v_puts_weight_gradients_off_among_the_last_backwards_only() ->
                 waiting = [
                     action
                     for action, following in zip(order, (*order[1:], None), strict=True)
-                    if action.kind is ActionKind.BACKWARD and following is not None and following.kind is not ActionKind.WEIGHT
+                    if action.kind is ActionKind.BACKWARD
+                    and following is not None
+                    and following.kind is not ActionKind.WEIGHT
                 ]
                 assert len(waiting) <= p
-                assert all(action.microbatch is not None and action.microbatch >= m - p for action in waiting), (rank, waiting)
+                assert all(
+                    action.microbatch is not None and action.microbatch >= m - p
+                    for action in waiting
+                ), (rank, waiting)
 
 
 def test_fewer_microbatches_never_take_longer_or_hold_more() -> None:
@@ -116,6 +152,10 @@ def test_evaluation_in_a_v_has_the_bubble_of_its_docstring() -> None:
     for p in range(2, 6):
         for m in range(1, 12):
             schedule = build_schedule(
-                "zb_v", pipeline_parallel_size=p, virtual_pipeline_size=2, num_microbatches=m, training=False
+                "zb_v",
+                pipeline_parallel_size=p,
+                virtual_pipeline_size=2,
+                num_microbatches=m,
+                training=False,
             )
             assert simulate(schedule).step_time == 2 * (m + p - 1)

@@ -5,17 +5,28 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.tensor_parallel import ParallelPlan, is_in_region, replace_aliases, set_numbers, shard_module, split_sequence
+from lightning_ptdp.tensor_parallel import (
+    ParallelPlan,
+    is_in_region,
+    replace_aliases,
+    set_numbers,
+    shard_module,
+    split_sequence,
+)
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["apply_plan"]
 
 
-def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_parallel: bool) -> dict[str, Sharding]:
-    """Replace the modules that the plan names by parallel ones, in place: what ``parallelize`` does to a model whose values are there.
+def apply_plan(
+    model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_parallel: bool
+) -> dict[str, Sharding]:
+    """Replace the modules that the plan names by parallel ones, in place: what ``parallelize`` does
+    to a model whose values are there.
 
     Returns:
-        The sharding of every parameter, by the name that ``model.named_parameters()`` gives to it. Under sequence parallelism every
+        The sharding of every parameter, by the name that ``model.named_parameters()`` gives to it.
+        Under sequence parallelism every
         whole parameter is partial: its gradient covers this rank's slice of the sequence.
 
     Raises:
@@ -40,7 +51,9 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
                 enters=not is_in_region(name, kinds),
             )
             replaced[id(module)] = new
-            by_parameter |= {id(new.get_parameter(key)): sharding for key, sharding in shardings.items()}
+            by_parameter |= {
+                id(new.get_parameter(key)): sharding for key, sharding in shardings.items()
+            }
         _put(model, name, replaced[id(module)])
     replace_aliases(model, shared)
     set_numbers(model, plan.numbers, tensor_parallel_size=group.size)
@@ -49,7 +62,9 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_p
     del originals
     return {
         name: by_parameter.get(id(parameter))
-        or Sharding.replicated(parameter.shape, partial=plan.partial(name, group.size > 1 and sequence_parallel))
+        or Sharding.replicated(
+            parameter.shape, partial=plan.partial(name, group.size > 1 and sequence_parallel)
+        )
         for name, parameter in model.named_parameters()
     }
 

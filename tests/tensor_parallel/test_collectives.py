@@ -24,7 +24,10 @@ def check_all(rank: int) -> None:
         for dim in (0, 1, 2):
             shape = [2, 3, 5]
             shape[dim] = 4 * t
-            xs, gs = everyones(group, *shape, dtype=dtype, seed=1), everyones(group, *shape, dtype=dtype, seed=2)
+            xs, gs = (
+                everyones(group, *shape, dtype=dtype, seed=1),
+                everyones(group, *shape, dtype=dtype, seed=2),
+            )
             narrow = list(shape)
             narrow[dim] = 4
             small_xs = everyones(group, *narrow, dtype=dtype, seed=3)
@@ -45,13 +48,23 @@ def check_all(rank: int) -> None:
             y, grad = run(lambda x: collectives.reduce(x, group), xs[rank], gs[rank])
             assert_same(y, sum(xs))
             assert_same(grad, gs[rank])
-            y, grad = run(lambda x, dim=dim: collectives.gather_sequence(x, group, dim), small_xs[rank], gs[rank])
+            y, grad = run(
+                lambda x, dim=dim: collectives.gather_sequence(x, group, dim),
+                small_xs[rank],
+                gs[rank],
+            )
             assert_same(y, torch.cat(small_xs, dim))
             assert_same(grad, own_slice(sum(gs), group, dim))
-            y, grad = run(lambda x, dim=dim: collectives.scatter_sequence(x, group, dim), xs[rank], small_gs[rank])
+            y, grad = run(
+                lambda x, dim=dim: collectives.scatter_sequence(x, group, dim),
+                xs[rank],
+                small_gs[rank],
+            )
             assert_same(y, own_slice(sum(xs), group, dim))
             assert_same(grad, torch.cat(small_gs, dim))
-            y, grad = run(lambda x, dim=dim: collectives.split_sequence(x, group, dim), xs[0], small_gs[rank])
+            y, grad = run(
+                lambda x, dim=dim: collectives.split_sequence(x, group, dim), xs[0], small_gs[rank]
+            )
             assert_same(y, own_slice(xs[0], group, dim))
             assert_same(grad, torch.cat(small_gs, dim))
             if dim == 2:
@@ -67,7 +80,8 @@ def check_shared_values_survive(rank: int) -> None:
     collectives.reduce(x.exp(), group).sum().backward()
     assert x.grad is not None
     assert_same(x.grad, x.detach().exp())
-    # One gradient tensor reaches both branches of a sum: summing it in place would spoil the other's.
+    # One gradient tensor reaches both branches of a sum: summing it in place would spoil the
+    # other's.
     a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
     (collectives.copy(a, group) + b).backward(torch.ones(2))
     assert a.grad is not None
@@ -75,7 +89,9 @@ def check_shared_values_survive(rank: int) -> None:
     assert_same(a.grad, torch.full((2,), float(group.size)))
     assert_same(b.grad, torch.ones(2))
     for length in (4 * group.size + 1, 1):
-        with pytest.raises(ValueError, match=f"length {length} .*tensor_parallel_size={group.size}"):
+        with pytest.raises(
+            ValueError, match=f"length {length} .*tensor_parallel_size={group.size}"
+        ):
             collectives.scatter_sequence(torch.zeros(2, length, 3), group)
 
 

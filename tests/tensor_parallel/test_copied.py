@@ -1,4 +1,5 @@
-"""Heads of keys and values that several ranks hold: cut, counted once, their gradients summed over the copies."""
+"""Heads of keys and values that several ranks hold: cut, counted once, their gradients summed over
+the copies."""
 
 from __future__ import annotations
 
@@ -18,24 +19,41 @@ from tests.tensor_parallel.toy import assemble_full
 PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2
 
 
-@pytest.mark.parametrize(("size", "copies"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 2)), (8, (1, 4, 4))])
+@pytest.mark.parametrize(
+    ("size", "copies"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 2)), (8, (1, 4, 4))]
+)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_rank_has_its_queries_and_the_head_that_they_share(size: int, copies: tuple[int, ...], dim: int) -> None:
+def test_every_rank_has_its_queries_and_the_head_that_they_share(
+    size: int, copies: tuple[int, ...], dim: int
+) -> None:
     kind = Column(parts=PARTS, heads=HEADS, copy_heads=True)
     assert kind.copies(size) == copies
     full = torch.arange(24.0 * 3).view(24, 3)
     full = full.t().contiguous() if dim else full
-    shardings = [shard_columns(full.shape, parts=PARTS, size=size, index=i, copies=copies, dim=dim) for i in range(size)]
+    shardings = [
+        shard_columns(full.shape, parts=PARTS, size=size, index=i, copies=copies, dim=dim)
+        for i in range(size)
+    ]
     local = [slice_full(full, sharding) for sharding in shardings]
     for index, tensor in enumerate(local):
-        q, k, v = (tensor.t() if dim else tensor).split([16 // size, *(4 * c // size for c in copies[1:])])
+        q, k, v = (tensor.t() if dim else tensor).split(
+            [16 // size, *(4 * c // size for c in copies[1:])]
+        )
         rows = full.t() if dim else full
         assert torch.equal(q, rows[: PARTS[0]].chunk(size)[index])
         assert torch.equal(k, rows[16:20].chunk(size // copies[1])[index // copies[1]])
         assert torch.equal(v, rows[20:].chunk(size // copies[2])[index // copies[2]])
-    torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
-    counted = [part for tensor, sharding in zip(local, shardings, strict=True) for part in sharding.counted(tensor)]
-    assert torch.equal(torch.cat([part.flatten() for part in counted]).sort().values, full.flatten().sort().values)
+    torch.testing.assert_close(
+        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
+    )
+    counted = [
+        part
+        for tensor, sharding in zip(local, shardings, strict=True)
+        for part in sharding.counted(tensor)
+    ]
+    assert torch.equal(
+        torch.cat([part.flatten() for part in counted]).sort().values, full.flatten().sort().values
+    )
 
 
 def check_gradients(rank: int) -> None:
@@ -49,7 +67,9 @@ def check_gradients(rank: int) -> None:
     full_square = 4 * (1 + 4 + 9 + 16) + 4 * (9 + 49)
     for make in (GradientBuckets, LooseGradients):
         weight, unused = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
-        gradients = make([BucketEntry(weight, chunk=0, sums=sums), BucketEntry(unused, chunk=0, sums=sums)])
+        gradients = make(
+            [BucketEntry(weight, chunk=0, sums=sums), BucketEntry(unused, chunk=0, sums=sums)]
+        )
         gradients.zero()
         gradients.install()
         (weight * (rank + 1)).sum().backward()
@@ -57,7 +77,9 @@ def check_gradients(rank: int) -> None:
         gradients.install()
         assert weight.grad is not None
         assert torch.equal(weight.grad, 2 * expected), (rank, weight.grad)
-        norm = global_norm(sharding.counted(weight.grad), group=mesh.group("model"), device=torch.device("cpu"))
+        norm = global_norm(
+            sharding.counted(weight.grad), group=mesh.group("model"), device=torch.device("cpu")
+        )
         torch.testing.assert_close(norm, torch.tensor(2 * full_square**0.5))
 
 

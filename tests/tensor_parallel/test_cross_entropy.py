@@ -1,4 +1,5 @@
-"""Vocabulary-parallel cross entropy against ``F.cross_entropy``: values, gradients, corner cases, communication."""
+"""Vocabulary-parallel cross entropy against ``F.cross_entropy``: values, gradients, corner cases,
+communication."""
 
 from __future__ import annotations
 
@@ -22,18 +23,24 @@ def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
     return local
 
 
-def compare(group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **options: Any) -> None:
+def compare(
+    group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **options: Any
+) -> None:
     """The same loss and the same gradient as torch's, the logits untouched."""
     words = VocabularyRange(size=logits.size(-1), parts=group.size, index=group.rank)
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
     reference = logits.to(dtype, copy=True).requires_grad_()
     expected = with_z_loss(reference, target, z_loss, **options)
-    weights = torch.rand(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 0.5
+    weights = (
+        torch.rand(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 0.5
+    )
     (expected * weights).sum().backward()
     local = own_columns(logits, words).requires_grad_()
     before = local.detach().clone()
     with counted_collectives() as counts:
-        loss = vocabulary_parallel_cross_entropy(local, target, vocabulary=words, group=group, z_loss=z_loss, **options)
+        loss = vocabulary_parallel_cross_entropy(
+            local, target, vocabulary=words, group=group, z_loss=z_loss, **options
+        )
         (loss * weights).sum().backward()
     assert counts == ({"all_reduce": 2} if group.size > 1 else {})
     assert loss.dtype is dtype
@@ -42,7 +49,11 @@ def compare(group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0
     assert local.grad is not None
     assert reference.grad is not None
     assert local.grad.dtype is logits.dtype
-    assert_same(local.grad[..., : words.count].to(dtype), reference.grad[..., words.start : words.stop], dtype=logits.dtype)
+    assert_same(
+        local.grad[..., : words.count].to(dtype),
+        reference.grad[..., words.start : words.stop],
+        dtype=logits.dtype,
+    )
     assert not local.grad[..., words.count :].any(), "padding got a gradient"
 
 
@@ -60,7 +71,14 @@ def check_options(rank: int) -> None:
                 for smoothing in (0.0, 0.1, 1.0):
                     compare(group, logits, target, reduction=reduction, label_smoothing=smoothing)
                     compare(group, logits, some, reduction=reduction, label_smoothing=smoothing)
-                    compare(group, logits, target, reduction=reduction, label_smoothing=smoothing, ignore_index=0)
+                    compare(
+                        group,
+                        logits,
+                        target,
+                        reduction=reduction,
+                        label_smoothing=smoothing,
+                        ignore_index=0,
+                    )
 
 
 def check_random_cases(rank: int) -> None:
@@ -72,12 +90,15 @@ def check_random_cases(rank: int) -> None:
         vocabulary = draw.randint(1, 40)
         scale = draw.choice([1e-3, 1.0, 30.0, 1e3])
         dtype = draw.choice([torch.float32, torch.float64])
-        logits = (torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64) * scale + draw.uniform(-50, 50)).to(
-            dtype
-        )
+        logits = (
+            torch.randn(*shape, vocabulary, generator=generator, dtype=torch.float64) * scale
+            + draw.uniform(-50, 50)
+        ).to(dtype)
         ignored = draw.choice([-100, -1, 0, vocabulary + 3])
         target = torch.randint(vocabulary, shape, generator=generator)
-        target = torch.where(torch.rand(shape, generator=generator) < draw.choice([0.0, 0.4, 0.9]), ignored, target)
+        target = torch.where(
+            torch.rand(shape, generator=generator) < draw.choice([0.0, 0.4, 0.9]), ignored, target
+        )
         compare(
             group,
             logits,
@@ -101,14 +122,23 @@ def check_corners(rank: int) -> None:
     compare(group, excluded, torch.tensor([0, 1, 2, 12]))
     words = VocabularyRange(size=13, parts=group.size, index=group.rank)
     for bad in (13, -1):
-        with pytest.raises(IndexError, match=f"Target {bad} is out of bounds: the vocabulary has 13"):
+        with pytest.raises(
+            IndexError, match=f"Target {bad} is out of bounds: the vocabulary has 13"
+        ):
             vocabulary_parallel_cross_entropy(
-                own_columns(logits, words), torch.tensor([0, 1, bad, -100]), vocabulary=words, group=group
+                own_columns(logits, words),
+                torch.tensor([0, 1, bad, -100]),
+                vocabulary=words,
+                group=group,
             )
     broken = logits.clone()
     broken[1, 7] = torch.nan
     loss = vocabulary_parallel_cross_entropy(
-        own_columns(broken, words), torch.zeros(4, dtype=torch.int64), vocabulary=words, group=group, reduction="none"
+        own_columns(broken, words),
+        torch.zeros(4, dtype=torch.int64),
+        vocabulary=words,
+        group=group,
+        reduction="none",
     )
     assert loss.isnan().tolist() == [False, True, False, False]
     empty = vocabulary_parallel_cross_entropy(

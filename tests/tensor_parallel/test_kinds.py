@@ -37,9 +37,14 @@ class ByOutput(Kind):
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         group = place.group
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-        return {n: shard_columns(s, parts=s[:1], size=group.size, index=group.rank) for n, s in shapes.items()}
+        return {
+            n: shard_columns(s, parts=s[:1], size=group.size, index=group.rank)
+            for n, s in shapes.items()
+        }
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         return _OwnOutputs(local["weight"], local["bias"], place.group)
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -95,7 +100,12 @@ def test_a_kind_of_ones_own(pool: Pool) -> None:
 
 
 def test_what_it_does_not_take_is_refused_in_its_words() -> None:
-    with pytest.raises(ValueError, match=r"'last' is a Linear, which cannot be sharded as ByOutput\(\); that takes nn.Bilinear"):
+    with pytest.raises(
+        ValueError,
+        match=r"'last' is a Linear, which cannot be sharded as ByOutput\(\); that takes nn.Bilinear",
+    ):
         ParallelPlan(tensor={"last": ByOutput()}).check(_Model(), tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="'mix': out_features=6 is not divisible by tensor_parallel_size=4"):
+    with pytest.raises(
+        ValueError, match="'mix': out_features=6 is not divisible by tensor_parallel_size=4"
+    ):
         PLAN.check(_Model(), tensor_parallel_size=4)

@@ -1,4 +1,5 @@
-"""Column and row layers against ``nn.Linear`` on one process: output, input gradient, parameter gradients, collectives."""
+"""Column and row layers against ``nn.Linear`` on one process: output, input gradient, parameter
+gradients, collectives."""
 
 from __future__ import annotations
 
@@ -8,20 +9,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, Row, RowParallelLinear, shard_module
+from lightning_ptdp.tensor_parallel import (
+    Column,
+    ColumnParallelLinear,
+    Row,
+    RowParallelLinear,
+    shard_module,
+)
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
-from tests.tensor_parallel.toy import assert_gradients, assert_same, counted_collectives, own_slice, tensor_group
+from tests.tensor_parallel.toy import (
+    assert_gradients,
+    assert_same,
+    counted_collectives,
+    own_slice,
+    tensor_group,
+)
 
 B, S, IN = 2, 8, 16
 
 
-def column_case(group: Group, *, parts: tuple[int, ...], bias: bool, sequence_parallel: bool, dtype: torch.dtype) -> None:
+def column_case(
+    group: Group, *, parts: tuple[int, ...], bias: bool, sequence_parallel: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(1)
     reference = nn.Linear(IN, sum(parts), bias=bias, dtype=dtype)
     x, grad = torch.randn(B, S, IN, dtype=dtype), torch.randn(B, S, sum(parts), dtype=dtype)
     kind = Column(parts=parts if len(parts) > 1 else None)
-    layer, shardings = shard_module(deepcopy(reference), kind, group=group, sequence_parallel=sequence_parallel, shared={})
+    layer, shardings = shard_module(
+        deepcopy(reference), kind, group=group, sequence_parallel=sequence_parallel, shared={}
+    )
     assert isinstance(layer, ColumnParallelLinear)
 
     def local(full: Tensor) -> Tensor:
@@ -36,7 +53,9 @@ def column_case(group: Group, *, parts: tuple[int, ...], bias: bool, sequence_pa
     assert counts == ({"all_gather": 1} if sequence_parallel else {})
     with counted_collectives() as counts:
         y.backward(local(grad))
-    assert counts == ({"all_gather": 1, "reduce_scatter": 1} if sequence_parallel else {"all_reduce": 1})
+    assert counts == (
+        {"all_gather": 1, "reduce_scatter": 1} if sequence_parallel else {"all_reduce": 1}
+    )
     assert_same(y, local(expected))
     assert own_x.grad is not None
     assert full_x.grad is not None
@@ -49,7 +68,9 @@ def row_case(group: Group, *, bias: bool, sequence_parallel: bool, dtype: torch.
     torch.manual_seed(2)
     reference = nn.Linear(IN, 6, bias=bias, dtype=dtype)
     x, grad = torch.randn(B, S, IN, dtype=dtype), torch.randn(B, S, 6, dtype=dtype)
-    layer, shardings = shard_module(deepcopy(reference), Row(), group=group, sequence_parallel=sequence_parallel, shared={})
+    layer, shardings = shard_module(
+        deepcopy(reference), Row(), group=group, sequence_parallel=sequence_parallel, shared={}
+    )
     assert isinstance(layer, RowParallelLinear)
 
     def local(full: Tensor) -> Tensor:
@@ -80,7 +101,13 @@ def check_layers(rank: int) -> None:
         for sequence_parallel in (False, True):
             for bias in (False, True):
                 for parts in ((12,), (8, 8, 8), (16, 4, 4)):
-                    column_case(group, parts=parts, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype)
+                    column_case(
+                        group,
+                        parts=parts,
+                        bias=bias,
+                        sequence_parallel=sequence_parallel,
+                        dtype=dtype,
+                    )
                 row_case(group, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype)
 
 
@@ -93,8 +120,12 @@ def check_autocast(rank: int) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected = down(up(x))
         expected.float().square().mean().backward()
-        columns, _ = shard_module(deepcopy(up), Column(), group=group, sequence_parallel=sequence_parallel, shared={})
-        rows, _ = shard_module(deepcopy(down), Row(), group=group, sequence_parallel=sequence_parallel, shared={})
+        columns, _ = shard_module(
+            deepcopy(up), Column(), group=group, sequence_parallel=sequence_parallel, shared={}
+        )
+        rows, _ = shard_module(
+            deepcopy(down), Row(), group=group, sequence_parallel=sequence_parallel, shared={}
+        )
         own_x = own_slice(x, group, 1) if sequence_parallel else x
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = columns(own_x)
@@ -108,7 +139,9 @@ def check_autocast(rank: int) -> None:
             assert weight.grad is not None
             assert weight.grad.dtype is torch.float32
             assert reference.weight.grad is not None
-            assert_same(weight.grad, own_slice(reference.weight.grad, group, dim), dtype=torch.bfloat16)
+            assert_same(
+                weight.grad, own_slice(reference.weight.grad, group, dim), dtype=torch.bfloat16
+            )
 
 
 def check_details(rank: int) -> None:
@@ -120,7 +153,9 @@ def check_details(rank: int) -> None:
     assert not frozen.get_parameter("weight").requires_grad
     x = torch.randn(B, S // group.size, IN)
     with counted_collectives() as counts:
-        frozen(x).sum().backward()  # nobody wants the gradients of x and of the weight: nothing is sent for them
+        frozen(
+            x
+        ).sum().backward()  # nobody wants the gradients of x and of the weight: nothing is sent for them
     assert counts == {"all_gather": 1}
     kept = saved_elements(frozen, torch.randn(B, S // group.size, IN, requires_grad=True))
     assert kept <= B * S // group.size * IN + IN * 8 // group.size, "the gathered input was kept"
@@ -129,7 +164,9 @@ def check_details(rank: int) -> None:
     with pytest.raises(ValueError, match=f"takes {IN // group.size} features a rank, not {IN}"):
         rows(torch.randn(B, S, IN))
     rows, _ = shard_module(nn.Linear(IN, 8), Row(), group=group, sequence_parallel=True, shared={})
-    with pytest.raises(ValueError, match=f"length {4 * group.size + 1} .*tensor_parallel_size={group.size}"):
+    with pytest.raises(
+        ValueError, match=f"length {4 * group.size + 1} .*tensor_parallel_size={group.size}"
+    ):
         rows(torch.randn(B, 4 * group.size + 1, IN // group.size))
     with pytest.raises(ValueError, match="three dimensions"):
         rows(torch.randn(B, IN // group.size))
@@ -163,10 +200,14 @@ def test_autocast_and_details(pool: Pool, size: int) -> None:
 def test_a_group_of_one_is_left_alone(sequence_parallel: bool) -> None:
     reference = nn.Linear(4, 6)
     for kind in (Column(), Row()):
-        same, shardings = shard_module(reference, kind, group=Group(), sequence_parallel=sequence_parallel, shared={})
+        same, shardings = shard_module(
+            reference, kind, group=Group(), sequence_parallel=sequence_parallel, shared={}
+        )
         assert same is reference
         assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())
     x = torch.randn(2, 3, 4)
     for layer in (ColumnParallelLinear, RowParallelLinear):
-        y = layer(reference.weight, reference.bias, group=Group(), sequence_parallel=sequence_parallel)(x)
+        y = layer(
+            reference.weight, reference.bias, group=Group(), sequence_parallel=sequence_parallel
+        )(x)
         assert_same(y, reference(x))

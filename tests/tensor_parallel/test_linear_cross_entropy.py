@@ -1,4 +1,5 @@
-"""Head and loss in one against ``F.cross_entropy`` of the head's output: values, every gradient, memory, communication."""
+"""Head and loss in one against ``F.cross_entropy`` of the head's output: values, every gradient,
+memory, communication."""
 
 from __future__ import annotations
 
@@ -10,10 +11,20 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp.tensor_parallel import VocabularyParallelHead, VocabularyRange, linear_cross_entropy
+from lightning_ptdp.tensor_parallel import (
+    VocabularyParallelHead,
+    VocabularyRange,
+    linear_cross_entropy,
+)
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
-from tests.tensor_parallel.toy import assert_same, counted_collectives, own_slice, tensor_group, with_z_loss
+from tests.tensor_parallel.toy import (
+    assert_same,
+    counted_collectives,
+    own_slice,
+    tensor_group,
+    with_z_loss,
+)
 
 _V, _H = 37, 6
 _ROWS = 8 * 2**-18  # MiB of so many logits that eight tokens have one row at a time
@@ -23,7 +34,9 @@ def _draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _head(group: Group, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool) -> nn.Module:
+def _head(
+    group: Group, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool
+) -> nn.Module:
     words = VocabularyRange(size=_V, parts=group.size, index=group.rank)
 
     def local(full: Tensor) -> nn.Parameter:
@@ -33,7 +46,13 @@ def _head(group: Group, weight: Tensor, bias: Tensor | None, *, sequence_paralle
 
     if group.size > 1:
         own_bias = None if bias is None else local(bias)
-        return VocabularyParallelHead(local(weight), own_bias, vocabulary=words, group=group, sequence_parallel=sequence_parallel)
+        return VocabularyParallelHead(
+            local(weight),
+            own_bias,
+            vocabulary=words,
+            group=group,
+            sequence_parallel=sequence_parallel,
+        )
     head = nn.Linear(_H, _V, bias=bias is not None, dtype=weight.dtype)
     head.weight = nn.Parameter(weight.clone())
     if bias is not None:
@@ -41,15 +60,26 @@ def _head(group: Group, weight: Tensor, bias: Tensor | None, *, sequence_paralle
     return head
 
 
-def _compare(group: Group, *, rows: int, sequence_parallel: bool = False, adds: bool = False, **options: Any) -> None:
+def _compare(
+    group: Group, *, rows: int, sequence_parallel: bool = False, adds: bool = False, **options: Any
+) -> None:
     """The same loss and the same gradients as torch's; ``rows`` of the head at a time."""
-    weight, bias, x = _draw(_V, _H, seed=1), _draw(_V, seed=2) if rows % 2 else None, _draw(2, 4, _H, seed=3)
+    weight, bias, x = (
+        _draw(_V, _H, seed=1),
+        _draw(_V, seed=2) if rows % 2 else None,
+        _draw(2, 4, _H, seed=3),
+    )
     nowhere = options.get("ignore_index", -100)
     target = torch.tensor([[0, 36, nowhere, 5], [18, 19, 5, nowhere]])
-    full = [tensor.clone().requires_grad_() for tensor in (weight, x)] + ([] if bias is None else [bias.clone().requires_grad_()])
+    full = [tensor.clone().requires_grad_() for tensor in (weight, x)] + (
+        [] if bias is None else [bias.clone().requires_grad_()]
+    )
     logits = full[1] @ full[0].t() + (0 if bias is None else full[2])
     expected = with_z_loss(logits, target, **{"z_loss": 0.0, **options})
-    grad = torch.rand(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 64
+    grad = (
+        torch.rand(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        * 64
+    )
     expected.backward(grad)
 
     head = _head(group, weight, bias, sequence_parallel=sequence_parallel)
@@ -68,7 +98,11 @@ def _compare(group: Group, *, rows: int, sequence_parallel: bool = False, adds: 
         assert_same(found[: words.count], reference.grad[words.start : words.stop])
         assert not found[words.count :].any(), "padding got a gradient"
     if group.size > 1 and rows < _V // 2:  # whatever the number of parts
-        sums = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1} if sequence_parallel else {"all_reduce": 3}
+        sums = (
+            {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+            if sequence_parallel
+            else {"all_reduce": 3}
+        )
         assert counts == sums
 
 
@@ -76,14 +110,22 @@ def _check(rank: int) -> None:
     group = tensor_group(rank)
     for rows in (1, 4, 18, 100):  # the last one: as a whole
         for sequence_parallel in (False, True)[: group.size]:
-            for options in ({}, {"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "none", "z_loss": 1e-2}):
-                _compare(group, rows=rows, sequence_parallel=sequence_parallel, adds=rows == 4, **options)
+            for options in (
+                {},
+                {"reduction": "sum", "label_smoothing": 0.1},
+                {"reduction": "none", "z_loss": 1e-2},
+            ):
+                _compare(
+                    group, rows=rows, sequence_parallel=sequence_parallel, adds=rows == 4, **options
+                )
     _compare(group, rows=5, ignore_index=5, label_smoothing=1.0)
     head = _head(group, _draw(_V, _H, seed=1), None, sequence_parallel=False)
     for bad in (_V, -1):
         with pytest.raises(IndexError, match=f"Target {bad} is out of bounds"):
             linear_cross_entropy(_draw(1, _H, seed=3), head, torch.tensor([bad]), chunk_mb=_ROWS)
-    nothing = linear_cross_entropy(_draw(2, _H, seed=3), head, torch.tensor([-100, -100]), chunk_mb=_ROWS, reduction="sum")
+    nothing = linear_cross_entropy(
+        _draw(2, _H, seed=3), head, torch.tensor([-100, -100]), chunk_mb=_ROWS, reduction="sum"
+    )
     nothing.backward()
     assert nothing.item() == 0
     assert not head.weight.grad.any()
@@ -100,7 +142,10 @@ def test_half_precision_computes_the_loss_in_float32(autocast: bool) -> None:
     dtype = torch.float32 if autocast else torch.bfloat16
     results = []
     for chunk_mb in (4 * _ROWS, 1.0):
-        head, mine = _head(Group(), weight.to(dtype), None, sequence_parallel=False), x.to(dtype).requires_grad_()
+        head, mine = (
+            _head(Group(), weight.to(dtype), None, sequence_parallel=False),
+            x.to(dtype).requires_grad_(),
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = linear_cross_entropy(mine, head, target, chunk_mb=chunk_mb)
         loss.backward()
@@ -130,7 +175,10 @@ def test_a_head_that_does_more_is_called() -> None:
 def test_a_compiler_sees_one_graph_that_adds_to_no_gradient() -> None:
     head, x, target = nn.Linear(_H, _V), _draw(8, _H, seed=3).float(), torch.arange(8)
     gradients = []
-    for run in (linear_cross_entropy, torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)):
+    for run in (
+        linear_cross_entropy,
+        torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True),
+    ):
         head.zero_grad()
         for _ in range(2):  # the second finds a gradient there
             run(x, head, target, chunk_mb=4 * _ROWS).backward()
@@ -150,7 +198,10 @@ class _Peak(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, Tensor)}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+            if (
+                isinstance(tensor, Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in given
+            ):
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._made.values()))
@@ -158,9 +209,14 @@ class _Peak(TorchDispatchMode):
 
 
 def test_the_memory_of_the_logits_does_not_grow_with_the_vocabulary_times_the_sequence() -> None:
-    """As 128k tokens of a vocabulary and a sequence of 4096 with 4096 channels, all divided by 32; the weight's gradient is there."""
+    """As 128k tokens of a vocabulary and a sequence of 4096 with 4096 channels, all divided by 32;
+    the weight's gradient is there."""
     v, s, h = 4096, 128, 128
-    head, x, target = nn.Linear(h, v, bias=False).bfloat16(), torch.randn(1, s, h).bfloat16(), torch.arange(s)[None]
+    head, x, target = (
+        nn.Linear(h, v, bias=False).bfloat16(),
+        torch.randn(1, s, h).bfloat16(),
+        torch.arange(s)[None],
+    )
     head.weight.grad = torch.zeros_like(head.weight)
     peaks = []
     for chunk_mb in (128 / 32**2, 1e9):

@@ -1,4 +1,5 @@
-"""Losses and outputs written for whole logits, run on split ones: same values, same gradients, gathered only where it must be."""
+"""Losses and outputs written for whole logits, run on split ones: same values, same gradients,
+gathered only where it must be."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def hugging_face(logits: Tensor, y: Tensor) -> Tensor:
     """As transformers' ForCausalLMLoss."""
     logits = logits.float()
     shifted = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
-    return F.cross_entropy(logits.view(-1, V), shifted.view(-1).to(logits.device), ignore_index=-100, reduction="mean")
+    return F.cross_entropy(
+        logits.view(-1, V), shifted.view(-1).to(logits.device), ignore_index=-100, reduction="mean"
+    )
 
 
 # Losses that leave the vocabulary where it is.
@@ -36,24 +39,40 @@ CHEAP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "torch.flatten": lambda x, y: F.cross_entropy(torch.flatten(x, 0, 1), y.flatten()),
     "view(-1, size)": lambda x, y: F.cross_entropy(x.view(-1, x.size(-1)), y.view(-1)),
     "view(rows, -1)": lambda x, y: F.cross_entropy(x.view(B * S, -1), y.view(-1)),
-    "view(tuple)": lambda x, y: F.cross_entropy(x.view((x.shape[0] * x.shape[1], x.shape[2])), y.view(-1)),
+    "view(tuple)": lambda x, y: F.cross_entropy(
+        x.view((x.shape[0] * x.shape[1], x.shape[2])), y.view(-1)
+    ),
     "reshape": lambda x, y: F.cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1)),
     "torch.reshape": lambda x, y: F.cross_entropy(torch.reshape(x, (-1, V)), y.reshape(-1)),
-    "unflatten": lambda x, y: F.cross_entropy(x.flatten(0, 1).unflatten(0, (B, S)).flatten(0, 1), y.flatten()),
+    "unflatten": lambda x, y: F.cross_entropy(
+        x.flatten(0, 1).unflatten(0, (B, S)).flatten(0, 1), y.flatten()
+    ),
     "shifted": lambda x, y: F.cross_entropy(x[:, :-1, :].reshape(-1, V), y[:, 1:].reshape(-1)),
     "shifted, contiguous": lambda x, y: F.cross_entropy(
         x[..., :-1, :].contiguous().view(-1, V), y[..., 1:].contiguous().view(-1)
     ),
     "hugging face": hugging_face,
     "masked": lambda x, y: F.cross_entropy(x[y > 3], y[y > 3]),
-    "module": lambda x, y: nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)(x.flatten(0, 1), y.flatten()),
-    "keywords": lambda x, y: F.cross_entropy(input=x.flatten(0, 1), target=y.flatten(), reduction="sum"),
-    "none": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)[:, 1:].mean(),
+    "module": lambda x, y: nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)(
+        x.flatten(0, 1), y.flatten()
+    ),
+    "keywords": lambda x, y: F.cross_entropy(
+        input=x.flatten(0, 1), target=y.flatten(), reduction="sum"
+    ),
+    "none": lambda x, y: (
+        F.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)[:, 1:].mean()
+    ),
     "scaled": lambda x, y: F.cross_entropy((x / 0.7 * 2).flatten(0, 1), y.flatten()),
-    "soft cap": lambda x, y: F.cross_entropy((torch.tanh(x / 3.0) * 3.0).flatten(0, 1), y.flatten()),
+    "soft cap": lambda x, y: F.cross_entropy(
+        (torch.tanh(x / 3.0) * 3.0).flatten(0, 1), y.flatten()
+    ),
     "one row": lambda x, y: F.cross_entropy(x[1, 2], y[1, 2]),
-    "rows by index": lambda x, y: F.cross_entropy(x[torch.tensor([0, 1]), torch.tensor([4, 0])], y[[0, 1], [4, 0]]),
-    "z-loss": lambda x, y: x.logsumexp(-1).square().mean() + torch.logsumexp(x, dim=2, keepdim=True).sum(),
+    "rows by index": lambda x, y: F.cross_entropy(
+        x[torch.tensor([0, 1]), torch.tensor([4, 0])], y[[0, 1], [4, 0]]
+    ),
+    "z-loss": lambda x, y: (
+        x.logsumexp(-1).square().mean() + torch.logsumexp(x, dim=2, keepdim=True).sum()
+    ),
     "to": lambda x, y: F.cross_entropy(x.to(torch.float64).flatten(0, 1), y.flatten()),
     "clone": lambda x, y: F.cross_entropy(x.clone().double().flatten(0, 1), y.flatten()),
 }
@@ -63,8 +82,12 @@ GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax": lambda x, y: -(x.softmax(-1).gather(-1, y.unsqueeze(-1)).log()).mean(),
     "log_softmax": lambda x, y: F.nll_loss(F.log_softmax(x, dim=-1).flatten(0, 1), y.flatten()),
     "transposed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
-    "weighted": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), weight=torch.arange(V, dtype=x.dtype)),
-    "soft targets": lambda x, y: F.cross_entropy(x.flatten(0, 1), F.one_hot(y.flatten(), V).to(x.dtype)),
+    "weighted": lambda x, y: F.cross_entropy(
+        x.flatten(0, 1), y.flatten(), weight=torch.arange(V, dtype=x.dtype)
+    ),
+    "soft targets": lambda x, y: F.cross_entropy(
+        x.flatten(0, 1), F.one_hot(y.flatten(), V).to(x.dtype)
+    ),
     "one column": lambda x, y: x[..., 3].mean() + x[0, 1, 2],
     "last columns": lambda x, y: x[..., -2:].sum(),
     "new last dimension": lambda x, y: x[..., None].mul(x[:, :, None, :].transpose(2, 3)).sum(),
@@ -72,7 +95,9 @@ GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cat": lambda x, y: torch.cat([x, x * x], dim=0).sum(),
     "max": lambda x, y: x.max(-1).values.sum(),
     "matmul": lambda x, y: (x @ torch.arange(V, dtype=x.dtype)).square().mean(),
-    "distillation": lambda x, y: F.kl_div(x.log_softmax(-1), x.detach().roll(1, 0).softmax(-1), reduction="batchmean"),
+    "distillation": lambda x, y: F.kl_div(
+        x.log_softmax(-1), x.detach().roll(1, 0).softmax(-1), reduction="batchmean"
+    ),
     "loop": lambda x, y: torch.stack([row.square().sum() for row in x]).sum(),
     "reflected": lambda x, y: (1.0 - 2.0 / (x.square() + 1.0)).sum(),
 }
@@ -108,7 +133,11 @@ def check_losses(rank: int) -> None:
             assert_same(got, expected, dtype=limit)
             assert leaf.grad is not None
             assert reference.grad is not None
-            assert_same(leaf.grad[..., : words.count], reference.grad[..., words.start : words.stop], dtype=limit)
+            assert_same(
+                leaf.grad[..., : words.count],
+                reference.grad[..., words.start : words.stop],
+                dtype=limit,
+            )
             assert not leaf.grad[..., words.count :].any(), name
 
 
@@ -213,7 +242,9 @@ def check_outputs_and_refusals(rank: int) -> None:
     with pytest.raises(RuntimeError, match="invalid for input of size"):
         logits.view(-1, V + 1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = F.cross_entropy(logits.bfloat16().flatten(0, 1), torch.zeros(B * S, dtype=torch.int64))
+        loss = F.cross_entropy(
+            logits.bfloat16().flatten(0, 1), torch.zeros(B * S, dtype=torch.int64)
+        )
     assert loss.dtype is torch.float32
 
 
@@ -234,7 +265,10 @@ def test_plain_outputs_pass_through() -> None:
     assert gather_full([x])[0] is x
 
 
-@pytest.mark.parametrize("index", [0, slice(1, 3), (..., slice(None)), None, (slice(None), None), torch.tensor([0, 1]), ()])
+@pytest.mark.parametrize(
+    "index",
+    [0, slice(1, 3), (..., slice(None)), None, (slice(None), None), torch.tensor([0, 1]), ()],
+)
 def test_indices_that_keep_the_vocabulary(index: Any) -> None:
     """Against torch: the last dimension comes out whole, with its own stride."""
     x = torch.arange(24).reshape(2, 3, 4)
@@ -245,7 +279,16 @@ def test_indices_that_keep_the_vocabulary(index: Any) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    [(0, 0, 0), (..., 0), (..., None), (..., slice(0, 2)), (0, 1, slice(None), None), ([0],), (True,), (torch.tensor(True),)],
+    [
+        (0, 0, 0),
+        (..., 0),
+        (..., None),
+        (..., slice(0, 2)),
+        (0, 1, slice(None), None),
+        ([0],),
+        (True,),
+        (torch.tensor(True),),
+    ],
 )
 def test_indices_that_do_not(index: tuple) -> None:
     assert not keeps_vocabulary(index, 3)

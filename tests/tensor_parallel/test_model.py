@@ -1,4 +1,5 @@
-"""A whole transformer under a plan, against the same transformer on one process; and what a layer costs in messages."""
+"""A whole transformer under a plan, against the same transformer on one process; and what a layer
+costs in messages."""
 
 from __future__ import annotations
 
@@ -10,11 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.parameters.sharding import slice_full
-from lightning_ptdp.tensor_parallel import ParallelPlan, VocabularyParallelEmbedding, VocabularyParallelHead
+from lightning_ptdp.tensor_parallel import (
+    ParallelPlan,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
-from tests.tensor_parallel.toy import Toy, assert_gradients, assert_same, counted_collectives, own_slice, tensor_group, toy_plan
+from tests.tensor_parallel.toy import (
+    Toy,
+    assert_gradients,
+    assert_same,
+    counted_collectives,
+    own_slice,
+    tensor_group,
+    toy_plan,
+)
 
 
 def shifted_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -31,12 +44,18 @@ def check_model(rank: int, tied: bool) -> None:
             reference = Toy(tied=tied).to(dtype)
             ids = torch.randint(37, (3, 8))
             model = deepcopy(reference).eval()
-            shardings = apply_plan(model, toy_plan(), group=group, sequence_parallel=sequence_parallel)
+            shardings = apply_plan(
+                model, toy_plan(), group=group, sequence_parallel=sequence_parallel
+            )
             assert not any(module.training for module in model.modules())
             for name, parameter in reference.named_parameters():
-                assert_same(model.get_parameter(name).detach(), slice_full(parameter, shardings[name]))
+                assert_same(
+                    model.get_parameter(name).detach(), slice_full(parameter, shardings[name])
+                )
                 whole = not shardings[name].sharded
-                assert bool(shardings[name].partial) == (whole and (sequence_parallel or "q_norm" in name)), name
+                assert bool(shardings[name].partial) == (
+                    whole and (sequence_parallel or "q_norm" in name)
+                ), name
             expected, loss = shifted_loss(reference, ids), shifted_loss(model, ids)
             expected.backward()
             loss.backward()
@@ -57,22 +76,38 @@ def check_messages(rank: int) -> None:
         x = (own_slice(x, group, 1) if sequence_parallel else x).clone().requires_grad_()
         with counted_collectives() as counts:
             y = model.layers[0](x)
-        assert counts == ({"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2})
+        assert counts == (
+            {"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
+        )
         with counted_collectives() as counts:
             y.sum().backward()
-        assert counts == ({"all_gather": 4, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2})
+        assert counts == (
+            {"all_gather": 4, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
+        )
 
-        with counted_collectives() as counts:  # two layers, embedding, head, and two small ones in the loss
+        with (
+            counted_collectives() as counts
+        ):  # two layers, embedding, head, and two small ones in the loss
             loss = shifted_loss(model, torch.randint(37, (2, 8)))
-        expected = {"all_gather": 5, "reduce_scatter": 5, "all_reduce": 2} if sequence_parallel else {"all_reduce": 4 + 1 + 2}
+        expected = (
+            {"all_gather": 5, "reduce_scatter": 5, "all_reduce": 2}
+            if sequence_parallel
+            else {"all_reduce": 4 + 1 + 2}
+        )
         assert counts == expected
         with counted_collectives() as counts:
             loss.backward()
-        expected = {"all_gather": 8 + 1 + 1, "reduce_scatter": 4 + 1} if sequence_parallel else {"all_reduce": 4 + 1}
+        expected = (
+            {"all_gather": 8 + 1 + 1, "reduce_scatter": 4 + 1}
+            if sequence_parallel
+            else {"all_reduce": 4 + 1}
+        )
         assert counts == expected
         with counted_collectives() as counts, torch.no_grad():
             model(torch.randint(37, (2, 8)))
-        assert counts == ({"all_gather": 5, "reduce_scatter": 5} if sequence_parallel else {"all_reduce": 5})
+        assert counts == (
+            {"all_gather": 5, "reduce_scatter": 5} if sequence_parallel else {"all_reduce": 5}
+        )
 
 
 def check_swapping(rank: int) -> None:
@@ -81,7 +116,9 @@ def check_swapping(rank: int) -> None:
         meta = Toy()
     shardings = apply_plan(meta, toy_plan(), group=group, sequence_parallel=True)
     assert all(parameter.is_meta for parameter in meta.parameters())
-    assert {name: tuple(p.shape) for name, p in meta.named_parameters()} == {n: s.local_shape for n, s in shardings.items()}
+    assert {name: tuple(p.shape) for name, p in meta.named_parameters()} == {
+        n: s.local_shape for n, s in shardings.items()
+    }
 
     class Twice(nn.Module):
         """One module under two names."""
@@ -93,12 +130,19 @@ def check_swapping(rank: int) -> None:
             self.first.bias.requires_grad_(False)
 
     model = Twice()
-    apply_plan(model, ParallelPlan(tensor={"first": "row", "again": "row"}), group=group, sequence_parallel=False)
+    apply_plan(
+        model,
+        ParallelPlan(tensor={"first": "row", "again": "row"}),
+        group=group,
+        sequence_parallel=False,
+    )
     assert model.first is model.again
     assert model.first.weight.shape == (8, 8 // group.size)
     assert not model.first.bias.requires_grad
     with pytest.raises(ValueError, match="'first' and 'again' share a weight"):
-        apply_plan(Twice(), ParallelPlan(tensor={"first": "row"}), group=group, sequence_parallel=False)
+        apply_plan(
+            Twice(), ParallelPlan(tensor={"first": "row"}), group=group, sequence_parallel=False
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])

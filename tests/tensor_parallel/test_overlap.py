@@ -1,4 +1,5 @@
-"""Products in pieces of the sequence, beside the collectives of the others, are the same products."""
+"""Products in pieces of the sequence, beside the collectives of the others, are the same
+products."""
 
 from __future__ import annotations
 
@@ -40,17 +41,25 @@ class Beside(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.overloadpacket.__name__ in PRODUCTS:
             calls = range(self.since, len(HOST.calls))
             waited = {HOST.calls[place].waits for place in calls}
-            self.beside |= {place for place in calls if HOST.calls[place].what.startswith("_")} - waited
+            self.beside |= {
+                place for place in calls if HOST.calls[place].what.startswith("_")
+            } - waited
         return function(*args, **kwargs or {})
 
     @property
     def share(self) -> Fraction:
         """Share of collectives that overlapped with products, by number of elements."""
-        given = {p: call.parts[0][0] for p, call in enumerate(HOST.calls) if p >= self.since and call.what.startswith("_")}
+        given = {
+            p: call.parts[0][0]
+            for p, call in enumerate(HOST.calls)
+            if p >= self.since and call.what.startswith("_")
+        }
         return Fraction(sum(given[place] for place in self.beside), sum(given.values()) or 1)
 
 
@@ -59,16 +68,31 @@ def _whole_numbers(*shape: int, seed: int) -> Tensor:
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _pair(group: Group, pieces: Pieces, *, samples: int, bias: bool, frozen: bool, defers: bool, transposed: bool) -> Any:
-    """Outputs and gradients of a column and a row layer, and which share of what was sent was beside products, forward and backward."""
+def _pair(
+    group: Group,
+    pieces: Pieces,
+    *,
+    samples: int,
+    bias: bool,
+    frozen: bool,
+    defers: bool,
+    transposed: bool,
+) -> Any:
+    """Outputs and gradients of a column and a row layer, and which share of what was sent was
+    beside products, forward and backward."""
 
     def parameter(*shape: int, seed: int) -> nn.Parameter:
         values = _whole_numbers(*shape, seed=seed)
-        return nn.Parameter(values.t().contiguous() if transposed and len(shape) > 1 else values, requires_grad=not frozen)
+        return nn.Parameter(
+            values.t().contiguous() if transposed and len(shape) > 1 else values,
+            requires_grad=not frozen,
+        )
 
     options: dict[str, Any] = {"transposed": transposed, "group": group, "sequence_parallel": True}
     up, down = parameter(4, WIDTH, seed=group.rank), parameter(WIDTH, 4, seed=9 + group.rank)
-    first, last = (parameter(n, seed=n + seed) if bias else None for n, seed in ((4, group.rank), (WIDTH, 0)))
+    first, last = (
+        parameter(n, seed=n + seed) if bias else None for n, seed in ((4, group.rank), (WIDTH, 0))
+    )
     found, shares = [], []
     for layer, shape in (
         (ColumnParallelLinear(up, first, **options), (samples, LENGTH, WIDTH)),
@@ -100,16 +124,25 @@ def check(rank: int) -> None:
     group = tensor_group(rank)
     for options in CASES:
         expected, before = _pair(group, 1, **options)
-        # The column layer's backward has another product beside which it is summed, unless that comes later or not at all.
+        # The column layer's backward has another product beside which it is summed, unless that
+        # comes later or not at all.
         other = 0 if options["frozen"] or options["defers"] else 1
         assert before == [0, other, 0, 0], options
         for pieces in (LENGTH, 3):
             found, beside = _pair(group, pieces, **options)
             for value, got in zip(expected, found, strict=True):
-                torch.testing.assert_close(got, value, rtol=0, atol=0, msg=lambda m, o=options, p=pieces: f"{o}, {p} pieces: {m}")
+                torch.testing.assert_close(
+                    got,
+                    value,
+                    rtol=0,
+                    atol=0,
+                    msg=lambda m, o=options, p=pieces: f"{o}, {p} pieces: {m}",
+                )
             if pieces == LENGTH:
                 all_but_one = Fraction(LENGTH - 1, LENGTH)
-                assert beside == [all_but_one, other or all_but_one, all_but_one, all_but_one], options
+                assert beside == [all_but_one, other or all_but_one, all_but_one, all_but_one], (
+                    options
+                )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -118,16 +151,21 @@ def test_in_pieces_it_is_the_same(size: int, pool: Pool) -> None:
 
 
 def check_symmetric(rank: int) -> None:
-    """torch's own definition of its products, which it has for tensors without values, takes the place of the GPUs' kernels."""
+    """torch's own definition of its products, which it has for tensors without values, takes the
+    place of the GPUs' kernels."""
     from torch.distributed import _symmetric_memory as symmetric
 
     assert has_symmetric_products()
     library, group = torch.library.Library("symm_mem", "IMPL"), tensor_group(rank)
     library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
-    library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    library.impl(
+        "fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU"
+    )
     for options in CASES:
         expected, found = (_pair(group, pieces, **options)[0] for pieces in (1, "symmetric"))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=lambda m, o=options: f"{o}: {m}")
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=0, msg=lambda m, o=options: f"{o}: {m}"
+        )
         assert found[0].is_contiguous()
     library._destroy()
 

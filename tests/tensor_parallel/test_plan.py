@@ -34,8 +34,14 @@ def test_resolve_gives_every_module_its_kind_in_the_models_order() -> None:
 
 def test_a_star_is_one_component_or_a_part_of_one() -> None:
     model = Toy()
-    assert list(ParallelPlan(tensor={"layers.1.[ud]*": "row"}).resolve(model)) == ["layers.1.up", "layers.1.down"]
-    assert list(ParallelPlan(tensor={"layers.*.d*n": "row"}).resolve(model)) == ["layers.0.down", "layers.1.down"]
+    assert list(ParallelPlan(tensor={"layers.1.[ud]*": "row"}).resolve(model)) == [
+        "layers.1.up",
+        "layers.1.down",
+    ]
+    assert list(ParallelPlan(tensor={"layers.*.d*n": "row"}).resolve(model)) == [
+        "layers.0.down",
+        "layers.1.down",
+    ]
     with pytest.raises(ValueError, match="matches no module"):
         ParallelPlan(tensor={"layers.*.qkv": "column"}).resolve(model)
 
@@ -51,12 +57,18 @@ def test_plans_are_plain_values() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"tensor": {"layers.*.attention.qvk": "column"}}, ["'layers.*.attention.qvk'", "Toy", "layers.0.attention.qkv"]),
+        (
+            {"tensor": {"layers.*.attention.qvk": "column"}},
+            ["'layers.*.attention.qvk'", "Toy", "layers.0.attention.qkv"],
+        ),
         ({"tensor": {"zzz": "column"}}, ["'zzz'", "wte"]),
         ({"tensor": {"norm": "row"}}, ["'norm'", "LayerNorm", "Row()", "nn.Linear"]),
         ({"tensor": {"layers.*": "column"}}, ["'layers.0'", "Layer", "nn.Linear"]),
         ({"tensor": {"head": "position"}}, ["'head'", "Linear", "nn.Embedding"]),
-        ({"tensor": {"head": "row", "h*d": "column"}}, ["'head'", "Row()", "Column(parts=None)", "'h*d'"]),
+        (
+            {"tensor": {"head": "row", "h*d": "column"}},
+            ["'head'", "Row()", "Column(parts=None)", "'h*d'"],
+        ),
         ({"blocks": "layer"}, ["blocks='layer'", "layers"]),
         ({"after": ("nrom",)}, ["after='nrom'", "norm"]),
     ],
@@ -95,10 +107,16 @@ def test_what_is_no_plan(make: Any, words: list[str]) -> None:
         (nn.Embedding(8, 4, max_norm=1.0), "vocabulary", ["max_norm=1.0"]),
         (nn.Embedding(8, 4, sparse=True), "vocabulary", ["sparse=True"]),
         (nn.Embedding(8, 4, scale_grad_by_freq=True), "position", ["scale_grad_by_freq=True"]),
-        (torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "column", ["parametrizations"]),
+        (
+            torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+            "column",
+            ["parametrizations"],
+        ),
     ],
 )
-def test_sizes_and_options_that_cannot_be_spread(module: nn.Module, kind: Any, words: list[str]) -> None:
+def test_sizes_and_options_that_cannot_be_spread(
+    module: nn.Module, kind: Any, words: list[str]
+) -> None:
     model, plan = nn.ModuleDict({"x": module}), ParallelPlan(tensor={"x": kind})
     with pytest.raises(ValueError) as error:
         plan.check(model, tensor_parallel_size=4)
@@ -122,7 +140,9 @@ def test_a_tied_weight_is_spread_in_one_way(missing: str) -> None:
 def test_sequence_parallelism_needs_both_ends(missing: str, word: str) -> None:
     tensor = {name: kind for name, kind in toy_plan().tensor.items() if name != missing}
     with pytest.raises(ValueError, match=rf"sequence_parallel=True.*no 'vocabulary' {word}"):
-        ParallelPlan(tensor=tensor).check(Toy(tied=False), tensor_parallel_size=2, sequence_parallel=True)
+        ParallelPlan(tensor=tensor).check(
+            Toy(tied=False), tensor_parallel_size=2, sequence_parallel=True
+        )
 
 
 def test_explain_names_every_parameter_once() -> None:

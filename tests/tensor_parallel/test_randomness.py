@@ -46,7 +46,9 @@ class LitMlp(LitBase):
         self.blocks = nn.Sequential(Mlp(), Mlp())
 
     def configure_parallel(self) -> ParallelPlan:
-        return ParallelPlan(tensor={"blocks.*.up": "column", "blocks.*.down": "row"}, blocks="blocks")
+        return ParallelPlan(
+            tensor={"blocks.*.up": "column", "blocks.*.down": "row"}, blocks="blocks"
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.mse_loss(self.blocks(batch), batch.flip(-1))
@@ -91,7 +93,9 @@ class Masks(L.Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         for name, child in module.named_modules():
             if isinstance(child, nn.Dropout):
-                child.register_forward_hook(lambda _, args, out, n=name: self.seen.setdefault(n, []).append(out == 0))
+                child.register_forward_hook(
+                    lambda _, args, out, n=name: self.seen.setdefault(n, []).append(out == 0)
+                )
 
 
 def _fit(
@@ -111,7 +115,11 @@ def _fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = Samples("bert") if kind is LitBert else torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = (
+        Samples("bert")
+        if kind is LitBert
+        else torch.randn(8, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+    )
     trainer.fit(module, DataLoader(data, batch_size=4))
     return masks.seen, trainer.strategy.gather_state_dict()
 
@@ -120,18 +128,26 @@ def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}], ids=["t2", "t2p2"])
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}], ids=["t2", "t2p2"]
+)
 def test_inside_a_region_and_outside(options: dict[str, Any], pool: Pool) -> None:
     world_size = 4 if options else 2
     ranks = [
         seen
-        for seen, _ in pool.run(_fit, world_size=world_size, args=(LitMlp, {"tensor_parallel_size": 2, **options}, world_size))
+        for seen, _ in pool.run(
+            _fit,
+            world_size=world_size,
+            args=(LitMlp, {"tensor_parallel_size": 2, **options}, world_size),
+        )
     ]
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         assert first.keys() == second.keys()
         for name in first:
             assert _equal(first[name], second[name]) == ("outside" in name), name
-            assert not torch.equal(first[name][0], first[name][1]), f"{name} drops the same in every step"
+            assert not torch.equal(first[name][0], first[name][1]), (
+                f"{name} drops the same in every step"
+            )
 
 
 def test_recomputation_replays_it(pool: Pool) -> None:

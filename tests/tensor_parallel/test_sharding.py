@@ -20,31 +20,43 @@ def full_tensor(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("parts", [(8,), (8, 4, 4), (16, 4, 4, 8)])
 @pytest.mark.parametrize("rest", [(), (3,)])
-def test_columns_split_every_part_on_its_own(size: int, parts: tuple[int, ...], rest: tuple[int, ...]) -> None:
+def test_columns_split_every_part_on_its_own(
+    size: int, parts: tuple[int, ...], rest: tuple[int, ...]
+) -> None:
     full = full_tensor(sum(parts), *rest)
-    shardings = [shard_columns(full.shape, parts=parts, size=size, index=index) for index in range(size)]
+    shardings = [
+        shard_columns(full.shape, parts=parts, size=size, index=index) for index in range(size)
+    ]
     local = [slice_full(full, sharding) for sharding in shardings]
     for index, tensor in enumerate(local):
         expected = torch.cat([part.chunk(size)[index] for part in full.split(parts)])
         torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
         assert shardings[index].num_padding == 0
         assert shardings[index].sharded == ("tensor",)
-    torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
+    torch.testing.assert_close(
+        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_rows(size: int) -> None:
     full = full_tensor(3, 8)
-    shardings = [shard_columns((3, 8), parts=(8,), size=size, index=index, dim=1) for index in range(size)]
+    shardings = [
+        shard_columns((3, 8), parts=(8,), size=size, index=index, dim=1) for index in range(size)
+    ]
     local = [slice_full(full, sharding) for sharding in shardings]
     torch.testing.assert_close(torch.cat(local, dim=1), full, rtol=0, atol=0)
-    torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
+    torch.testing.assert_close(
+        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("vocabulary", [1, 5, 8, 37])
 @pytest.mark.parametrize("rest", [(), (3,)])
-def test_vocabulary_is_padded_with_zeros_that_no_piece_covers(size: int, vocabulary: int, rest: tuple[int, ...]) -> None:
+def test_vocabulary_is_padded_with_zeros_that_no_piece_covers(
+    size: int, vocabulary: int, rest: tuple[int, ...]
+) -> None:
     full = full_tensor(vocabulary, *rest) + 1
     ranges = [VocabularyRange(size=vocabulary, parts=size, index=index) for index in range(size)]
     shardings = [shard_vocabulary(full.shape, words) for words in ranges]
@@ -55,7 +67,9 @@ def test_vocabulary_is_padded_with_zeros_that_no_piece_covers(size: int, vocabul
     together = torch.cat(local)
     torch.testing.assert_close(together[:vocabulary], full, rtol=0, atol=0)
     assert not together[vocabulary:].any()
-    torch.testing.assert_close(assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0)
+    torch.testing.assert_close(
+        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
+    )
     assert sum(sharding.num_padding for sharding in shardings) == together.numel() - full.numel()
 
 
@@ -66,7 +80,10 @@ def test_slices_are_copies_with_the_dtype_and_device_of_the_full_tensor() -> Non
     assert not local.requires_grad
     local.zero_()
     assert full.detach().all()
-    meta = slice_full(torch.empty(5, 2, device="meta"), shard_vocabulary((5, 2), VocabularyRange(size=5, parts=2, index=1)))
+    meta = slice_full(
+        torch.empty(5, 2, device="meta"),
+        shard_vocabulary((5, 2), VocabularyRange(size=5, parts=2, index=1)),
+    )
     assert meta.is_meta
     assert meta.shape == (3, 2)
 
@@ -81,4 +98,6 @@ def test_replicated_scalar() -> None:
 
 def test_a_piece_outside_of_its_tensor_is_refused() -> None:
     with pytest.raises(AssertionError, match="outside of the full shape"):
-        Sharding(full_shape=(4,), local_shape=(3,), pieces=(Piece(local=(0,), full=(2,), size=(3,)),))
+        Sharding(
+            full_shape=(4,), local_shape=(3,), pieces=(Piece(local=(0,), full=(2,), size=(3,)),)
+        )

@@ -1,4 +1,5 @@
-"""Embeddings, the output head and positions against one process, with vocabularies that do and do not divide."""
+"""Embeddings, the output head and positions against one process, with vocabularies that do and do
+not divide."""
 
 from __future__ import annotations
 
@@ -20,20 +21,35 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
-from tests.tensor_parallel.toy import assert_gradients, assert_same, counted_collectives, own_slice, tensor_group
+from tests.tensor_parallel.toy import (
+    assert_gradients,
+    assert_same,
+    counted_collectives,
+    own_slice,
+    tensor_group,
+)
 
 B, S, H = 2, 8, 4
 
 
 def embedding_case(
-    group: Group, *, vocabulary: int, padding_idx: int | None, sequence_parallel: bool, dtype: torch.dtype
+    group: Group,
+    *,
+    vocabulary: int,
+    padding_idx: int | None,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(1)
     reference = nn.Embedding(vocabulary, H, padding_idx=padding_idx, dtype=dtype)
     ids, grad = torch.randint(vocabulary, (B, S)), torch.randn(B, S, H, dtype=dtype)
     ids[0, 0] = vocabulary - 1
     layer, shardings = shard_module(
-        deepcopy(reference), Vocabulary(), group=group, sequence_parallel=sequence_parallel, shared={}
+        deepcopy(reference),
+        Vocabulary(),
+        group=group,
+        sequence_parallel=sequence_parallel,
+        shared={},
     )
     assert isinstance(layer, VocabularyParallelEmbedding)
     assert layer.padded_vocabulary == -(-vocabulary // group.size) * group.size
@@ -55,12 +71,18 @@ def embedding_case(
             layer(torch.full((B, S), bad))
 
 
-def head_case(group: Group, *, vocabulary: int, bias: bool, sequence_parallel: bool, dtype: torch.dtype) -> None:
+def head_case(
+    group: Group, *, vocabulary: int, bias: bool, sequence_parallel: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(2)
     reference = nn.Linear(H, vocabulary, bias=bias, dtype=dtype)
     x, grad = torch.randn(B, S, H, dtype=dtype), torch.randn(B, S, vocabulary, dtype=dtype)
     layer, shardings = shard_module(
-        deepcopy(reference), Vocabulary(), group=group, sequence_parallel=sequence_parallel, shared={}
+        deepcopy(reference),
+        Vocabulary(),
+        group=group,
+        sequence_parallel=sequence_parallel,
+        shared={},
     )
     assert isinstance(layer, VocabularyParallelHead)
     full_x = x.clone().requires_grad_()
@@ -84,7 +106,9 @@ def position_case(group: Group, shape: tuple[int, ...]) -> None:
     torch.manual_seed(3)
     reference = nn.Embedding(2 * S, H, padding_idx=3)
     positions = torch.randint(2 * S, shape)
-    layer, shardings = shard_module(deepcopy(reference), Position(), group=group, sequence_parallel=True, shared={})
+    layer, shardings = shard_module(
+        deepcopy(reference), Position(), group=group, sequence_parallel=True, shared={}
+    )
     assert isinstance(layer, SequenceShardedEmbedding)
     expected = reference(positions)
     grad = torch.randn_like(expected)
@@ -96,7 +120,9 @@ def position_case(group: Group, shape: tuple[int, ...]) -> None:
     assert_same(y, own_slice(expected, group, -2))
     assert shardings["weight"].partial
     assert_gradients(layer, shardings, reference, group)
-    same, shardings = shard_module(reference, Position(), group=group, sequence_parallel=False, shared={})
+    same, shardings = shard_module(
+        reference, Position(), group=group, sequence_parallel=False, shared={}
+    )
     assert same is reference
     assert not shardings["weight"].partial
 
@@ -116,10 +142,18 @@ def check_all(rank: int) -> None:
                         dtype=dtype,
                     )
                 for bias in (False, True):
-                    head_case(group, vocabulary=vocabulary, bias=bias, sequence_parallel=sequence_parallel, dtype=dtype)
+                    head_case(
+                        group,
+                        vocabulary=vocabulary,
+                        bias=bias,
+                        sequence_parallel=sequence_parallel,
+                        dtype=dtype,
+                    )
     for shape in ((S,), (1, S), (B, S)):
         position_case(group, shape)
-    layer, _ = shard_module(nn.Embedding(8, H), Position(), group=group, sequence_parallel=True, shared={})
+    layer, _ = shard_module(
+        nn.Embedding(8, H), Position(), group=group, sequence_parallel=True, shared={}
+    )
     with pytest.raises(ValueError, match=f"length 3 .*tensor_parallel_size={group.size}"):
         layer(torch.arange(3))
 
@@ -130,14 +164,22 @@ def check_tied(rank: int) -> None:
     head.weight = embedding.weight
     embedding.weight.no_decay = True  # type: ignore[attr-defined]
     shared: dict[int, nn.Parameter] = {}
-    first, _ = shard_module(embedding.eval(), Vocabulary(), group=group, sequence_parallel=False, shared=shared)
-    second, _ = shard_module(head, Vocabulary(), group=group, sequence_parallel=False, shared=shared)
+    first, _ = shard_module(
+        embedding.eval(), Vocabulary(), group=group, sequence_parallel=False, shared=shared
+    )
+    second, _ = shard_module(
+        head, Vocabulary(), group=group, sequence_parallel=False, shared=shared
+    )
     assert first.weight is second.weight
     assert first.weight.no_decay  # type: ignore[union-attr]
     assert not first.training
     assert second.training
     meta, shardings = shard_module(
-        nn.Linear(H, 5, device="meta", dtype=torch.bfloat16), Vocabulary(), group=group, sequence_parallel=False, shared={}
+        nn.Linear(H, 5, device="meta", dtype=torch.bfloat16),
+        Vocabulary(),
+        group=group,
+        sequence_parallel=False,
+        shared={},
     )
     for name, parameter in meta.named_parameters():
         assert parameter.is_meta
@@ -152,7 +194,13 @@ def test_against_one_process(pool: Pool, size: int) -> None:
 
 
 def test_a_group_of_one_is_left_alone() -> None:
-    for module, kind in ((nn.Embedding(5, H), Vocabulary()), (nn.Linear(H, 5), Vocabulary()), (nn.Embedding(5, H), Position())):
-        same, shardings = shard_module(module, kind, group=Group(), sequence_parallel=True, shared={})
+    for module, kind in (
+        (nn.Embedding(5, H), Vocabulary()),
+        (nn.Linear(H, 5), Vocabulary()),
+        (nn.Embedding(5, H), Position()),
+    ):
+        same, shardings = shard_module(
+            module, kind, group=Group(), sequence_parallel=True, shared={}
+        )
         assert same is module
         assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())

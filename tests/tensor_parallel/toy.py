@@ -31,12 +31,16 @@ def tensor_group(rank: int) -> Group:
 def assert_same(got: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None) -> None:
     """Equal within the summation order of the dtype."""
     limit = TOLERANCE.get(dtype or expected.dtype, 0.0)
-    torch.testing.assert_close(got, expected, rtol=limit, atol=limit, equal_nan=True, check_dtype=dtype is None)
+    torch.testing.assert_close(
+        got, expected, rtol=limit, atol=limit, equal_nan=True, check_dtype=dtype is None
+    )
 
 
 def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -> Tensor:
     """torch's loss, and the z-loss written down as it is defined."""
-    expected = F.cross_entropy(logits.movedim(-1, 1) if logits.dim() > 1 else logits, target, **options)
+    expected = F.cross_entropy(
+        logits.movedim(-1, 1) if logits.dim() > 1 else logits, target, **options
+    )
     counted = target != options.get("ignore_index", -100)
     extra = (z_loss * logits.logsumexp(-1).square()).masked_fill(~counted, 0.0)
     match options.get("reduction", "mean"):
@@ -67,12 +71,18 @@ def whole_gradient(grad: Tensor, sharding: Sharding, group: Group) -> Tensor:
         grad = grad.clone()
         for piece in sharding.pieces:
             first = group.rank - piece.copy
-            grad[piece.local_slices] = sum(other[piece.local_slices] for other in everyones[first : first + piece.copies])
+            grad[piece.local_slices] = sum(
+                other[piece.local_slices] for other in everyones[first : first + piece.copies]
+            )
     return grad
 
 
 def assert_gradients(
-    module: nn.Module, shardings: dict[str, Sharding], reference: nn.Module, group: Group, dtype: torch.dtype | None = None
+    module: nn.Module,
+    shardings: dict[str, Sharding],
+    reference: nn.Module,
+    group: Group,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Every local gradient is its part of the reference's."""
     expected = dict(reference.named_parameters())
@@ -82,7 +92,9 @@ def assert_gradients(
         assert parameter.grad is not None, name
         assert full is not None, name
         assert tuple(parameter.shape) == sharding.local_shape, name
-        assert_same(whole_gradient(parameter.grad, sharding, group), slice_full(full, sharding), dtype=dtype)
+        assert_same(
+            whole_gradient(parameter.grad, sharding, group), slice_full(full, sharding), dtype=dtype
+        )
 
 
 @contextmanager
@@ -101,7 +113,9 @@ def counted_collectives() -> Iterator[Counter[str]]:
         function = getattr(dist, name, None)
         if function is not None:
 
-            def counting(*args: Any, function: Any = function, kind: str = kind, **kwargs: Any) -> Any:
+            def counting(
+                *args: Any, function: Any = function, kind: str = kind, **kwargs: Any
+            ) -> Any:
                 counts[kind] += 1
                 return function(*args, **kwargs)
 
@@ -154,7 +168,15 @@ class Layer(nn.Module):
 class Toy(nn.Module):
     """Token ids (b, s) -> logits (b, s, V)."""
 
-    def __init__(self, *, vocabulary: int = 37, hidden: int = 32, heads: int = 8, kv_heads: int = 4, tied: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 37,
+        hidden: int = 32,
+        heads: int = 8,
+        kv_heads: int = 4,
+        tied: bool = True,
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, hidden), nn.Embedding(16, hidden)
         self.layers = nn.ModuleList(Layer(hidden, heads, kv_heads) for _ in range(2))
@@ -190,7 +212,8 @@ def toy_plan() -> ParallelPlan:
 
 
 def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
-    """The full tensor, put together from the local tensors of all members: the inverse of ``slice_full``."""
+    """The full tensor, put together from the local tensors of all members: the inverse of
+    ``slice_full``."""
     first, sharding = parts[0]
     full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
     for local, sharding in parts:

@@ -42,9 +42,13 @@ def test_an_equal_layout_trains(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_refused_where_it_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_where_it_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    with pytest.raises(MisconfigurationException, match=r"verify='first_step' forks processes .* num_nodes=2"):
+    with pytest.raises(
+        MisconfigurationException, match=r"verify='first_step' forks processes .* num_nodes=2"
+    ):
         trainer(tmp_path, devices=1, num_nodes=2).fit(Lit(), loader())
 
 

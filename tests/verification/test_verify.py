@@ -44,10 +44,18 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         (Lit, M2, {}),
         (Lit, T2, {"gradient_clip_val": 0.1}),
         (Lit, {**T2, **P2}, {}),
-        (LitAdam, {**D2, "shard_optimizer": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (
+            LitAdam,
+            {**D2, "shard_optimizer": True},
+            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        ),
         (LitCounted, D2, {}),
         (LitCounted, {**P2, "devices": 4}, {}),
-        (lambda: LitValidated(Run()), C2, {"train_dataloaders": tokens(), "val_dataloaders": tokens(8)}),
+        (
+            lambda: LitValidated(Run()),
+            C2,
+            {"train_dataloaders": tokens(), "val_dataloaders": tokens(8)},
+        ),
         (lambda: Lit(dropout=0.5), {**P2, "virtual_pipeline_size": 2}, {}),
         (LitNoisy, M2, {}),
         (LitAdam, P2, {"precision": "bf16-true"}),
@@ -62,10 +70,25 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         (toys.LitManual, D2, {}),
         (toys.LitScheduled, {**P2, "virtual_pipeline_size": 2}, {}),
         (toys.LitMeasured, D2, {}),
-        (Lit, {**P2, "recompute": "full"}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (
+            Lit,
+            {**P2, "recompute": "full"},
+            {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        ),
     ],
     ids=[
-        *("m", "t, clipped", "t p", "d sharded", "d tokens", "d p tokens", "c", "dropout", "noise", "bf16"),
+        *(
+            "m",
+            "t, clipped",
+            "t p",
+            "d sharded",
+            "d tokens",
+            "d p tokens",
+            "c",
+            "dropout",
+            "noise",
+            "bf16",
+        ),
         *(
             "noise p",
             "recurrent m",
@@ -82,11 +105,21 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         "recomputed, clipped by value p",
     ],
 )
-def test_a_right_module_is_equal(module: Any, layout: dict[str, Any], trainer: dict[str, Any]) -> None:
+def test_a_right_module_is_equal(
+    module: Any, layout: dict[str, Any], trainer: dict[str, Any]
+) -> None:
     found = report(module(), layout, **trainer)
     assert found.equal, str(found)
     kinds = {one.kind for one in found.compared}
-    assert {"loss", "gradient", "weight", "logged value", "metric", "optimizer option", "initial value"} <= kinds
+    assert {
+        "loss",
+        "gradient",
+        "weight",
+        "logged value",
+        "metric",
+        "optimizer option",
+        "initial value",
+    } <= kinds
 
 
 def test_a_gpt_is_equal_with_tokens_and_warm_up() -> None:
@@ -114,13 +147,20 @@ def test_a_gpt_is_equal_with_tokens_and_warm_up() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_a_wrong_module_is_found_with_its_cause(module: Any, layout: dict[str, Any], cause: str) -> None:
+def test_a_wrong_module_is_found_with_its_cause(
+    module: Any, layout: dict[str, Any], cause: str
+) -> None:
     try:
         data = {"train_dataloaders": tokens(), "val_dataloaders": None} if layout is C2 else {}
         found = report(module(), layout, **data)
     except (PTDPError, ValueError) as error:
         # The strategy may refuse some of them by name instead.
-        if cause not in ("parameters in the step", "label shift", "optimizer", "gradients changed by hand"):
+        if cause not in (
+            "parameters in the step",
+            "label shift",
+            "optimizer",
+            "gradients changed by hand",
+        ):
             raise
         pytest.skip(f"refused: {error}")
     assert not found.equal
@@ -143,8 +183,17 @@ def test_batches_that_cannot_be_joined_are_accumulated() -> None:
 
 
 def test_the_arguments_are_those_of_fit() -> None:
-    assert verify(Lit(), loader(), loader(8), strategy=PTDPStrategy(num_microbatches=2), steps=1, accelerator="cpu").equal
-    found = verify(Lit(), toys.Data(), strategy=PTDPStrategy(num_microbatches=2), steps=1, accelerator="cpu")
+    assert verify(
+        Lit(),
+        loader(),
+        loader(8),
+        strategy=PTDPStrategy(num_microbatches=2),
+        steps=1,
+        accelerator="cpu",
+    ).equal
+    found = verify(
+        Lit(), toys.Data(), strategy=PTDPStrategy(num_microbatches=2), steps=1, accelerator="cpu"
+    )
     assert found.equal, str(found)
     with pytest.raises(ValueError, match="trainer: no option"):
         verify(Lit(), loader(), strategy=PTDPStrategy(), trainer={"devices": 2})

@@ -68,7 +68,9 @@ class Lit(L.LightningModule):
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def configure_parallel(self) -> ParallelPlan:
-        return ParallelPlan(blocks="blocks", tensor={"blocks.*.up": "column", "blocks.*.down": "row"})
+        return ParallelPlan(
+            blocks="blocks", tensor={"blocks.*.up": "column", "blocks.*.down": "row"}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -100,7 +102,9 @@ class LitCounted(Lit):
     """Ignores labels, and says how many there are."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.cross_entropy(self(batch["x"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+        loss = F.cross_entropy(
+            self(batch["x"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+        )
         self.log("train_loss", loss)
         return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
 
@@ -132,14 +136,18 @@ class LitRounding(Lit):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.float()
-        return super().forward(x) + (torch.cos(scale * x.float()) - torch.cos(scale * x.float() + 1e-3)).to(x)
+        return super().forward(x) + (
+            torch.cos(scale * x.float()) - torch.cos(scale * x.float() + 1e-3)
+        ).to(x)
 
 
 class Graph:
     """A batch without a dimension of samples."""
 
     def __init__(self, samples: list[dict[str, Tensor]]) -> None:
-        self.fields = {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}
+        self.fields = {
+            name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -152,7 +160,9 @@ class LitClocked(Lit):
     """Logs the time."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log("clock", float(time.perf_counter_ns() % 1_000_003))  # far apart, however short the time
+        self.log(
+            "clock", float(time.perf_counter_ns() % 1_000_003)
+        )  # far apart, however short the time
         return super().training_step(batch, batch_idx)
 
 
@@ -160,8 +170,13 @@ class LitLayered(Lit):
     """Gives each block a learning rate of its own."""
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": block.parameters(), "lr": 0.1 / (1 + index)} for index, block in enumerate(self.blocks)]
-        return torch.optim.SGD([{"params": [*self.first.parameters(), *self.last.parameters()]}, *groups], lr=0.05)
+        groups = [
+            {"params": block.parameters(), "lr": 0.1 / (1 + index)}
+            for index, block in enumerate(self.blocks)
+        ]
+        return torch.optim.SGD(
+            [{"params": [*self.first.parameters(), *self.last.parameters()]}, *groups], lr=0.05
+        )
 
 
 class LitDecayed(Lit):
@@ -170,7 +185,10 @@ class LitDecayed(Lit):
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
         vectors = [p for p in self.parameters() if p.ndim < 2]
-        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}],
+            lr=1e-2,
+        )
 
 
 class LitFrozen(Lit):
@@ -221,7 +239,10 @@ class LitScheduled(Lit):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, nesterov=True)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class LitMeasured(Lit):
@@ -236,7 +257,7 @@ class LitMeasured(Lit):
         self.log("val_error", self.error, on_epoch=True)
 
 
-# ---- wrong in some layout ---------------------------------------------------------------------------------------------
+# ---- wrong in some layout ------------------------------------------------------------------------
 
 
 class EntropyNoise(Lit):
@@ -292,7 +313,10 @@ class ContrastiveCounted(Contrastive):
     """Returns how many labels there are, which is not why the losses differ."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "num_tokens": (batch["labels"] != -100).sum()}
+        return {
+            "loss": super().training_step(batch, batch_idx),
+            "num_tokens": (batch["labels"] != -100).sum(),
+        }
 
 
 class Summed(Lit):

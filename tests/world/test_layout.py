@@ -9,7 +9,11 @@ import pytest
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.stage_placement import Placement
 
-SIZES = [sizes for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3)) if sizes[0] * sizes[1] * sizes[2] <= 24]
+SIZES = [
+    sizes
+    for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3))
+    if sizes[0] * sizes[1] * sizes[2] <= 24
+]
 
 
 def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
@@ -17,7 +21,9 @@ def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
 
     def fixed(rank: int) -> tuple[int, ...]:
         here = layout.coordinates(rank)
-        return tuple(here[dim] for dim in ("pipeline", "data", "context", "tensor") if dim not in moving)
+        return tuple(
+            here[dim] for dim in ("pipeline", "data", "context", "tensor") if dim not in moving
+        )
 
     ranks = range(layout.world_size)
     return {tuple(r for r in ranks if fixed(r) == fixed(rank)) for rank in ranks}
@@ -25,7 +31,12 @@ def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("t", "p", "c", "d"), SIZES)
 def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
-    layout = ParallelLayout(world_size=t * p * c * d, tensor_parallel_size=t, pipeline_parallel_size=p, context_parallel_size=c)
+    layout = ParallelLayout(
+        world_size=t * p * c * d,
+        tensor_parallel_size=t,
+        pipeline_parallel_size=p,
+        context_parallel_size=c,
+    )
     assert layout.data_parallel_size == d
     expected = {
         "tensor": brute_force(layout, "tensor"),
@@ -49,7 +60,12 @@ def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("placement", ["loop", "v"])
 def test_every_stage_is_on_one_rank(p: int, placement: Placement) -> None:
-    layout = ParallelLayout(world_size=p, pipeline_parallel_size=p, virtual_pipeline_size=2 if p > 1 else 1, placement=placement)
+    layout = ParallelLayout(
+        world_size=p,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=2 if p > 1 else 1,
+        placement=placement,
+    )
     held = {stage: rank for rank in range(p) for stage in layout.stages_of(rank)}
     assert held == {stage: layout.rank_of_stage(stage) for stage in range(layout.num_stages)}
     assert all(list(layout.stages_of(rank)) == sorted(layout.stages_of(rank)) for rank in range(p))
@@ -57,7 +73,9 @@ def test_every_stage_is_on_one_rank(p: int, placement: Placement) -> None:
 
 
 def test_a_v_turns_at_the_last_rank() -> None:
-    layout = ParallelLayout(world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=2, placement="v")
+    layout = ParallelLayout(
+        world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=2, placement="v"
+    )
     assert [layout.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
@@ -71,19 +89,30 @@ def test_tensor_parallel_is_innermost_and_pipeline_outermost() -> None:
 
 @pytest.mark.parametrize("rank", range(24))
 def test_rank_and_coordinates_are_inverse(rank: int) -> None:
-    layout = ParallelLayout(world_size=24, tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=2)
+    layout = ParallelLayout(
+        world_size=24, tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=2
+    )
     assert layout.rank(layout.coordinates(rank)) == rank
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"world_size": 6, "tensor_parallel_size": 4}, ["world_size=6", "tensor_parallel_size", "4 or 8"]),
+        (
+            {"world_size": 6, "tensor_parallel_size": 4},
+            ["world_size=6", "tensor_parallel_size", "4 or 8"],
+        ),
         ({"world_size": 4, "pipeline_parallel_size": 3}, ["world_size=4", "3 or 6"]),
         ({"world_size": 0}, ["world_size=0", "positive"]),
         ({"world_size": 4, "tensor_parallel_size": 2.0}, ["tensor_parallel_size=2.0"]),
-        ({"world_size": 4, "virtual_pipeline_size": 2}, ["virtual_pipeline_size=2", "pipeline_parallel_size"]),
-        ({"world_size": 4, "sequence_parallel": True}, ["sequence_parallel", "tensor_parallel_size"]),
+        (
+            {"world_size": 4, "virtual_pipeline_size": 2},
+            ["virtual_pipeline_size=2", "pipeline_parallel_size"],
+        ),
+        (
+            {"world_size": 4, "sequence_parallel": True},
+            ["sequence_parallel", "tensor_parallel_size"],
+        ),
     ],
 )
 def test_impossible_layouts_name_the_field_and_the_mend(kwargs: dict, words: list[str]) -> None:

@@ -26,15 +26,21 @@ def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, t
         found[axis] = (value.item(), group.ranks)
     middle = tuple(range(1, layout.pipeline_parallel_size - 1))
     if middle:
-        others = tuple(place for place in range(layout.pipeline_parallel_size) if place not in middle)
+        others = tuple(
+            place for place in range(layout.pipeline_parallel_size) if place not in middle
+        )
         places = middle if mesh.group("pipeline").rank in middle else others
         group = mesh.subgroup("pipeline", places)
         assert group.ranks == tuple(mesh.group("pipeline").ranks[place] for place in places)
         assert mesh.subgroup("pipeline", places) is group
     here, stages = mesh.group("pipeline"), layout.num_stages
     lines = {(layout.rank_of_stage(s), layout.rank_of_stage(s + 1)) for s in range(stages - 1)}
-    wanted = {(a, b, "forward") for a, b in lines if a != b} | {(b, a, "backward") for a, b in lines if a != b}
-    places = {(here.ranks.index(a), here.ranks.index(b), direction) for a, b, direction in mesh.channels}
+    wanted = {(a, b, "forward") for a, b in lines if a != b} | {
+        (b, a, "backward") for a, b in lines if a != b
+    }
+    places = {
+        (here.ranks.index(a), here.ranks.index(b), direction) for a, b, direction in mesh.channels
+    }
     assert places == {line for line in wanted if here.rank in line[:2]}
     for (source, target, _), handle in mesh.channels.items():
         message = torch.tensor([float(source)])
@@ -77,27 +83,49 @@ Given = dict[tuple[str, tuple[int, ...]], tuple[bool, int | None, bool]]
 
 
 def _options(rank: int, layout: ParallelLayout) -> Given:
-    """By axis and ranks, what NCCL's groups would be made with: high priority, thread blocks, the timeout of the mesh."""
+    """By axis and ranks, what NCCL's groups would be made with: high priority, thread blocks, the
+    timeout of the mesh."""
     given: Given = {}
     new_group, default = dist.new_group, dist.ProcessGroupNCCL.Options().config.max_ctas
 
-    def note(ranks: list[int], *, pg_options: dist.ProcessGroupNCCL.Options, group_desc: str, **others: object) -> object:
+    def note(
+        ranks: list[int],
+        *,
+        pg_options: dist.ProcessGroupNCCL.Options,
+        group_desc: str,
+        **others: object,
+    ) -> object:
         ctas = pg_options.config.max_ctas
         kept = pg_options._timeout == others["timeout"]
-        given[group_desc, tuple(ranks)] = pg_options.is_high_priority_stream, None if ctas == default else ctas, kept
+        given[group_desc, tuple(ranks)] = (
+            pg_options.is_high_priority_stream,
+            None if ctas == default else ctas,
+            kept,
+        )
         return new_group(ranks, **others)
 
-    with mock.patch.object(dist, "new_group", note), mock.patch.object(dist, "get_backend", return_value="nccl"):
-        mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=timedelta(seconds=77), channel_ctas=4)
+    with (
+        mock.patch.object(dist, "new_group", note),
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+    ):
+        mesh = ProcessMesh.create(
+            layout=layout, rank=rank, timeout=timedelta(seconds=77), channel_ctas=4
+        )
         mesh.subgroup("pipeline", (mesh.group("pipeline").rank,))
     return given
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at")
+@pytest.mark.skipif(
+    not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at"
+)
 def test_what_a_computation_waits_for_goes_first(pool: Pool) -> None:
-    layout = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=2)
+    layout = ParallelLayout(
+        world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=2
+    )
     for given in pool.run(_options, world_size=8, args=(layout,)):
         lanes = {axis: lane for (axis, ranks), lane in given.items() if len(ranks) > 1}
         assert lanes.pop("channel") == (True, 4, True)
         assert [lanes.pop(axis) for axis in ("tensor", "context")] == [(True, None, True)] * 2
-        assert set(lanes) >= {"pipeline", "replica_sum"} and set(lanes.values()) == {(False, None, True)}
+        assert set(lanes) >= {"pipeline", "replica_sum"} and set(lanes.values()) == {
+            (False, None, True)
+        }

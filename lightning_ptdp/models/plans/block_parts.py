@@ -1,4 +1,5 @@
-"""Building blocks of the table of known models: ways of splitting a block's projections, by the configuration."""
+"""Building blocks of the table of known models: ways of splitting a block's projections, by the
+configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ __all__ = [
 Config: TypeAlias = Any
 OfConfig: TypeAlias = Callable[[Config], Kind]
 Block: TypeAlias = Mapping[str, Kind | OfConfig]
-"""Modules in a block, and what becomes of them; a function of the configuration where sizes matter."""
+"""Modules in a block, and what becomes of them; a function of the configuration where sizes
+matter."""
 WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
 """Kind of parallelism that is not possible -> reason."""
 
@@ -63,11 +65,20 @@ def gated(config: Config) -> Kind:
 
 
 def falcon_fused(config: Config) -> Kind:
-    """Group by group of a head of keys and values: its queries, its keys, its values; of one such head [q | k | v]."""
+    """Group by group of a head of keys and values: its queries, its keys, its values; of one such
+    head [q | k | v]."""
     if has_one_kv_head(config):
         width = config.hidden_size // config.num_attention_heads
-        return Column(parts=(config.hidden_size, width, width), heads=(config.num_attention_heads, 1, 1), copy_heads=True)
-    return Column(heads=config.num_kv_heads) if getattr(config, "new_decoder_architecture", False) else by_heads(config)
+        return Column(
+            parts=(config.hidden_size, width, width),
+            heads=(config.num_attention_heads, 1, 1),
+            copy_heads=True,
+        )
+    return (
+        Column(heads=config.num_kv_heads)
+        if getattr(config, "new_decoder_architecture", False)
+        else by_heads(config)
+    )
 
 
 def has_one_kv_head(config: Config) -> bool:
@@ -97,14 +108,16 @@ def attention(
     by: OfConfig = by_heads,
     region: Kind | OfConfig | None = _REGION,
 ) -> Block:
-    """An attention: its projections ``split`` (with blanks between them), and ``out`` by input features."""
+    """An attention: its projections ``split`` (with blanks between them), and ``out`` by input
+    features."""
     around: Block = {} if region is None else {name: region}
     behind: Block = {} if out is None else {joined(name, out): Row()}
     return {**around, **{joined(name, projection): by for projection in split.split()}, **behind}
 
 
 def feed_forward(up: str, down: str, *, region: str | None = None) -> Block:
-    """A feed-forward part: its projections ``up`` (with blanks between them) and ``down``, in a region if several have one input."""
+    """A feed-forward part: its projections ``up`` (with blanks between them) and ``down``, in a
+    region if several have one input."""
     around: Block = {} if region is None else {region: _REGION}
     return {**around, **{projection: Column() for projection in up.split()}, down: Row()}
 
@@ -115,11 +128,19 @@ def per_rank(name: str, *attributes: str) -> dict[str, Mapping[str, Number]]:
 
 
 def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
-    """Return the kinds of a block's modules in a model of this configuration, by their names behind ``prefix``."""
-    return {joined(prefix, name): value if isinstance(value, Kind) else value(config) for name, value in block.items()}
+    """Return the kinds of a block's modules in a model of this configuration, by their names behind
+    ``prefix``."""
+    return {
+        joined(prefix, name): value if isinstance(value, Kind) else value(config)
+        for name, value in block.items()
+    }
 
 
 def present(wanted: Mapping[str, T], module: nn.Module, prefix: str) -> dict[str, T]:
     """Return the entries for modules that the model, found under ``prefix``, has."""
     names = [joined(prefix, name) for name, _ in module.named_modules()]
-    return {pattern: value for pattern, value in wanted.items() if any(matches(name, pattern) for name in names)}
+    return {
+        pattern: value
+        for pattern, value in wanted.items()
+        if any(matches(name, pattern) for name in names)
+    }

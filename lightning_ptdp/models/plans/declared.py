@@ -1,7 +1,8 @@
-"""Models that declare their own plan: Llama, Mistral, Qwen, Gemma, GPT-NeoX and the Llama-like decoders of Hugging Face.
+"""Models that declare their own plan: Llama, Mistral, Qwen, Gemma, GPT-NeoX and the Llama-like
+decoders of Hugging Face.
 
-Their ``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan`` the children in the order of calls.
-"""
+Their ``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan``
+the children in the order of calls."""
 
 from __future__ import annotations
 
@@ -27,13 +28,17 @@ from lightning_ptdp.tensor_parallel import (
 
 __all__ = ["declared_plan", "declares_plan"]
 
-# Of these the fused projection of the gated feed-forward part is halved by ``chunk``, which halves a rank's part as well.
+# Of these the fused projection of the gated feed-forward part is halved by ``chunk``, which halves
+# a rank's part as well.
 _GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")
-_CODEGEN_SHARDS = 4  # queries, values and keys lie in these one after the other: no rank may hold a part of one
+_CODEGEN_SHARDS = (
+    4  # queries, values and keys lie in these one after the other: no rank may hold a part of one
+)
 
 
 def declares_plan(module: Any) -> bool:
-    """Return True for a Hugging Face model with a tensor-parallel plan of its own for more than embedding and head."""
+    """Return True for a Hugging Face model with a tensor-parallel plan of its own for more than
+    embedding and head."""
     declared = getattr(module, "tp_plan", None) or {}
     return "rowwise" in declared.values() or "rowwise_split_input" in declared.values()
 
@@ -41,11 +46,11 @@ def declares_plan(module: Any) -> bool:
 def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     """The plan of a model that declares one and is found under the name ``prefix``.
 
-    What is declared as split and gathered again, or is of a style that this package does not have (experts), is replicated; so is an
-    attention or a feed-forward part of which a projection is of another type than usual (wrapped by an adapter, quantized). Under
-    sequence parallelism what is replicated sees the whole sequence. Projections of keys and values with fewer heads than ranks give
-    each rank one head.
-    """
+    What is declared as split and gathered again, or is of a style that this package does not have
+    (experts), is replicated; so is an attention or a feed-forward part of which a projection is of
+    another type than usual (wrapped by an adapter, quantized). Under sequence parallelism what is
+    replicated sees the whole sequence. Projections of keys and values with fewer heads than ranks
+    give each rank one head."""
     ends = ends_of(module)
     tensor: dict[str, Kind] = {}
     numbers, unusual = {}, set()
@@ -62,31 +67,52 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
         tensor[joined(prefix, pattern)] = kind
         if isinstance(kind, Column) and kind.copy_heads and isinstance(kind.heads, tuple):
             attention = pattern.rpartition(".")[0]
-            if all(hasattr(child, "num_key_value_groups") for name, child in module.named_modules() if matches(name, attention)):
-                numbers[joined(prefix, attention)] = {"num_key_value_groups": PerCopy(heads=kind.heads[0])}
-    tensor = {pattern: kind for pattern, kind in tensor.items() if pattern.rpartition(".")[0] not in unusual}
+            if all(
+                hasattr(child, "num_key_value_groups")
+                for name, child in module.named_modules()
+                if matches(name, attention)
+            ):
+                numbers[joined(prefix, attention)] = {
+                    "num_key_value_groups": PerCopy(heads=kind.heads[0])
+                }
+    tensor = {
+        pattern: kind
+        for pattern, kind in tensor.items()
+        if pattern.rpartition(".")[0] not in unusual
+    }
     numbers = {pattern: values for pattern, values in numbers.items() if pattern not in unusual}
     _add_regions(module, prefix, tensor)
     tensor |= {joined(prefix, name): Vocabulary() for name in spread_ends(module)}
     blocks, before, after = _order(module, prefix)
     tensor |= {name: Whole() for name in _parts_kept_whole(module, prefix, blocks, tensor)}
-    return ParallelPlan(blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence="blocks")
+    return ParallelPlan(
+        blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence="blocks"
+    )
 
 
-def _parts_kept_whole(module: Any, prefix: str, blocks: str | None, tensor: Mapping[str, Kind]) -> list[str]:
+def _parts_kept_whole(
+    module: Any, prefix: str, blocks: str | None, tensor: Mapping[str, Kind]
+) -> list[str]:
     """Patterns of the parts of blocks in which something is not sharded, other than norms.
 
-    What these compute may need the whole sequence (an attention; a mixture of experts, whose routers' losses look at all tokens).
-    """
+    What these compute may need the whole sequence (an attention; a mixture of experts, whose
+    routers' losses look at all tokens)."""
     found: dict[str, None] = {}
     container = (
-        module.get_submodule(blocks.removeprefix(f"{prefix}.") if prefix else blocks) if blocks is not None else nn.Module()
+        module.get_submodule(blocks.removeprefix(f"{prefix}.") if prefix else blocks)
+        if blocks is not None
+        else nn.Module()
     )
     for index, block in container.named_children():
         for key, part in block.named_children():
             name = joined(blocks or "", index, key)
-            is_norm = not list(part.children()) and all(parameter.dim() < 2 for parameter in part.parameters())
-            if not is_norm and not all(_is_covered(joined(name, inner), child, tensor) for inner, child in part.named_modules()):
+            is_norm = not list(part.children()) and all(
+                parameter.dim() < 2 for parameter in part.parameters()
+            )
+            if not is_norm and not all(
+                _is_covered(joined(name, inner), child, tensor)
+                for inner, child in part.named_modules()
+            ):
                 found[joined(blocks or "", "*", key)] = None
     return list(found)
 
@@ -99,17 +125,22 @@ def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> boo
     if not _is_spread(name, module, tensor):
         return False
     by_heads = any(
-        isinstance(kind, Column) and kind.heads is not None and matches(name, pattern) for pattern, kind in tensor.items()
+        isinstance(kind, Column) and kind.heads is not None and matches(name, pattern)
+        for pattern, kind in tensor.items()
     )
     parent = name.rpartition(".")[0]
-    return not by_heads or any(isinstance(kind, Region) and matches(parent, pattern) for pattern, kind in tensor.items())
+    return not by_heads or any(
+        isinstance(kind, Region) and matches(parent, pattern) for pattern, kind in tensor.items()
+    )
 
 
 def _kind(module: Any, pattern: str, style: str) -> Kind | None:
     config = module.config.get_text_config()
     name = pattern.rpartition(".")[2]
     chunked = config.model_type in _GATE_UP_IN_HALVES and name in ("gate_up_proj", "down_proj")
-    heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    heads, kv_heads = (
+        getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads")
+    )
     match style:
         case "colwise" if name in ("k_proj", "v_proj") and kv_heads:
             return Column(heads=kv_heads, copy_heads=True)
@@ -131,7 +162,8 @@ def _kind(module: Any, pattern: str, style: str) -> Kind | None:
 
 
 def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
-    """Make regions of attentions, and of what else has several column layers, where every matrix in them is split."""
+    """Make regions of attentions, and of what else has several column layers, where every matrix in
+    them is split."""
     parents: dict[str, list[Column]] = {}
     for pattern, kind in tensor.items():
         if isinstance(kind, Column):
@@ -139,9 +171,15 @@ def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
     for parent, columns in parents.items():
         last = parent.rpartition(".")[2]
         is_attention = last in ("self_attn", "attention", "attn")
-        found = [(name, child) for name, child in module.named_modules() if matches(joined(prefix, name), parent)]
+        found = [
+            (name, child)
+            for name, child in module.named_modules()
+            if matches(joined(prefix, name), parent)
+        ]
         spread = all(
-            _is_spread(joined(prefix, name, key), m, tensor) for name, child in found for key, m in child.named_modules()
+            _is_spread(joined(prefix, name, key), m, tensor)
+            for name, child in found
+            for key, m in child.named_modules()
         )
         if spread and (is_attention or (last == "mlp" and len(columns) > 1)):
             tensor[parent] = Region()
@@ -153,18 +191,26 @@ def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool
 
 
 def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
-    """(container, what runs before, what runs after) as the model declares it; else the container that its split modules are in."""
+    """(container, what runs before, what runs after) as the model declares it; else the container
+    that its split modules are in."""
     declared: Mapping[str, Any] = getattr(module, "pp_plan", None) or {}
     children = dict(module.named_modules())
-    # The head is declared first, since its class is looked at first; all else is in the order of the calls.
-    names = sorted((name for name in declared if name in children), key=lambda name: "." not in name)
+    # The head is declared first, since its class is looked at first; all else is in the order of
+    # the calls.
+    names = sorted(
+        (name for name in declared if name in children), key=lambda name: "." not in name
+    )
     lists = [name for name in names if isinstance(children[name], nn.ModuleList)]
     if len(lists) != 1:
-        containers = {pattern.partition(".*")[0] for pattern in module.tp_plan if ".*" in pattern} & children.keys()
+        containers = {
+            pattern.partition(".*")[0] for pattern in module.tp_plan if ".*" in pattern
+        } & children.keys()
         return (joined(prefix, containers.pop()) if len(containers) == 1 else None), (), ()
     cut = names.index(lists[0])
     first, last = (
-        tuple(joined(prefix, name) for name in part if any(True for _ in children[name].parameters()))
+        tuple(
+            joined(prefix, name) for name in part if any(True for _ in children[name].parameters())
+        )
         for part in (names[:cut], names[cut + 1 :])
     )
     return joined(prefix, lists[0]), first, last

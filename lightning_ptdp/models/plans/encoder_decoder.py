@@ -1,4 +1,5 @@
-"""Encoder-decoders of Hugging Face: T5, BART and the models that are built as they are. A row each, as in ``families.py``."""
+"""Encoder-decoders of Hugging Face: T5, BART and the models that are built as they are. A row each,
+as in ``families.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans.block_parts import Block, Config, WhyNot, attention, feed_forward, kinds_of, per_rank, present
+from lightning_ptdp.models.plans.block_parts import (
+    Block,
+    Config,
+    WhyNot,
+    attention,
+    feed_forward,
+    kinds_of,
+    per_rank,
+    present,
+)
 from lightning_ptdp.models.plans.module_names import joined
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.local_sizes import Number, Numbers
@@ -25,7 +35,8 @@ class EncoderDecoder:
 
     Attributes:
         classes: Names of the bare model's class and of those with a head.
-        base: The attribute under which a model with a head holds the bare one; "" if it has both stacks itself.
+        base: The attribute under which a model with a head holds the bare one; "" if it has both
+            stacks itself.
         blocks: The repeated container of both stacks.
         tail: What runs behind the blocks of a stack; all else in it runs before them.
         block: Modules in a block of encoder and decoder, and what becomes of them.
@@ -43,20 +54,32 @@ class EncoderDecoder:
 
 
 def _attentions(own: str, memory: str, split: str, out: str, *, heads: str) -> Block:
-    """The attentions in a block, whose numbers of heads the attribute ``heads`` of the configuration tells. Those to what the encoder
-    returned have two inputs, so that no region can enter for all of their projections."""
+    """The attentions in a block, whose numbers of heads the attribute ``heads`` of the
+    configuration tells. Those to what the encoder returned have two inputs, so that no region can
+    enter for all of their projections."""
 
     def by_heads(config: Config) -> Kind:
         return Column(heads=getattr(config, heads))
 
-    return {**attention(own, split, out, by=by_heads), **attention(memory, split, out, by=by_heads, region=None)}
+    return {
+        **attention(own, split, out, by=by_heads),
+        **attention(memory, split, out, by=by_heads, region=None),
+    }
 
 
 def _t5(name: str) -> EncoderDecoder:
-    own, memory, dense = "layer.*.SelfAttention", "layer.*.EncDecAttention", "layer.*.DenseReluDense"
-    # The first block of a stack looks the bias of positions up, and hands its heads of it on to the others.
+    own, memory, dense = (
+        "layer.*.SelfAttention",
+        "layer.*.EncDecAttention",
+        "layer.*.DenseReluDense",
+    )
+    # The first block of a stack looks the bias of positions up, and hands its heads of it on to the
+    # others.
     attentions = _attentions(own, memory, "q k v relative_attention_bias", "o", heads="num_heads")
-    block = {**attentions, **feed_forward(f"{dense}.wi {dense}.wi_0 {dense}.wi_1", f"{dense}.wo", region=dense)}
+    block = {
+        **attentions,
+        **feed_forward(f"{dense}.wi {dense}.wi_0 {dense}.wi_1", f"{dense}.wo", region=dense),
+    }
     return EncoderDecoder(
         classes=(f"{name}Model", f"{name}ForConditionalGeneration"),
         base="",
@@ -70,7 +93,9 @@ def _t5(name: str) -> EncoderDecoder:
 def _bart(name: str) -> EncoderDecoder:
     def block(side: str) -> Block:
         heads = f"{side}_attention_heads"
-        attentions = _attentions("self_attn", "encoder_attn", "q_proj k_proj v_proj", "out_proj", heads=heads)
+        attentions = _attentions(
+            "self_attn", "encoder_attn", "q_proj k_proj v_proj", "out_proj", heads=heads
+        )
         return {**attentions, **feed_forward("fc1", "fc2")}
 
     return EncoderDecoder(
@@ -87,7 +112,15 @@ def _without_heads(name: str, base: str, *heads: str, **more: Any) -> EncoderDec
     """Models whose attentions are replicated, since they are not by heads alone."""
     classes = tuple(f"{name}{end}" for end in ("Model", *heads))
     block = feed_forward("fc1", "fc2")
-    return EncoderDecoder(classes=classes, base=base, blocks="layers", tail="", block=(block, block), numbers={}, **more)
+    return EncoderDecoder(
+        classes=classes,
+        base=base,
+        blocks="layers",
+        tail="",
+        block=(block, block),
+        numbers={},
+        **more,
+    )
 
 
 def _distils(config: Config) -> WhyNot:
@@ -112,7 +145,8 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
 
 
 def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of a model of the family that is found under the name ``prefix``, bare or with a head."""
+    """The plan of a model of the family that is found under the name ``prefix``, bare or with a
+    head."""
     inner = pair.base if pair.base and hasattr(module, pair.base) else ""
     base, bare = joined(prefix, inner), module.get_submodule(inner)
     fronts, tails = {}, {}
@@ -120,7 +154,9 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = 
     numbers: dict[str, Mapping[str, Number]] = {}
     for side, block in zip(_SIDES, pair.block, strict=True):
         names = _with_parameters(bare.get_submodule(side))
-        fronts[side] = [joined(base, side, name) for name in names if name not in (pair.blocks, pair.tail)]
+        fronts[side] = [
+            joined(base, side, name) for name in names if name not in (pair.blocks, pair.tail)
+        ]
         tails[side] = [joined(base, side, name) for name in names if name == pair.tail]
         each = joined(base, side, pair.blocks, "*")
         tensor |= kinds_of(block, bare.config, each)
@@ -142,7 +178,9 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = 
 
 
 def _with_parameters(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_children() if any(True for _ in child.parameters())]
+    return [
+        name for name, child in module.named_children() if any(True for _ in child.parameters())
+    ]
 
 
 def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:
@@ -152,4 +190,8 @@ def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:
         for name, child in module.named_modules()
         if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head", "proj_out")
     }
-    return {name: Vocabulary() for name in ends} if all(fits(end, Vocabulary()) for end in ends.values()) else {}
+    return (
+        {name: Vocabulary() for name in ends}
+        if all(fits(end, Vocabulary()) for end in ends.values())
+        else {}
+    )

@@ -1,9 +1,9 @@
 """Models of Hugging Face that declare no plan of their own: a row each.
 
-To support another one, add a row: where its classes are defined, where its blocks are, and what becomes of the modules in a block. Names
-in a row are relative to the bare model (or to a block); what depends on the sizes is a function of the configuration. A module that
-a model of the family does not have (biases of positions that were not asked for) is left out.
-"""
+To support another one, add a row: where its classes are defined, where its blocks are, and what
+becomes of the modules in a block. Names in a row are relative to the bare model (or to a block);
+what depends on the sizes is a function of the configuration. A module that a model of the family
+does not have (biases of positions that were not asked for) is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.models.plans import block_parts as of
-from lightning_ptdp.models.plans.block_parts import Block, Config, WhyNot, attention, feed_forward, per_rank
+from lightning_ptdp.models.plans.block_parts import (
+    Block,
+    Config,
+    WhyNot,
+    attention,
+    feed_forward,
+    per_rank,
+)
 from lightning_ptdp.models.plans.module_names import joined, vocabulary_of
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
 from lightning_ptdp.tensor_parallel.local_sizes import Numbers
@@ -34,7 +41,8 @@ class Family:
         block: Modules in a block, and what becomes of them.
         after: What runs behind the blocks, of what stands beside them in the bare model.
         beside: What becomes of other modules of the bare model.
-        numbers: Modules in a block, and their attributes that count what is split; or a function of the configuration.
+        numbers: Modules in a block, and their attributes that count what is split; or a function of
+            the configuration.
         why_not: What is not possible, and why.
     """
 
@@ -48,9 +56,13 @@ class Family:
     why_not: WhyNot = field(default_factory=dict)
 
 
-# ---- blocks that several families have -------------------------------------------------------------------------------------
+# ---- blocks that several families have -----------------------------------------------------------
 
-_GROUPED: Block = {**attention("self_attn"), "self_attn.k_proj": of.by_kv_heads, "self_attn.v_proj": of.by_kv_heads}
+_GROUPED: Block = {
+    **attention("self_attn"),
+    "self_attn.k_proj": of.by_kv_heads,
+    "self_attn.v_proj": of.by_kv_heads,
+}
 _GATED = feed_forward("mlp.gate_proj mlp.up_proj", "mlp.down_proj", region="mlp")
 _BERT: Block = {
     **attention("attention.self", "query key value", None), "attention.output.dense": Row(),
@@ -61,23 +73,35 @@ _VIT: Block = {**attention("attention"), **feed_forward("mlp.fc1", "mlp.fc2")}
 _SPEECH: Block = {
     **attention("attention", out="out_proj"), **feed_forward("feed_forward.intermediate_dense", "feed_forward.output_dense"),
 }  # fmt: skip
-_GPT2: Block = {**attention("attn", "c_attn", "c_proj", by=of.fused, region=None), **feed_forward("mlp.c_fc", "mlp.c_proj")}
+_GPT2: Block = {
+    **attention("attn", "c_attn", "c_proj", by=of.fused, region=None),
+    **feed_forward("mlp.c_fc", "mlp.c_proj"),
+}
 _BLOOM = feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 _PATCHES: WhyNot = {
     "sequence": "its sequence is an image's patches and tokens of its own before them, a length that hardly any size divides"
 }
-_FRAMES: WhyNot = {"sequence": "its sequence is the frames that convolutions make of sound, of whatever length"}
+_FRAMES: WhyNot = {
+    "sequence": "its sequence is the frames that convolutions make of sound, of whatever length"
+}
 
 
 def _encoder(prefix: str, base: str, **more: Any) -> Family:
-    names = tuple(f"{prefix}{end}" for end in ("Model", "ForMaskedLM", "ForPreTraining", "LMHeadModel", "ForCausalLM"))
+    names = tuple(
+        f"{prefix}{end}"
+        for end in ("Model", "ForMaskedLM", "ForPreTraining", "LMHeadModel", "ForCausalLM")
+    )
     more = {"blocks": "encoder.layer", "block": _BERT, "after": ("pooler",), **more}
     return Family(classes=(*names, f"{prefix}ForNextSentencePrediction"), base=base, **more)
 
 
 def _decoder(prefix: str, base: str, **more: Any) -> Family:
-    return Family(classes=tuple(f"{prefix}{end}" for end in ("Model", "ForCausalLM", "LMHeadModel")), base=base, **more)
+    return Family(
+        classes=tuple(f"{prefix}{end}" for end in ("Model", "ForCausalLM", "LMHeadModel")),
+        base=base,
+        **more,
+    )
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -206,7 +230,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of a model of the family that is found under the name ``prefix``, bare or with a head."""
+    """The plan of a model of the family that is found under the name ``prefix``, bare or with a
+    head."""
     inner = family.base if _has(module, family.base) else ""
     base, config = joined(prefix, inner), module.get_submodule(inner).config
     container = joined(base, family.blocks)
@@ -221,7 +246,9 @@ def family_plan(family: Family, module: nn.Module, prefix: str = "") -> Parallel
         before=before if cuts else (),
         after=after if cuts else (),
         sequence=None if "sequence" in family.why_not else "blocks",
-        numbers=of.present({joined(block, name): values for name, values in numbers.items()}, module, prefix),
+        numbers=of.present(
+            {joined(block, name): values for name, values in numbers.items()}, module, prefix
+        ),
         why_not=family.why_not,
     )
 
@@ -233,7 +260,8 @@ def _has(module: nn.Module, path: str) -> bool:
 def _order(
     module: nn.Module, prefix: str, *, base: str, blocks: str, after: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(what runs before the blocks, what runs behind them). In the bare model, what is not listed runs before; beside it, behind."""
+    """(what runs before the blocks, what runs behind them). In the bare model, what is not listed
+    runs before; beside it, behind."""
     behind = {joined(base, name) for name in after}
     found: tuple[list[str], list[str], list[str]] = ([], [], [])
     parent, here = module, prefix

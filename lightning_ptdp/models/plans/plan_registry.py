@@ -22,10 +22,12 @@ __all__ = ["find_plan", "plan_for"]
 
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
-    """The plan of a module of a known class, or of one that declares a plan of its own, found under the name ``prefix``.
+    """The plan of a module of a known class, or of one that declares a plan of its own, found under
+    the name ``prefix``.
 
     Returns:
-        None if nothing is known of the class. A subclass is known if it has the forward of the class that it extends.
+        None if nothing is known of the class. A subclass is known if it has the forward of the
+        class that it extends.
     """
     return _plan_for(without_adapters(module), prefix)
 
@@ -34,18 +36,33 @@ def _plan_for(module: nn.Module, prefix: str) -> ParallelPlan | None:
     for kind in type(module).__mro__:
         if type(module).forward is not vars(kind).get("forward"):
             continue
-        if kind.__name__ == "TransformerEncoder" and kind.__module__ == "torch.nn.modules.transformer":
+        if (
+            kind.__name__ == "TransformerEncoder"
+            and kind.__module__ == "torch.nn.modules.transformer"
+        ):
             return transformer_encoder_plan(module, prefix)
-        if kind.__name__ == "Transformer" and kind.__module__ == "torch.nn.modules.transformer" and _is_torchs(module):
+        if (
+            kind.__name__ == "Transformer"
+            and kind.__module__ == "torch.nn.modules.transformer"
+            and _is_torchs(module)
+        ):
             return transformer_plan(module, prefix)
-        folder = kind.__module__.split(".")[2] if kind.__module__.startswith("transformers.models.") else ""
+        folder = (
+            kind.__module__.split(".")[2]
+            if kind.__module__.startswith("transformers.models.")
+            else ""
+        )
         family = FAMILIES.get(folder)
         if family is not None and kind.__name__ in family.classes:
             return family_plan(family, module, prefix)
         pair = ENCODER_DECODERS.get(folder)
         if pair is not None and kind.__name__ in pair.classes:
             return encoder_decoder_plan(pair, module, prefix)
-    return declared_plan(module, prefix) if _is_hugging_face(module) and declares_plan(module) else None
+    return (
+        declared_plan(module, prefix)
+        if _is_hugging_face(module) and declares_plan(module)
+        else None
+    )
 
 
 def find_plan(model: nn.Module) -> ParallelPlan | None:
@@ -69,26 +86,33 @@ def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
 
 
 def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
-    """Return the modules that hold all experts of a layer, recognized by their form, which all mixtures of Hugging Face share."""
+    """Return the modules that hold all experts of a layer, recognized by their form, which all
+    mixtures of Hugging Face share."""
     kind = Experts()
     names = (joined(prefix, name) for name, child in module.named_modules() if kind.fits(child))
     return dict.fromkeys((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names), kind)
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Return True if encoder and decoder are those that ``nn.Transformer`` builds, and not a user's."""
-    return isinstance(module.encoder, nn.TransformerEncoder) and isinstance(module.decoder, nn.TransformerDecoder)
+    """Return True if encoder and decoder are those that ``nn.Transformer`` builds, and not a
+    user's."""
+    return isinstance(module.encoder, nn.TransformerEncoder) and isinstance(
+        module.decoder, nn.TransformerDecoder
+    )
 
 
 def _is_hugging_face(module: nn.Module) -> bool:
-    """Told by name, so that transformers need not be imported; remote code is defined elsewhere but extends its classes."""
+    """Told by name, so that transformers need not be imported; remote code is defined elsewhere but
+    extends its classes."""
     return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
     )
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """A view of a model in which what peft adapts stands as it was, to ask for its structure; the model itself if nothing is adapted."""
+    """A view of a model in which what peft adapts stands as it was, to ask for its structure; the
+    model itself if nothing is adapted."""
     if all(replaced_by(module) is None for module in model.modules()):
         return model
     views: dict[nn.Module, nn.Module] = {}
@@ -99,7 +123,10 @@ def without_adapters(model: nn.Module) -> nn.Module:
             return view(module.get_submodule(base))
         if module not in views:
             views[module] = shallow_copy(module)
-            children = {key: child if child is None else view(child) for key, child in module._modules.items()}
+            children = {
+                key: child if child is None else view(child)
+                for key, child in module._modules.items()
+            }
             views[module].__dict__["_modules"] = children
         return views[module]
 

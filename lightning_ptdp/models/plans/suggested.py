@@ -1,8 +1,8 @@
-"""Lines of a plan for a model of which nothing is known, by the form of its parts: for the message that asks for a plan.
+"""Lines of a plan for a model of which nothing is known, by the form of its parts: for the message
+that asks for a plan.
 
-Feed-forward parts are told by their shapes, attentions by their class. A suggestion is for the user to read, since a forward may do with
-a part what its form does not show.
-"""
+Feed-forward parts are told by their shapes, attentions by their class. A suggestion is for the user
+to read, since a forward may do with a part what its form does not show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["suggested_tensor"]
 
 
 def suggested_tensor(model: nn.Module) -> dict[str, str]:
-    """Return the kinds that the parts of a model's repeated layers may have, by patterns of their names."""
+    """Return the kinds that the parts of a model's repeated layers may have, by patterns of their
+    names."""
     members = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -32,7 +33,9 @@ def suggested_tensor(model: nn.Module) -> dict[str, str]:
 
 def _pattern(name: str, members: set[str]) -> str:
     parts = name.split(".")
-    return ".".join("*" if ".".join(parts[: at + 1]) in members else part for at, part in enumerate(parts))
+    return ".".join(
+        "*" if ".".join(parts[: at + 1]) in members else part for at, part in enumerate(parts)
+    )
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -49,7 +52,8 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _feed_forward(module: nn.Module) -> dict[str, str]:
-    """Return "column" for one or two projections up and "row" for the one down, if the module is a feed-forward part."""
+    """Return "column" for one or two projections up and "row" for the one down, if the module is a
+    feed-forward part."""
     linear = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
     if len(linear) not in (2, 3) or "" in linear:
         return {}
@@ -57,7 +61,10 @@ def _feed_forward(module: nn.Module) -> dict[str, str]:
     wide, narrow = down.in_features, down.out_features
     fits = wide > narrow and all((up.in_features, up.out_features) == (narrow, wide) for up in ups)
     others = [
-        tuple(p.shape) for child in module.modules() if child not in linear.values() for p in child.parameters(recurse=False)
+        tuple(p.shape)
+        for child in module.modules()
+        if child not in linear.values()
+        for p in child.parameters(recurse=False)
     ]
     if not fits or any(shape != (narrow,) for shape in others):
         return {}

@@ -11,10 +11,11 @@ __all__ = ["transformer_encoder_plan", "transformer_plan"]
 
 
 def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of an ``nn.TransformerEncoder`` of ``nn.TransformerEncoderLayer`` found under the name ``prefix``.
+    """The plan of an ``nn.TransformerEncoder`` of ``nn.TransformerEncoderLayer`` found under the
+    name ``prefix``.
 
-    What stands around it, such as an embedding and a head, is replicated; a pipeline finds it by where it is registered.
-    """
+    What stands around it, such as an embedding and a head, is replicated; a pipeline finds it by
+    where it is registered."""
     return ParallelPlan(
         blocks=joined(prefix, "layers"),
         tensor=_layers(prefix),
@@ -24,11 +25,16 @@ def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPla
 
 
 def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of an ``nn.Transformer`` with torch's own encoder and decoder, found under the name ``prefix``."""
+    """The plan of an ``nn.Transformer`` with torch's own encoder and decoder, found under the name
+    ``prefix``."""
     encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
     return ParallelPlan(
         blocks=(f"{encoder}.layers", f"{decoder}.layers"),
-        tensor={**_layers(encoder), **_layers(decoder), f"{decoder}.layers.*.multihead_attn": Attention()},
+        tensor={
+            **_layers(encoder),
+            **_layers(decoder),
+            f"{decoder}.layers.*.multihead_attn": Attention(),
+        },
         between=(f"{encoder}.norm",) if module.encoder.norm is not None else (),
         after=(f"{decoder}.norm",) if module.decoder.norm is not None else (),
         sequence=None,
@@ -37,4 +43,8 @@ def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
 
 def _layers(prefix: str) -> dict[str, Kind]:
     layer = joined(prefix, "layers.*")
-    return {f"{layer}.self_attn": Attention(), f"{layer}.linear1": Column(), f"{layer}.linear2": Row()}
+    return {
+        f"{layer}.self_attn": Attention(),
+        f"{layer}.linear1": Column(),
+        f"{layer}.linear2": Row(),
+    }

@@ -1,14 +1,17 @@
 """The schedules: pure functions from (p, v, m) to the order in which each rank computes.
 
-A compute order has forward, backward and, where the backward is split, weight actions; ``build_schedule`` adds communication
-(lowering.py) and proves the result (verifier.py). To add a schedule: write its function in one of these files and name it in the table of
-``schedule_families.py``, with its closed forms; a user gives a ``CustomSchedule``.
-"""
+A compute order has forward, backward and, where the backward is split, weight actions;
+``build_schedule`` adds communication (lowering.py) and proves the result (verifier.py). To add a
+schedule: write its function in one of these files and name it in the table of
+``schedule_families.py``, with its closed forms; a user gives a ``CustomSchedule``."""
 
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
 from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
 from lightning_ptdp.schedule.generators.fill_drain import forward_only, gpipe
-from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+    interleaved_one_f_one_b,
+    one_f_one_b,
+)
 from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
 from lightning_ptdp.schedule.generators.schedule_builder import (
     SCHEDULES,

@@ -22,13 +22,15 @@ class CustomSchedule:
 
         strategy = PTDPStrategy(pipeline_parallel_size=4, schedule=CustomSchedule("mine", order))
 
-    Communication and gradient reductions are added, and the result is proven, as for the schedules of the package.
+    Communication and gradient reductions are added, and the result is proven, as for the schedules
+    of the package.
 
     Attributes:
         name: For logs and plots.
-        order: From (p, v, m) to the compute order of each rank: forward, backward and, if the backward is split, weight actions,
-            for every microbatch on every stage of the rank. It is called for each m that occurs (a last batch may be
-            shorter). It must be hashable, which functions are, and give the same on every rank; a module-level function, if
+        order: From (p, v, m) to the compute order of each rank: forward, backward and, if the
+            backward is split, weight actions, for every microbatch on every stage of the rank. It
+            is called for each m that occurs (a last batch may be shorter). It must be hashable,
+            which functions are, and give the same on every rank; a module-level function, if
             processes are started with it.
         placement: Which rank holds which stage.
 

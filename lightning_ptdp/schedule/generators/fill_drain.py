@@ -1,7 +1,7 @@
 """All forwards before all backwards, and forwards alone.
 
-In the timelines of this folder every action takes one column; they are drawn by ``simulate(...).text()``.
-"""
+In the timelines of this folder every action takes one column; they are drawn by
+``simulate(...).text()``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ def gpipe(p: int, v: int, m: int) -> Orders:
         rank 2            F2.0 F2.1 F2.2 F2.3 F2.4 F2.5 F2.6 F2.7           B2.0 B2.1 B2.2 B2.3 B2.4 B2.5 B2.6 B2.7
         rank 3                 F3.0 F3.1 F3.2 F3.3 F3.4 F3.5 F3.6 F3.7 B3.0 B3.1 B3.2 B3.3 B3.4 B3.5 B3.6 B3.7
 
-    With v > 1, microbatches visit the chunks in groups as in ``interleaved_one_f_one_b``. (All m of them through one chunk
-    at a time, arXiv 2211.05953, would let the last rank send m - p results before the first rank takes one.)
-    """
-    return tuple(in_groups(stages_of_rank(p, v, rank, "loop"), m, groups(p, m), warmup=v * m) for rank in range(p))
+    With v > 1, microbatches visit the chunks in groups as in ``interleaved_one_f_one_b``. (All m of
+    them through one chunk at a time, arXiv 2211.05953, would let the last rank send m - p results
+    before the first rank takes one.)"""
+    return tuple(
+        in_groups(stages_of_rank(p, v, rank, "loop"), m, groups(p, m), warmup=v * m)
+        for rank in range(p)
+    )
 
 
 def forward_only(p: int, v: int, m: int, placement: Placement = "loop") -> Orders:
@@ -37,8 +40,8 @@ def forward_only(p: int, v: int, m: int, placement: Placement = "loop") -> Order
         rank 2            F2.0 F2.1 F2.2 F2.3 F6.0 F6.1 F6.2 F6.3 F2.4 F2.5 F2.6 F2.7 F6.4 F6.5 F6.6 F6.7
         rank 3                 F3.0 F3.1 F3.2 F3.3 F7.0 F7.1 F7.2 F7.3 F3.4 F3.5 F3.6 F3.7 F7.4 F7.5 F7.6 F7.7
 
-    In a V, the two chunks in turn. Bubble over ideal time (p-1)/m, and no order has less: all microbatches turn round on the
-    last rank, p-1 stages from the start and p-1 from the end::
+    In a V, the two chunks in turn. Bubble over ideal time (p-1)/m, and no order has less: all
+    microbatches turn round on the last rank, p-1 stages from the start and p-1 from the end::
 
         rank 0  F0.0 F0.1 F0.2 F0.3                F7.0 F0.4 F7.1 F0.5 F7.2 F0.6 F7.3 F0.7 F7.4      F7.5      F7.6      F7.7
         rank 1       F1.0 F1.1 F1.2           F6.0 F1.3 F6.1 F1.4 F6.2 F1.5 F6.3 F1.6 F6.4 F1.7 F6.5      F6.6      F6.7
@@ -47,9 +50,12 @@ def forward_only(p: int, v: int, m: int, placement: Placement = "loop") -> Order
     """
     ranks = [stages_of_rank(p, v, rank, placement) for rank in range(p)]
     if placement == "loop":
-        return tuple(in_groups(stages, m, groups(p, m), warmup=v * m, forwards_only=True) for stages in ranks)
+        return tuple(
+            in_groups(stages, m, groups(p, m), warmup=v * m, forwards_only=True) for stages in ranks
+        )
     assert v == 2
     n = max(m, p)
     return tuple(
-        in_turns(stages, m, ("F0", p - rank), ("F1 F0", n - (p - rank)), ("F1", p - rank)) for rank, stages in enumerate(ranks)
+        in_turns(stages, m, ("F0", p - rank), ("F1 F0", n - (p - rank)), ("F1", p - rank))
+        for rank, stages in enumerate(ranks)
     )

@@ -14,11 +14,15 @@ Orders = tuple[tuple[Action, ...], ...]
 """Compute actions of each rank, in order."""
 
 
-def in_turns(stages: Sequence[int], num_microbatches: int, *phases: tuple[str, int]) -> tuple[Action, ...]:
-    """The compute order of one rank from its phases: ``("F0 B1 W", 3)`` is three times what the words say.
+def in_turns(
+    stages: Sequence[int], num_microbatches: int, *phases: tuple[str, int]
+) -> tuple[Action, ...]:
+    """The compute order of one rank from its phases: ``("F0 B1 W", 3)`` is three times what the
+    words say.
 
-    ``F0`` is the forward and ``B1`` the backward of that chunk on its next microbatch; ``W`` is the weight gradient that has
-    waited longest. What falls on a microbatch that does not exist is left out, so that phases may be written for more
+    ``F0`` is the forward and ``B1`` the backward of that chunk on its next microbatch; ``W`` is the
+    weight gradient that has waited longest. What falls on a microbatch that does not exist is left
+    out, so that phases may be written for more
     microbatches than there are: without the last ones, an order stays possible.
 
     Args:
@@ -45,7 +49,8 @@ def in_turns(stages: Sequence[int], num_microbatches: int, *phases: tuple[str, i
 
 
 def groups(p: int, m: int, size: int | None = None) -> list[int]:
-    """The sizes of groups of at most ``size`` microbatches (default p), but never fewer than p if there are as many; the largest first."""
+    """The sizes of groups of at most ``size`` microbatches (default p), but never fewer than p if
+    there are as many; the largest first."""
     count = min(-(-m // (size or p)), max(m // p, 1))
     least, longer = divmod(m, count)
     return [least + (index < longer) for index in range(count)]
@@ -54,27 +59,37 @@ def groups(p: int, m: int, size: int | None = None) -> list[int]:
 def in_groups(
     stages: Sequence[int], m: int, sizes: Sequence[int], *, warmup: int, forwards_only: bool = False
 ) -> tuple[Action, ...]:
-    """The compute order of one rank whose chunks are visited by each group of microbatches before the next: ``warmup`` forwards, then
-    one forward and one backward in turn until the forwards are used up, then backwards."""
+    """The compute order of one rank whose chunks are visited by each group of microbatches before
+    the next: ``warmup`` forwards, then one forward and one backward in turn until the forwards are
+    used up, then backwards."""
     chunks = range(len(stages))
     forwards = [f"F{chunk}" for size in sizes for chunk in chunks for _ in range(size)]
-    backwards = [] if forwards_only else [f"B{chunk}" for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    backwards = (
+        []
+        if forwards_only
+        else [f"B{chunk}" for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    )
     steady = [word for pair in zip(forwards[warmup:], backwards, strict=False) for word in pair]
     words = (*forwards[:warmup], *steady, *backwards[len(steady) // 2 :])
     return in_turns(stages, m, (" ".join(words), 1))
 
 
-def weights_in_gaps(orders: Orders, *, num_stages: int, num_microbatches: int, limit: int) -> Orders:
-    """Forwards and backwards in the given order, and weight gradients wherever a rank would otherwise stand still.
+def weights_in_gaps(
+    orders: Orders, *, num_stages: int, num_microbatches: int, limit: int
+) -> Orders:
+    """Forwards and backwards in the given order, and weight gradients wherever a rank would
+    otherwise stand still.
 
-    Every action takes one unit of time. A rank that has nothing else to do, or that holds ``limit`` activations and comes to a
-    forward, runs the weight gradient that has waited longest.
+    Every action takes one unit of time. A rank that has nothing else to do, or that holds ``limit``
+    activations and comes to a forward, runs the weight gradient that has waited longest.
 
     Args:
-        orders: Without weight actions; they run to their end if a rank never holds more than ``limit``.
+        orders: Without weight actions; they run to their end if a rank never holds more than
+            ``limit``.
         num_stages: p * v.
         num_microbatches: m.
-        limit: Activations (one microbatch through one stage each) that a rank may hold, counted until the weight gradient.
+        limit: Activations (one microbatch through one stage each) that a rank may hold, counted
+            until the weight gradient.
     """
     times = UnitTimes(num_stages, num_microbatches)
     ranks = [_Rank(deque(order), limit) for order in orders]
@@ -97,7 +112,11 @@ class _Rank:
     def step(self, times: UnitTimes, now: int) -> bool:
         """Run one action from ``now`` to ``now + 1``; False if there is none that can run."""
         ready = times.ready(self.todo[0]) if self.todo else None
-        if ready is not None and ready <= now and (self._room or self.todo[0].kind is not ActionKind.FORWARD):
+        if (
+            ready is not None
+            and ready <= now
+            and (self._room or self.todo[0].kind is not ActionKind.FORWARD)
+        ):
             action = self.todo.popleft()
         elif self.put_off:
             action = self.put_off.popleft()

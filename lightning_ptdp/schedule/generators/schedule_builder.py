@@ -1,4 +1,5 @@
-"""From the name of a schedule and the sizes to a proven ``Schedule``; every mistake is named here, with its mend."""
+"""From the name of a schedule and the sizes to a proven ``Schedule``; every mistake is named here,
+with its mend."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
 from lightning_ptdp.schedule.generators.fill_drain import forward_only
-from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+    interleaved_one_f_one_b,
+    one_f_one_b,
+)
 from lightning_ptdp.schedule.generators.schedule_families import FAMILIES, INTERLEAVED, Family
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.schedule.schedule_file import load_schedule
@@ -32,7 +36,8 @@ __all__ = [
 
 
 SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
-"""The names that ``build_schedule`` takes; also taken are ``CustomSchedule`` and the path of a CSV file."""
+"""The names that ``build_schedule`` takes; also taken are ``CustomSchedule`` and the path of a CSV
+file."""
 
 
 def build_schedule(
@@ -46,22 +51,24 @@ def build_schedule(
 ) -> Schedule:
     """The verified schedule of one step; the same object for the same arguments.
 
-    Without a pipeline (p = 1) every schedule of the package is forward and backward in turn, so that one microbatch is held at
-    a time.
+    Without a pipeline (p = 1) every schedule of the package is forward and backward in turn, so
+    that one microbatch is held at a time.
 
     Args:
-        name: One of ``SCHEDULES``, where ``"auto"`` is 1F1B for v = 1 and interleaved 1F1B for v > 1; a ``CustomSchedule``; or the
-            path of a file ending in ``.csv`` (schedule_file.py), which is read once a process.
+        name: One of ``SCHEDULES``, where ``"auto"`` is 1F1B for v = 1 and interleaved 1F1B for v >
+            1; a ``CustomSchedule``; or the path of a file ending in ``.csv`` (schedule_file.py),
+            which is read once a process.
         pipeline_parallel_size: p.
         virtual_pipeline_size: v, stages a rank.
         num_microbatches: m, any positive number.
-        training: ``False`` gives forwards alone, in the placement of the schedule; the result is then named ``"forward_only"``.
-        group_size: For interleaved 1F1B: up to how many microbatches visit a chunk before the next chunk's turn; p or more, by
-            default p. The strategy's ``microbatch_group_size``.
+        training: ``False`` gives forwards alone, in the placement of the schedule; the result is
+            then named ``"forward_only"``.
+        group_size: For interleaved 1F1B: up to how many microbatches visit a chunk before the next
+            chunk's turn; p or more, by default p. The strategy's ``microbatch_group_size``.
 
     Raises:
-        ValueError: ``check_schedule`` has something to say, or an order of the user's own is incomplete, out of order or
-            deadlocks (then a ``ScheduleError``, with the place marked).
+        ValueError: ``check_schedule`` has something to say, or an order of the user's own is
+            incomplete, out of order or deadlocks (then a ``ScheduleError``, with the place marked).
     """
     check_arguments(build_schedule, locals())
     p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
@@ -88,14 +95,15 @@ def check_schedule(
     num_microbatches: Size | None = None,
     group_size: Size | None = None,
 ) -> None:
-    """Check that the sizes fit the schedule, without building it; arguments as for ``build_schedule``.
+    """Check that the sizes fit the schedule, without building it; arguments as for
+    ``build_schedule``.
 
     Args:
         num_microbatches: m, or None if it is not known yet.
 
     Raises:
-        ValueError: An unknown name, a size that is not a positive integer, or one that the schedule cannot use; the message names
-            the field, the value and the mend.
+        ValueError: An unknown name, a size that is not a positive integer, or one that the schedule
+            cannot use; the message names the field, the value and the mend.
     """
     check_arguments(check_schedule, locals())
     p, v = pipeline_parallel_size, virtual_pipeline_size
@@ -119,15 +127,15 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
 
 
 def may_split_backward(name: str | CustomSchedule) -> bool:
-    """Return True if the schedule may compute weight gradients separately, also for a user's schedule, whose actions are not known
-    yet.
-    """
+    """Return True if the schedule may compute weight gradients separately, also for a user's
+    schedule, whose actions are not known yet."""
     found = _found(name)
     return found.splits_backward if isinstance(found, Family) else True
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
-    """The only m that a schedule can train with, or None if it takes any: a file is written for one m.
+    """The only m that a schedule can train with, or None if it takes any: a file is written for one
+    m.
 
     Raises:
         ValueError: A file that is not a schedule.
@@ -154,7 +162,8 @@ def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
         nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(
-            f"schedule={name!r:.100} is unknown: {hint}The schedules are {', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
+            f"schedule={name!r:.100} is unknown: {hint}The schedules are "
+            f"{', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
             "the path of a .csv file"
         )
     auto = "1f1b" if v == 1 else INTERLEAVED
@@ -168,12 +177,14 @@ def _is_file(name: object) -> TypeGuard[str]:
 def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
     if name != INTERLEAVED:
         raise ValueError(
-            f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and schedule={name!r} has no groups: leave it out, "
+            f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and "
+            f"schedule={name!r} has no groups: leave it out, "
             "or use schedule='interleaved_1f1b' with virtual_pipeline_size 2 or more"
         )
     if group_size < p:
         raise ValueError(
-            f"microbatch_group_size={group_size} is less than pipeline_parallel_size={p}, so that ranks would wait for each other "
+            f"microbatch_group_size={group_size} is less than pipeline_parallel_size={p}, so that "
+            "ranks would wait for each other "
             f"between chunks: set microbatch_group_size={p} or more, or leave it out"
         )
 
@@ -183,40 +194,52 @@ def _check_chunks(found: CustomSchedule, v: int) -> None:
     if not isinstance(found, Family):
         if found.placement == "v" and v != 2:
             raise ValueError(
-                f"schedule {name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2"
+                f"schedule {name!r} places two stages a rank in a V, but "
+                f"virtual_pipeline_size={v}: set virtual_pipeline_size=2"
             )
         return
     instead = f"use schedule={found.otherwise!r}"
     if found.chunks == "one" and v > 1:
-        auto = " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
+        auto = (
+            " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
+        )
         raise ValueError(
-            f"schedule={name!r} holds one stage a rank, but virtual_pipeline_size={v}: {instead}{auto}, or virtual_pipeline_size=1"
+            f"schedule={name!r} holds one stage a rank, but virtual_pipeline_size={v}: "
+            f"{instead}{auto}, or virtual_pipeline_size=1"
         )
     if found.chunks == "several" and v == 1:
         raise ValueError(
-            f"schedule={name!r} needs two or more stages a rank, but virtual_pipeline_size=1: set virtual_pipeline_size to 2 or "
+            f"schedule={name!r} needs two or more stages a rank, but virtual_pipeline_size=1: set "
+            "virtual_pipeline_size to 2 or "
             f"more, or {instead} (or 'auto')"
         )
     if found.chunks == "two" and v != 2:
         instead = instead if v == 1 else f"use schedule={INTERLEAVED!r}"
         raise ValueError(
-            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: set virtual_pipeline_size=2, or {instead}"
+            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: "
+            f"set virtual_pipeline_size=2, or {instead}"
         )
 
 
 def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
-    for field, given in (("pipeline_parallel_size", p), ("virtual_pipeline_size", v), ("num_microbatches", m)):
+    for field, given in (
+        ("pipeline_parallel_size", p),
+        ("virtual_pipeline_size", v),
+        ("num_microbatches", m),
+    ):
         wanted = getattr(schedule, field)
         if given is None or given == wanted:
             continue
         shorter = "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be cut in as many"
         raise ValueError(
-            f"schedule={path!r} is written for {field}={wanted}, not {given}: set {field}={wanted}, or give a schedule for {given}"
+            f"schedule={path!r} is written for {field}={wanted}, not {given}: set "
+            f"{field}={wanted}, or give a schedule for {given}"
             + (shorter if field == "num_microbatches" and given < wanted else "")
         )
 
 
-# A run uses few sizes (training, evaluation, a shorter last batch); a large schedule takes some 100 MB.
+# A run uses few sizes (training, evaluation, a shorter last batch); a large schedule takes some 100
+# MB.
 @functools.lru_cache(maxsize=8)
 def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
     order = found.order
@@ -225,9 +248,14 @@ def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None
     if p == 1 and isinstance(found, Family):
         order = one_f_one_b
     orders = tuple(map(tuple, order(p, v, m)))
-    strange = next((action for program in orders for action in program if not isinstance(action, Action)), None)
+    strange = next(
+        (action for program in orders for action in program if not isinstance(action, Action)), None
+    )
     if strange is not None:
-        raise ValueError(f"schedule {found.name!r}: its order gives {strange!r}, which is not an Action: see Action.parse")
+        raise ValueError(
+            f"schedule {found.name!r}: its order gives {strange!r}, which is not an Action: see "
+            "Action.parse"
+        )
     return _proven(Schedule(found.name, p, v, m, orders, found.placement), training=True)
 
 
@@ -246,7 +274,8 @@ def _proven(order: Schedule, *, training: bool) -> Schedule:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A large schedule is millions of objects that all stay: each collection of garbage would look at all of them again."""
+    """A large schedule is millions of objects that all stay: each collection of garbage would look
+    at all of them again."""
     collects = gc.isenabled()
     gc.disable()
     try:

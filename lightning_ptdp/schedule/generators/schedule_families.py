@@ -1,8 +1,9 @@
-"""The schedules of the package, by name: the order, the stages that it can use, and what it costs in closed forms.
+"""The schedules of the package, by name: the order, the stages that it can use, and what it costs
+in closed forms.
 
-For hundreds of layouts there is no time to build schedules; the formulas are held against the simulator in the tests. A unit is one rank's
-forward of one microbatch through all of its stages, and its backward.
-"""
+For hundreds of layouts there is no time to build schedules; the formulas are held against the
+simulator in the tests. A unit is one rank's forward of one microbatch through all of its stages,
+and its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from typing import Literal
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
 from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
 from lightning_ptdp.schedule.generators.fill_drain import gpipe
-from lightning_ptdp.schedule.generators.one_forward_one_backward import interleaved_one_f_one_b, one_f_one_b
+from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+    interleaved_one_f_one_b,
+    one_f_one_b,
+)
 from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
 
 __all__ = ["FAMILIES", "INTERLEAVED", "ClosedForm", "Family"]
@@ -25,10 +29,12 @@ class ClosedForm:
     """A schedule's costs in formulas of p, v and m.
 
     Attributes:
-        least: p -> from how many microbatches on the formulas hold; with fewer the schedule has no advantage over 1F1B.
-        held: (p, v, m, rank) -> the most activations (a microbatch in one stage) that the rank holds; at least as many.
-        bubble: (p, v, F, B, W) -> idle seconds of a rank in a step, where a rank's whole forward, whole backward and the weight
-            gradients in it take F, B and W.
+        least: p -> from how many microbatches on the formulas hold; with fewer the schedule has no
+            advantage over 1F1B.
+        held: (p, v, m, rank) -> the most activations (a microbatch in one stage) that the rank
+            holds; at least as many.
+        bubble: (p, v, F, B, W) -> idle seconds of a rank in a step, where a rank's whole forward,
+            whole backward and the weight gradients in it take F, B and W.
         waits: (p, v, m) -> how many messages the step waits for.
     """
 
@@ -56,7 +62,8 @@ class Family(CustomSchedule):
 
 
 def _waits_1f1b(p: int, v: int, m: int) -> float:
-    # A rank's forward and backward alternate, so that most microbatches wait for a message in each direction.
+    # A rank's forward and backward alternate, so that most microbatches wait for a message in each
+    # direction.
     return 2 * ((p - 1) * -(-m // p) + p - 2)
 
 
@@ -66,7 +73,8 @@ def _held_interleaved(p: int, v: int, m: int, rank: int) -> int:
 
 
 def _bubble_dualpipe_v(p: int, v: int, forward: float, backward: float, weight: float) -> float:
-    # The paper's (p - 1) (T_F + T_B - T_W) of a chunk, and what is left of backwards that are longer than the forwards beside them.
+    # The paper's (p - 1) (T_F + T_B - T_W) of a chunk, and what is left of backwards that are
+    # longer than the forwards beside them.
     longer = (p - 1) * (backward - weight - forward) - forward
     return ((p - 1) * max(0.0, forward + backward - 2 * weight) + max(0.0, longer)) / 2
 
@@ -81,7 +89,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 order=gpipe,
                 cost=ClosedForm(
                     held=lambda p, v, m, rank: v * m,
-                    bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward) / v,
+                    bubble=lambda p, v, forward, backward, weight: (
+                        (p - 1) * (forward + backward) / v
+                    ),
                     waits=lambda p, v, m: 2 * (p * v - 1),
                 ),  # arXiv 2104.04473, section 2.2.1
             ),
@@ -104,7 +114,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 cost=ClosedForm(
                     least=lambda p: p,
                     held=_held_interleaved,
-                    bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward) / v,
+                    bubble=lambda p, v, forward, backward, weight: (
+                        (p - 1) * (forward + backward) / v
+                    ),
                     waits=lambda p, v, m: 2 * (p * v - 1),
                 ),  # arXiv 2104.04473, section 2.2.2
             ),
@@ -117,7 +129,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 cost=ClosedForm(
                     least=lambda p: p,
                     held=lambda p, v, m, rank: min(m, p),
-                    bubble=lambda p, v, forward, backward, weight: (p - 1) * max(0.0, forward + backward - 2 * weight),
+                    bubble=lambda p, v, forward, backward, weight: (
+                        (p - 1) * max(0.0, forward + backward - 2 * weight)
+                    ),
                     waits=lambda p, v, m: 4 * (p - 1),
                 ),  # arXiv 2401.10241, section 3
             ),
@@ -131,7 +145,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 cost=ClosedForm(
                     least=lambda p: 2 * p,
                     held=lambda p, v, m, rank: min(2 * m, 2 * p),
-                    bubble=lambda p, v, forward, backward, weight: (p - 1) * max(forward, backward - weight) / 2,
+                    bubble=lambda p, v, forward, backward, weight: (
+                        (p - 1) * max(forward, backward - weight) / 2
+                    ),
                     waits=lambda p, v, m: 6 * (p - 1),
                 ),  # arXiv 2401.10241, section 6
             ),

@@ -1,7 +1,11 @@
-"""Checks before any process is started. Each error names the field, the value and what would work."""
+"""Checks before any process is started. Each error names the field, the value and what would
+work."""
 
 from lightning_ptdp.strategy.checks.data import check_data
-from lightning_ptdp.strategy.checks.initial_weights import check_initial_weights, open_initial_weights
+from lightning_ptdp.strategy.checks.initial_weights import (
+    check_initial_weights,
+    open_initial_weights,
+)
 from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
     check_model,

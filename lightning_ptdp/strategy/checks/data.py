@@ -10,12 +10,14 @@ __all__ = ["check_data"]
 
 
 def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None:
-    """Compare the sizes of a loader's batches (or a data module's, whose ``batch_plans`` may follow from the number of replicas) with the
-    microbatches and the schedule, and its ``sequence_length``, if it tells one, with what sequence and context parallelism split.
+    """Compare the sizes of a loader's batches (or a data module's, whose ``batch_plans`` may follow
+    from the number of replicas) with the microbatches and the schedule, and its
+    ``sequence_length``, if it tells one, with what sequence and context parallelism split.
 
     Raises:
-        ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``, or the schedule does not take as many
-            microbatches as there would be; or the length does not divide.
+        ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``,
+            or the schedule does not take as many microbatches as there would be; or the length does
+            not divide.
     """
     if hasattr(data, "batch_plans"):
         sizes = [plan.replica_batch for plan in data.batch_plans(num_replicas=layout.num_replicas)]
@@ -30,10 +32,14 @@ def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None
 
 
 def _check_batch(size: int, config: PTDPConfig) -> None:
-    for field, value in (("num_microbatches", config.num_microbatches), ("micro_batch_size", config.micro_batch_size)):
+    for field, value in (
+        ("num_microbatches", config.num_microbatches),
+        ("micro_batch_size", config.micro_batch_size),
+    ):
         if value is not None and size < value:
             raise ValueError(
-                f"{field}={value} is larger than the batch of {size} samples that the train dataloader gives each replica; use "
+                f"{field}={value} is larger than the batch of {size} samples that the train "
+                "dataloader gives each replica; use "
                 f"{field}={size} or less, or a batch size of at least {value}"
             )
     if config.micro_batch_size is not None:
@@ -41,7 +47,8 @@ def _check_batch(size: int, config: PTDPConfig) -> None:
             config.build_schedule(config.microbatches(size))
         except ValueError as error:
             raise ValueError(
-                f"micro_batch_size={config.micro_batch_size} cuts a replica's batch of {size} samples into {config.microbatches(size)} "
+                f"micro_batch_size={config.micro_batch_size} cuts a replica's batch of {size} "
+                f"samples into {config.microbatches(size)} "
                 f"microbatches, which the schedule does not take: {error}"
             ) from None
 
@@ -52,6 +59,7 @@ def _check_length(length: int, config: PTDPConfig) -> None:
     if length % size:
         nearest = sorted({length // size * size, -(-length // size) * size} - {0})
         raise ValueError(
-            f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over which sequence_parallel=True splits it; "
+            f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over "
+            "which sequence_parallel=True splits it; "
             f"use sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
         )

@@ -28,14 +28,16 @@ def check_device(device: torch.device, *, precision: str) -> None:
         )
 
 
-def check_gpu(name: str, capability: tuple[int, int], *, kernels: Collection[str], precision: str) -> None:
+def check_gpu(
+    name: str, capability: tuple[int, int], *, kernels: Collection[str], precision: str
+) -> None:
     """Check an NVIDIA GPU.
 
     Args:
         name: What it is called.
         capability: (major, minor).
-        kernels: What torch was built for: "sm_90", of the same major version and no larger minor one, runs as it is; "compute_90" is
-            compiled for anything newer.
+        kernels: What torch was built for: "sm_90", of the same major version and no larger minor
+            one, runs as it is; "compute_90" is compiled for anything newer.
         precision: Lightning's; bfloat16 that the GPU has no units for is slow, which is warned of.
 
     Raises:
@@ -44,12 +46,14 @@ def check_gpu(name: str, capability: tuple[int, int], *, kernels: Collection[str
     shown = ".".join(map(str, capability))
     if kernels and not any(_runs(kernel, capability) for kernel in kernels):
         raise ValueError(
-            f"this torch {torch.__version__} has no kernels for {name} (compute capability {shown}), only {', '.join(kernels)}: install a "
+            f"this torch {torch.__version__} has no kernels for {name} (compute capability "
+            f"{shown}), only {', '.join(kernels)}: install a "
             "torch that was built for it, or use accelerator='cpu'"
         )
     if precision.startswith("bf16") and capability < _BF16:
         warnings.warn(
-            f"precision={precision!r} on {name} (compute capability {shown}), which multiplies in float32 in its place and is slow: "
+            f"precision={precision!r} on {name} (compute capability {shown}), which multiplies in "
+            "float32 in its place and is slow: "
             f"precision={precision.replace('bf16', '16')!r} is fast there",
             stacklevel=2,
         )

@@ -18,7 +18,8 @@ __all__ = ["check_initial_weights", "open_initial_weights"]
 
 
 def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
-    """Check that the files which the module's ``initial_weights()`` names are there and are the model's, by their headers.
+    """Check that the files which the module's ``initial_weights()`` names are there and are the
+    model's, by their headers.
 
     Raises:
         ValueError: They are not; lists names and shapes that differ.
@@ -28,7 +29,8 @@ def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
 
 
 def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
-    """Open the weights that the module's ``initial_weights()`` names; None if it names none, or has values already.
+    """Open the weights that the module's ``initial_weights()`` names; None if it names none, or has
+    values already.
 
     Raises:
         CheckpointError: Of ``check_initial_weights``.
@@ -40,7 +42,9 @@ def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
     first = {parameter: name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     aliases = {name: first[parameter] for name, parameter in every if first[parameter] != name}
-    weights = HuggingFaceWeights.open(local_folder(source.path), names_in(module, aliases, ignored=source.ignores))
+    weights = HuggingFaceWeights.open(
+        local_folder(source.path), names_in(module, aliases, ignored=source.ignores)
+    )
     try:
         weights.check(module, may_lack=source.may_lack)
     except CheckpointError as error:

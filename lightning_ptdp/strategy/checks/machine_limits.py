@@ -10,8 +10,8 @@ __all__ = ["check_machine"]
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 5.0
-# Measured with torch 2.15 and gloo, recipe gpt/nano: rank 0 of 4 has 85 open files, the others 70. Each group connects all of its
-# ranks with each other, so that the number grows with the world.
+# Measured with torch 2.15 and gloo, recipe gpt/nano: rank 0 of 4 has 85 open files, the others 70.
+# Each group connects all of its ranks with each other, so that the number grows with the world.
 _FILES, _FILES_PER_RANK = 64, 16
 
 
@@ -42,8 +42,10 @@ def _check_open_files(needed: int, world_size: int) -> None:
         return
     if hard != unlimited and hard < needed:
         raise ValueError(
-            f"open files: at most {hard} are allowed here, and each of {world_size} processes needs up to {needed}. "
-            f"Raise the limit (ulimit -n {needed}, in a container --ulimit nofile={needed}), or use fewer devices"
+            f"open files: at most {hard} are allowed here, and each of {world_size} processes "
+            f"needs up to {needed}. "
+            f"Raise the limit (ulimit -n {needed}, in a container --ulimit nofile={needed}), or "
+            "use fewer devices"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -54,8 +56,10 @@ def _check_semaphores(start_method: str) -> None:
         multiprocessing.get_context("spawn").Lock()
     except OSError as error:
         raise ValueError(
-            f"start_method={start_method!r} needs semaphores, which Linux keeps in /dev/shm: {error.strerror}. "
-            "Mount it writable (mount -o remount,rw /dev/shm; in a container --tmpfs /dev/shm), or use start_method='popen'"
+            f"start_method={start_method!r} needs semaphores, which Linux keeps in /dev/shm: "
+            f"{error.strerror}. "
+            "Mount it writable (mount -o remount,rw /dev/shm; in a container --tmpfs /dev/shm), "
+            "or use start_method='popen'"
         ) from error
 
 

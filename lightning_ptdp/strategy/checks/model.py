@@ -27,7 +27,16 @@ from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
 from lightning_ptdp.shims.torch import forward_hooks, has_gradient_hooks
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.strategy.forward_contexts import check_surroundings
-from lightning_ptdp.tensor_parallel import SPLIT_AXES, Alias, Kind, ParallelPlan, Partial, Region, Whole, check_captured
+from lightning_ptdp.tensor_parallel import (
+    SPLIT_AXES,
+    Alias,
+    Kind,
+    ParallelPlan,
+    Partial,
+    Region,
+    Whole,
+    check_captured,
+)
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = [
@@ -46,16 +55,20 @@ _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
 
 
 def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
-    """The plan: the strategy's own, else the module's ``configure_parallel()``, else that of a known model inside, else an empty one.
+    """The plan: the strategy's own, else the module's ``configure_parallel()``, else that of a
+    known model inside, else an empty one.
 
     Raises:
-        ValueError: ``configure_parallel`` returned something else, or tensor parallelism has nothing to shard.
+        ValueError: ``configure_parallel`` returned something else, or tensor parallelism has
+            nothing to shard.
     """
     plan = config.plan
     if plan is None and hasattr(module, "configure_parallel"):
         plan = module.configure_parallel()
         if not isinstance(plan, ParallelPlan):
-            raise ValueError(f"configure_parallel() returned {type(plan).__name__}; return a ParallelPlan")
+            raise ValueError(
+                f"configure_parallel() returned {type(plan).__name__}; return a ParallelPlan"
+            )
     if plan is None and isinstance(module, nn.Module):
         plan = find_plan(module)
     plan = plan if plan is not None else ParallelPlan()
@@ -64,8 +77,10 @@ def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
         lines = "".join(f'    "{name}": "{kind}",\n' for name, kind in tensor.items())
         example = f"{{\n{lines}}}" if lines else '{"model.blocks.*.mlp.up": "column", ...}'
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size}, but nothing says which modules to shard: give "
-            f"PTDPStrategy(plan=ParallelPlan(tensor={example})), define configure_parallel() on the LightningModule, or use "
+            f"tensor_parallel_size={config.tensor_parallel_size}, but nothing says which modules "
+            "to shard: give "
+            f"PTDPStrategy(plan=ParallelPlan(tensor={example})), define configure_parallel() on "
+            "the LightningModule, or use "
             f"tensor_parallel_size=1{'. The form of the modules suggests these lines: check them against the forward' if lines else ''}"
         )
     return plan
@@ -79,7 +94,8 @@ def check_model(
     convert: Callable[[nn.Module], nn.Module] | None = None,
     whole: nn.Module | None = None,
 ) -> KnownParts | None:
-    """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds it or ``convert`` changes it.
+    """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds
+    it or ``convert`` changes it.
 
     Args:
         module: The LightningModule, not cut yet.
@@ -100,13 +116,19 @@ def check_model(
         return None
     if CUT_MARK in vars(module):
         raise ValueError(
-            f"this {type(module).__name__} was already cut for the layout {vars(module)[CUT_MARK]!r}; make a new module (and load the "
+            f"this {type(module).__name__} was already cut for the layout "
+            f"{vars(module)[CUT_MARK]!r}; make a new module (and load the "
             "checkpoint) to run it under another Trainer"
         )
     whole = whole_model(module, config) if whole is None else whole
     _check_libraries(whole)
     check_quantized(whole)
-    hooked = [name for one in (module, whole) for name, p in one.named_parameters() if has_gradient_hooks(p)]
+    hooked = [
+        name
+        for one in (module, whole)
+        for name, p in one.named_parameters()
+        if has_gradient_hooks(p)
+    ]
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = _converted(whole, convert, config, late=late)
@@ -119,13 +141,17 @@ def check_model(
     if check is not None:
         check(layout)
     degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
-    plan.check(whole, degrees["tensor"], layout.sequence_parallel, converted=convert is not None, **degrees)
+    plan.check(
+        whole, degrees["tensor"], layout.sequence_parallel, converted=convert is not None, **degrees
+    )
     kinds = plan.divided(whole, **degrees)
     asked = next((axis for axis in ("expert", "expert_tensor") if degrees[axis] > 1), None)
     if asked is not None and not any(kind.axis == "expert" for kind in kinds.values()):
         raise ValueError(
-            f"{asked}_parallel_size={degrees[asked]} shares out the experts of a mixture, and {type(whole).__name__} has none that are "
-            'known: name their modules in a plan, ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
+            f"{asked}_parallel_size={degrees[asked]} shares out the experts of a mixture, and "
+            f"{type(whole).__name__} has none that are "
+            "known: name their modules in a plan, "
+            'ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
             f"{asked}_parallel_size=1"
         )
     _check_gradient_hooks(hooked, kinds)
@@ -141,13 +167,20 @@ def check_model(
         _check_skipped_layers(whole)
         known = KnownParts.of(whole, plan)
         parts = known.parts
-        blocks, ranges = parts.blocks, layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
+        blocks, ranges = (
+            parts.blocks,
+            layer_ranges(whole, parts=parts, layout=layout, partition=config.partition),
+        )
         degree = layout.pipeline_parallel_size
-        rehearse(whole, parts=parts, ranges=ranges, collects=plan.collects, pipeline_parallel_size=degree)
+        rehearse(
+            whole, parts=parts, ranges=ranges, collects=plan.collects, pipeline_parallel_size=degree
+        )
     if config.compile == "blocks" and blocks is None:
         find_blocks(whole)
     if config.fp8 is not None:
-        check_fp8(whole, blocks=blocks, kinds=kinds, tensor_parallel_size=layout.tensor_parallel_size)
+        check_fp8(
+            whole, blocks=blocks, kinds=kinds, tensor_parallel_size=layout.tensor_parallel_size
+        )
     check_recomputation(
         whole,
         policy=config.recompute,
@@ -174,26 +207,36 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
-        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}: the model is not quite that of one device. Use "
+        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}: the model "
+        "is not quite that of one device. Use "
         f"{mend}, or a normalization that does not look at other samples",
         stacklevel=2,
     )
 
 
 def warn_of_balance_losses(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
-    """Say that a Hugging Face mixture's own load-balancing loss is that of fewer tokens than in one process."""
-    asked = any(getattr(getattr(module, "config", None), "output_router_logits", False) for module in model.modules())
+    """Say that a Hugging Face mixture's own load-balancing loss is that of fewer tokens than in one
+    process."""
+    asked = any(
+        getattr(getattr(module, "config", None), "output_router_logits", False)
+        for module in model.modules()
+    )
     replicas = layout.data_parallel_size * layout.context_parallel_size
     if asked and (config.has_microbatches or replicas > 1):
         warnings.warn(
-            "output_router_logits=True: the model's load-balancing loss is a product of means over the tokens of one forward, here of a "
-            f"microbatch on one of {replicas} replicas; the mean of these is trained, as under DDP, and not quite the loss of one process. "
-            "It is with num_microbatches=1 and one replica; a GPTConfig with num_experts has a loss that is the same in every layout",
+            "output_router_logits=True: the model's load-balancing loss is a product of means "
+            "over the tokens of one forward, here of a "
+            f"microbatch on one of {replicas} replicas; the mean of these is trained, as under "
+            "DDP, and not quite the loss of one process. "
+            "It is with num_microbatches=1 and one replica; a GPTConfig with num_experts has a "
+            "loss that is the same in every layout",
             stacklevel=2,
         )
 
 
-def _converted(whole: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool) -> nn.Module:
+def _converted(
+    whole: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool
+) -> nn.Module:
     try:
         return convert(_copy_without_tensors(whole))
     except RuntimeError as error:
@@ -203,22 +246,33 @@ def _converted(whole: nn.Module, convert: Callable[[nn.Module], nn.Module], conf
         elif config.tensor_parallel_size > 1:
             way = "the copy that is checked before launch. Use tensor_parallel_size=1"
         else:
-            return whole  # the ranks have values, and what becomes of modules matters to tensor parallelism alone
-        raise ValueError(f"the plugin's {name} needs values ({error}), which are not there yet in {way}") from error
+            # the ranks have values, and what becomes of modules matters to tensor parallelism alone
+            return whole
+        raise ValueError(
+            f"the plugin's {name} needs values ({error}), which are not there yet in {way}"
+        ) from error
 
 
 def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
-    """Check that what was built on the meta device, which is what is not ``built``, can be given values."""
+    """Check that what was built on the meta device, which is what is not ``built``, can be given
+    values."""
     initialize: Initializers | None = None
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        if is_parametrized(module) and any(prefix + key not in built for key, _ in module.named_parameters()):
+        if is_parametrized(module) and any(
+            prefix + key not in built for key, _ in module.named_parameters()
+        ):
             raise ValueError(
-                f"'{name}' is parametrized (weight norm, or the like) and was built in configure_model on the meta device, where its parts "
-                "have no initial values: build the model in __init__, or set PTDPStrategy(meta_init=False)"
+                f"'{name}' is parametrized (weight norm, or the like) and was built in "
+                "configure_model on the meta device, where its parts "
+                "have no initial values: build the model in __init__, or set "
+                "PTDPStrategy(meta_init=False)"
             )
         own = (*module._parameters.items(), *module._buffers.items())
-        if any(tensor is not None and tensor.is_meta and prefix + key not in built for key, tensor in own):
+        if any(
+            tensor is not None and tensor.is_meta and prefix + key not in built
+            for key, tensor in own
+        ):
             initialize = initialize or Initializers(model)
             if not initialize.knows(name):
                 raise ValueError(why_without_values(name, module))
@@ -234,8 +288,10 @@ def check_quantized(model: nn.Module) -> None:
         package = type(parameter).__module__.partition(".")[0]
         if package in ("bitsandbytes", "torchao"):
             raise ValueError(
-                f"'{name}' is a {type(parameter).__name__} of {package}: quantized weights have no plain elements that ranks could compare "
-                "and share; load them in bfloat16, which adapters beside them leave frozen and without optimizer states"
+                f"'{name}' is a {type(parameter).__name__} of {package}: quantized weights have "
+                "no plain elements that ranks could compare "
+                "and share; load them in bfloat16, which adapters beside them leave frozen and "
+                "without optimizer states"
             )
 
 
@@ -243,7 +299,8 @@ def _check_libraries(model: nn.Module) -> None:
     """Check the versions of the libraries that define the modules in ``model``.
 
     Raises:
-        RequirementError: One is outside the declared range, where a split model may differ in silence.
+        RequirementError: One is outside the declared range, where a split model may differ in
+            silence.
     """
     check_installed(*{type(module).__module__.partition(".")[0] for module in model.modules()})
 
@@ -252,8 +309,10 @@ def _check_compiled(model: nn.Module) -> None:
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "_orig_mod":
             raise ValueError(
-                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives all modules inside other names and would "
-                "compile across the stages: compile each block in place instead (PTDPStrategy(compile='blocks'))"
+                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives "
+                "all modules inside other names and would "
+                "compile across the stages: compile each block in place instead "
+                "(PTDPStrategy(compile='blocks'))"
             )
 
 
@@ -263,8 +322,10 @@ def _check_skipped_layers(model: nn.Module) -> None:
             value = getattr(holder, "layerdrop", 0.0)
             if isinstance(value, float) and value > 0:
                 raise ValueError(
-                    f"'{name or type(module).__name__}' skips layers at random (layerdrop={value}), but the stages of a pipeline wait for "
-                    "each other's: build it with layerdrop=0.0 (encoder_layerdrop, decoder_layerdrop), or use pipeline_parallel_size=1"
+                    f"'{name or type(module).__name__}' skips layers at random "
+                    f"(layerdrop={value}), but the stages of a pipeline wait for "
+                    "each other's: build it with layerdrop=0.0 (encoder_layerdrop, "
+                    "decoder_layerdrop), or use pipeline_parallel_size=1"
                 )
 
 
@@ -273,8 +334,10 @@ def _check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) ->
         parameter = next((one for one in hooked if one.startswith(f"{name}.")), None)
         if parameter is not None and not isinstance(kind, Alias | Partial | Region | Whole):
             raise ValueError(
-                f"'{parameter}' has a hook on its gradient (register_hook), but {kind.axis}_parallel_size splits it: the hook would "
-                "see the gradient of a part. Change gradients in on_before_optimizer_step, which sees those of all parameters, or use "
+                f"'{parameter}' has a hook on its gradient (register_hook), but "
+                f"{kind.axis}_parallel_size splits it: the hook would "
+                "see the gradient of a part. Change gradients in on_before_optimizer_step, which "
+                "sees those of all parameters, or use "
                 f"{kind.axis}_parallel_size=1"
             )
 
@@ -282,15 +345,19 @@ def _check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) ->
 def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
         hooks, _ = forward_hooks(model.get_submodule(name))
-        if not isinstance(kind, Alias | Partial | Region) and not all(map(is_capture, hooks.values())):
+        if not isinstance(kind, Alias | Partial | Region) and not all(
+            map(is_capture, hooks.values())
+        ):
             raise ValueError(
-                f"'{name}' has a forward hook, but tensor parallelism puts another module in its place, which returns a part of the "
+                f"'{name}' has a forward hook, but tensor parallelism puts another module in its "
+                "place, which returns a part of the "
                 "output: put the hook on the module around it, or use tensor_parallel_size=1"
             )
 
 
 def whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
-    """The uncut module; if ``configure_model`` builds any of it, a copy built without allocating anything where that is possible."""
+    """The uncut module; if ``configure_model`` builds any of it, a copy built without allocating
+    anything where that is possible."""
     written_by = getattr(module, "configure_model", whole_model).__module__
     if written_by.partition(".")[0] in _LIGHTNING or not isinstance(module, nn.Module):
         return module
@@ -321,18 +388,25 @@ def on_meta() -> Iterator[None]:
         if "from_pretrained" not in str(error):
             raise
         raise ValueError(
-            "configure_model calls from_pretrained, which would load all weights on every rank, where meta_init=True lets each rank hold "
-            "its own part: build the model from its configuration (AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) and "
-            "load the weights with the callback InitFrom(path), of the folder with config.json and safetensors; or "
-            "PTDPStrategy(meta_init=False), where every rank loads the whole model and keeps its part"
+            "configure_model calls from_pretrained, which would load all weights on every rank, "
+            "where meta_init=True lets each rank hold "
+            "its own part: build the model from its configuration "
+            "(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) and "
+            "load the weights with the callback InitFrom(path), of the folder with config.json "
+            "and safetensors; or "
+            "PTDPStrategy(meta_init=False), where every rank loads the whole model and keeps its "
+            "part"
         ) from error
 
 
 def _copy_without_tensors(module: nn.Module) -> nn.Module:
-    """A copy that may be changed, with its tensors on the meta device: nothing of the module's is in it."""
+    """A copy that may be changed, with its tensors on the meta device: nothing of the module's is
+    in it."""
     tensors = (*module.parameters(), *module.buffers())
     empty = {
-        id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad) if isinstance(t, nn.Parameter) else t.to("meta")
+        id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad)
+        if isinstance(t, nn.Parameter)
+        else t.to("meta")
         for t in tensors
     }
     return copy.deepcopy(module, {**empty, id(getattr(module, "_trainer", None)): None})

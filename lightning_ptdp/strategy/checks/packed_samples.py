@@ -20,7 +20,8 @@ __all__ = ["check_packing", "why_not_packed"]
 _POSITIONS = "position_ids"
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers that tell samples apart; the others (linear attention, convolutions) hand a state on from one to the next."""
+"""Types of layers that tell samples apart; the others (linear attention, convolutions) hand a state
+on from one to the next."""
 _LIBRARIES = ("lightning", "pytorch_lightning", "torch", "builtins")
 
 
@@ -34,11 +35,15 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
         return
     why = why_not_packed(module, whole_model(module, config))
     if why is not None:
-        raise ValueError(f"packing=True, but {why}, so that packed samples would see each other: use packing=False")
+        raise ValueError(
+            f"packing=True, but {why}, so that packed samples would see each other: use "
+            "packing=False"
+        )
 
 
 def why_not_packed(module: nn.Module, whole: nn.Module) -> str | None:
-    """Why samples in one sequence, whose positions begin anew, would not be apart; None if they are.
+    """Why samples in one sequence, whose positions begin anew, would not be apart; None if they
+    are.
 
     Args:
         module: The LightningModule.
@@ -49,7 +54,9 @@ def why_not_packed(module: nn.Module, whole: nn.Module) -> str | None:
 
 def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     # How to know a Hugging Face model without importing the library.
-    known: list[Any] = [child for child in whole.modules() if hasattr(type(child), "main_input_name")]
+    known: list[Any] = [
+        child for child in whole.modules() if hasattr(type(child), "main_input_name")
+    ]
     if not known:
         yield f"the attention of {kind.__name__} is not known to tell samples apart by their positions, as that of Hugging Face's is"
         return
@@ -57,8 +64,14 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     if own and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", own):
         yield f"{kind.__name__} does not hand the batch's {_POSITIONS} to its model"
     name, settings = type(known[0]).__name__, getattr(known[0], "config", None)
-    others = sorted({str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION)
-    others += [type(child).__name__ for child in whole.modules() if isinstance(child, nn.RNNBase | nn.Conv1d)][:1]
+    others = sorted(
+        {str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION
+    )
+    others += [
+        type(child).__name__
+        for child in whole.modules()
+        if isinstance(child, nn.RNNBase | nn.Conv1d)
+    ][:1]
     if others or getattr(type(known[0]), "_is_stateful", False):
         yield f"{name} has layers that hand on what they have seen from sample to sample ({', '.join(others) or 'a state'})"
     if not any(_masks_by_positions(child) for child in known):
@@ -68,10 +81,13 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
 
 
 def _masks_by_positions(model: nn.Module) -> bool:
-    """Return True if a Hugging Face model passes its positions to the functions that make its masks."""
+    """Return True if a Hugging Face model passes its positions to the functions that make its
+    masks."""
     tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(model).forward))))
     nodes = list(ast.walk(tree))
-    collected = any(isinstance(node, ast.Dict) and any(_is_name(key) for key in node.keys) for node in nodes)
+    collected = any(
+        isinstance(node, ast.Dict) and any(_is_name(key) for key in node.keys) for node in nodes
+    )
     # mask_function = create_causal_mask if ... else create_sliding_window_causal_mask
     names = _MASKS | {
         target.id
@@ -82,16 +98,29 @@ def _masks_by_positions(model: nn.Module) -> bool:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
     given = [{keyword.arg for keyword in call.keywords} for call in calls]
-    return bool(given) and all(_POSITIONS in those or (None in those and collected) for those in given)
+    return bool(given) and all(
+        _POSITIONS in those or (None in those and collected) for those in given
+    )
 
 
 def _written(kind: type) -> str:
-    """Return the user's source of a LightningModule: the methods and string attributes that are not Lightning's own."""
+    """Return the user's source of a LightningModule: the methods and string attributes that are not
+    Lightning's own."""
     values = [inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("__")]
-    methods = [value for value in values if inspect.isfunction(value) and value.__module__.partition(".")[0] not in _LIBRARIES]
-    return "".join(map(_source, methods)) + "".join(repr(value) for value in values if isinstance(value, str | tuple | list))
+    methods = [
+        value
+        for value in values
+        if inspect.isfunction(value) and value.__module__.partition(".")[0] not in _LIBRARIES
+    ]
+    return "".join(map(_source, methods)) + "".join(
+        repr(value) for value in values if isinstance(value, str | tuple | list)
+    )
 
 
 def _is_name(key: ast.expr | None) -> bool:

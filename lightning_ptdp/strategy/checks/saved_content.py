@@ -22,14 +22,19 @@ _MEND = "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSp
 
 
 def warn_of_objects(owner: object) -> None:
-    """Name the hyperparameters of a module or data module that are objects, which checkpoints do not give back unless they are trusted."""
+    """Name the hyperparameters of a module or data module that are objects, which checkpoints do
+    not give back unless they are trusted."""
     found = left_out(getattr(owner, "hparams", None) or {})
     if not found:
         return
-    names = ", ".join(f"{key!r} (a {kind})" if key else f"all of them (a {kind})" for key, kind in found.items())
+    names = ", ".join(
+        f"{key!r} (a {kind})" if key else f"all of them (a {kind})" for key, kind in found.items()
+    )
     warnings.warn(
-        f"hyperparameters of {type(owner).__name__} are objects, and left out of what checkpoints give back, since nothing in one is "
-        f"unpickled: {names}. load_from_checkpoint needs them again as arguments, or weights_only=False, which trusts the checkpoint",
+        f"hyperparameters of {type(owner).__name__} are objects, and left out of what checkpoints "
+        "give back, since nothing in one is "
+        f"unpickled: {names}. load_from_checkpoint needs them again as arguments, or "
+        "weights_only=False, which trusts the checkpoint",
         stacklevel=2,
     )
 
@@ -45,15 +50,21 @@ def check_extra_state(module: nn.Module) -> None:
             continue
         if not isinstance(extra := part.get_extra_state(), torch.Tensor):
             raise ValueError(
-                f"get_extra_state() of '{name}' ({type(part).__name__}) gives a {type(extra).__name__}, but only tensors are saved by "
-                "layout. Make it a tensor, keep it in on_save_checkpoint and on_load_checkpoint, or use Trainer(enable_checkpointing=False)"
+                f"get_extra_state() of '{name}' ({type(part).__name__}) gives a "
+                f"{type(extra).__name__}, but only tensors are saved by "
+                "layout. Make it a tensor, keep it in on_save_checkpoint and on_load_checkpoint, "
+                "or use Trainer(enable_checkpointing=False)"
             )
 
 
-def check_optimizer_state(optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device) -> None:
-    """Step a small tensor with an optimizer like this one and see whether its states can be stored by name.
+def check_optimizer_state(
+    optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device
+) -> None:
+    """Step a small tensor with an optimizer like this one and see whether its states can be stored
+    by name.
 
-    Torch's own are known; those that keep other objects, or call others' hooks, are not tried: the first save tells.
+    Torch's own are known; those that keep other objects, or call others' hooks, are not tried: the
+    first save tells.
 
     Raises:
         ValueError: They cannot; names the optimizer and the state.
@@ -66,21 +77,30 @@ def check_optimizer_state(optimizer: Optimizer, trials: Sequence[GroupTrial], *,
         weight.grad = torch.ones_like(weight)
         probe = object.__new__(type(optimizer))
         vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        own = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+        }
         probe.state, probe.param_groups = defaultdict(dict), [{**own, "params": [weight]}]
         try:
             probe.step()
         except Exception:
             return  # it needs more than that
         try:
-            optimizer_tensors(probe, names={weight: "weight"}, shardings={"weight": Sharding.replicated(shape)})
+            optimizer_tensors(
+                probe, names={weight: "weight"}, shardings={"weight": Sharding.replicated(shape)}
+            )
         except CheckpointError as error:
             raise ValueError(f"{error}. {_MEND}") from None
 
 
 def _may_be_tried(optimizer: Optimizer) -> bool:
-    if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.Adafactor):
+    if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
+        optimizer, torch.optim.Adafactor
+    ):
         return False
     usual = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)).keys() | {"step"}
     hooks = (value for key, value in vars(optimizer).items() if key.endswith("_hooks"))
-    return not any(hooks) and all(isinstance(value, _PLAIN) for key, value in vars(optimizer).items() if key not in usual)
+    return not any(hooks) and all(
+        isinstance(value, _PLAIN) for key, value in vars(optimizer).items() if key not in usual
+    )

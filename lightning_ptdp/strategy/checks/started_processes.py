@@ -10,10 +10,15 @@ from typing import Any
 __all__ = ["check_processes"]
 
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-_OTHERS = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")  # of a step of srun, which a shell in an allocation is not; of torchrun and Ray
+_OTHERS = (
+    "SLURM_STEP_NUM_TASKS",
+    "WORLD_SIZE",
+)  # of a step of srun, which a shell in an allocation is not; of torchrun and Ray
 
 
-def check_processes(environment: Any, variables: Mapping[str, str], *, devices: int, num_nodes: int) -> None:
+def check_processes(
+    environment: Any, variables: Mapping[str, str], *, devices: int, num_nodes: int
+) -> None:
     """Refuse a training that each of several processes would run by itself.
 
     Args:
@@ -23,13 +28,19 @@ def check_processes(environment: Any, variables: Mapping[str, str], *, devices: 
         num_nodes: Machines, as the Trainer counts them.
 
     Raises:
-        ValueError: A launcher has started more processes than join, or other machines are to join and do not know where; says what
-            would work.
+        ValueError: A launcher has started more processes than join, or other machines are to join
+            and do not know where; says what would work.
     """
-    if num_nodes > 1 and type(environment).__name__ == "LightningEnvironment" and not variables.get("MASTER_ADDR"):
+    if (
+        num_nodes > 1
+        and type(environment).__name__ == "LightningEnvironment"
+        and not variables.get("MASTER_ADDR")
+    ):
         raise ValueError(
-            f"num_nodes={num_nodes}, but MASTER_ADDR is not set: this machine would wait for the others at an address of its own. Start "
-            "the training by torchrun or srun (ptdp fit --launcher makes the script), or set MASTER_ADDR, MASTER_PORT and NODE_RANK on "
+            f"num_nodes={num_nodes}, but MASTER_ADDR is not set: this machine would wait for the "
+            "others at an address of its own. Start "
+            "the training by torchrun or srun (ptdp fit --launcher makes the script), or set "
+            "MASTER_ADDR, MASTER_PORT and NODE_RANK on "
             "each machine"
         )
     joins = environment is not None and environment.creates_processes_externally
@@ -37,18 +48,22 @@ def check_processes(environment: Any, variables: Mapping[str, str], *, devices: 
         if count < 2:
             continue
         alone = devices * num_nodes == 1
-        started_again = name in _MPI and not joins and count != num_nodes  # one that starts the others is on each node
+        started_again = (
+            name in _MPI and not joins and count != num_nodes
+        )  # one that starts the others is on each node
         if not alone and not started_again:
             continue
         if joins:
             works = f"Use Trainer(devices=..., num_nodes=...) with devices * num_nodes = {count}, or start one process"
         else:
             works = (
-                f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun --nproc-per-node {count} --no-python "
+                f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun "
+                f"--nproc-per-node {count} --no-python "
                 f"{shlex.join(sys.orig_argv)}"
             )
         raise ValueError(
-            f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}): each of the {count} processes would run a training of "
+            f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}): each of the "
+            f"{count} processes would run a training of "
             f"its own. {works}"
         )
 
@@ -60,5 +75,9 @@ def _announced(environment: Any, variables: Mapping[str, str]) -> Iterator[tuple
         if value.isdecimal():
             yield name, int(value)
     # SLURM's counts the tasks of the job, also in a shell that runs one process.
-    if environment is not None and environment.creates_processes_externally and not hasattr(environment, "requeue_signal"):
+    if (
+        environment is not None
+        and environment.creates_processes_externally
+        and not hasattr(environment, "requeue_signal")
+    ):
         yield f"{type(environment).__name__}.world_size()", environment.world_size()

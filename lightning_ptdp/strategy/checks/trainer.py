@@ -33,18 +33,29 @@ def check_trainer(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
 
 
 def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
-    """Refuse numbers that Lightning does not check, such as a negative norm, with which clipping reverses gradients."""
+    """Refuse numbers that Lightning does not check, such as a negative norm, with which clipping
+    reverses gradients."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
         raise strategy.refusal(
-            f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more: use 1.0, for example, or None for no clipping"
+            f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more: use 1.0, for "
+            "example, or None for no clipping"
         )
     if trainer.accumulate_grad_batches < 1:
-        raise strategy.refusal(f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more")
+        raise strategy.refusal(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more"
+        )
     if trainer.log_every_n_steps < 0:
-        raise strategy.refusal(f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more")
-    interval = getattr(trainer, "val_check_interval", None)  # Lightning leaves the attribute out when the interval is a time
+        raise strategy.refusal(
+            f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more"
+        )
+    interval = getattr(
+        trainer, "val_check_interval", None
+    )  # Lightning leaves the attribute out when the interval is a time
     if isinstance(interval, int | float) and interval <= 0:
-        raise strategy.refusal(f"val_check_interval={interval} must be above 0; limit_val_batches=0 leaves validation out")
+        raise strategy.refusal(
+            f"val_check_interval={interval} must be above 0; limit_val_batches=0 leaves "
+            "validation out"
+        )
 
 
 def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
@@ -53,34 +64,43 @@ def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> 
     config = strategy.config
     if strategy.layout.divides_model:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) cannot run with a model that is cut: the schedule, not training_step, "
-            f"decides when backward runs ({strategy.layout.describe()}). Use automatic optimization, or data parallelism alone (validate, "
+            "automatic_optimization=False (manual optimization) cannot run with a model that is "
+            "cut: the schedule, not training_step, "
+            f"decides when backward runs ({strategy.layout.describe()}). Use automatic "
+            "optimization, or data parallelism alone (validate, "
             "test and predict run in any layout)"
         )
     if config.shard_optimizer and strategy.layout.size("replica_sum") > 1:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) with shard_optimizer=True: several optimizers cannot step on shards of "
+            "automatic_optimization=False (manual optimization) with shard_optimizer=True: "
+            "several optimizers cannot step on shards of "
             "parameters that the step itself reads. Use shard_optimizer=False"
         )
     if config.reduce_dtype is not None and strategy.layout.size("replica_sum") > 1:
         raise strategy.refusal(
-            f"automatic_optimization=False (manual optimization) with reduce_dtype={config.reduce_dtype!r}: its gradients are averaged as "
+            "automatic_optimization=False (manual optimization) with "
+            f"reduce_dtype={config.reduce_dtype!r}: its gradients are averaged as "
             "they are. Leave the option out"
         )
     if config.runs_backward:
         raise strategy.refusal(
-            f"automatic_optimization=False (manual optimization) cannot run with {_microbatches(config)}: training_step would run, "
-            "and step its optimizers, once a microbatch. Use automatic optimization, or leave the option out"
+            "automatic_optimization=False (manual optimization) cannot run with "
+            f"{_microbatches(config)}: training_step would run, "
+            "and step its optimizers, once a microbatch. Use automatic optimization, or leave the "
+            "option out"
         )
     if config.check_finite is not None:
         raise strategy.refusal(
-            f"automatic_optimization=False (manual optimization) with check_finite={config.check_finite!r}, which looks at the one "
+            "automatic_optimization=False (manual optimization) with "
+            f"check_finite={config.check_finite!r}, which looks at the one "
             "backward of a batch: look at the loss in training_step, and leave check_finite out"
         )
     if config.master_weights and _is_half(strategy, trainer):
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) with parameters in half precision and master_weights=True: "
-            "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use master_weights=False, or "
+            "automatic_optimization=False (manual optimization) with parameters in half precision "
+            "and master_weights=True: "
+            "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use "
+            "master_weights=False, or "
             "precision='bf16-mixed'"
         )
 
@@ -99,10 +119,16 @@ def _microbatches(config: PTDPConfig) -> str:
 
 
 def _check_backward(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
-    if fits(trainer) and strategy.config.runs_backward and strategy._names.is_overridden("backward", strategy.lightning_module):
+    if (
+        fits(trainer)
+        and strategy.config.runs_backward
+        and strategy._names.is_overridden("backward", strategy.lightning_module)
+    ):
         raise strategy.refusal(
-            "LightningModule.backward is overridden, but the schedule runs the backward where there are pipeline stages, microbatches or "
-            "context parallelism. Use torch.autograd hooks or on_after_backward instead, or num_microbatches=1 without a pipeline and "
+            "LightningModule.backward is overridden, but the schedule runs the backward where "
+            "there are pipeline stages, microbatches or "
+            "context parallelism. Use torch.autograd hooks or on_after_backward instead, or "
+            "num_microbatches=1 without a pipeline and "
             "context parallelism"
         )
 
@@ -116,20 +142,25 @@ def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         # None switches a step off.
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             raise strategy.refusal(
-                f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them into microbatches or along time. Take "
-                "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context parallelism"
+                f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them "
+                "into microbatches or along time. Take "
+                "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context "
+                "parallelism"
             )
 
 
 def _check_compiled(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if is_compiled(strategy.lightning_module) and strategy.layout.divides_model:
         raise strategy.refusal(
-            "the Trainer was given torch.compile(module), which compiles its steps as a whole, but tensor, pipeline and context "
-            "parallelism cut them and communicate inside. Compile each block in place instead: PTDPStrategy(compile='blocks')"
+            "the Trainer was given torch.compile(module), which compiles its steps as a whole, "
+            "but tensor, pipeline and context "
+            "parallelism cut them and communicate inside. Compile each block in place instead: "
+            "PTDPStrategy(compile='blocks')"
         )
     if is_compiled(strategy.lightning_module) and strategy.config.compiles != "none":
         raise strategy.refusal(
-            f"the Trainer was given torch.compile(module), and compile={strategy.config.compile!r} would compile the blocks inside once "
+            "the Trainer was given torch.compile(module), and "
+            f"compile={strategy.config.compile!r} would compile the blocks inside once "
             "more: give it the module itself, or use compile='none'"
         )
     if strategy.config.compile == "blocks":
@@ -149,7 +180,8 @@ def _check_overlap(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     else:
         return
     raise strategy.refusal(
-        f"tensor_overlap='symmetric' has GPUs of one node read each other's memory, but {reason}. Use a number of pieces, such as "
+        f"tensor_overlap='symmetric' has GPUs of one node read each other's memory, but {reason}. "
+        "Use a number of pieces, such as "
         "tensor_overlap=4"
     )
 
@@ -163,8 +195,10 @@ def _check_callbacks(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, whole):
             raise strategy.refusal(
-                f"the callback {type(callback).__name__} copies or re-runs the whole model, which no rank holds under tensor or "
-                "pipeline parallelism. Use it with tensor_parallel_size=1 and pipeline_parallel_size=1"
+                f"the callback {type(callback).__name__} copies or re-runs the whole model, which "
+                "no rank holds under tensor or "
+                "pipeline parallelism. Use it with tensor_parallel_size=1 and "
+                "pipeline_parallel_size=1"
             )
 
 
@@ -174,13 +208,16 @@ def _check_pruning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     if strategy.layout.divides_model:
         raise strategy.refusal(
-            f"the callback {name} compares weights of the whole model, of which a rank would see and prune its own part only. Use it with "
+            f"the callback {name} compares weights of the whole model, of which a rank would see "
+            "and prune its own part only. Use it with "
             "tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
         )
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
-            f"the callback {name} puts new values into parameters, but the optimizer steps on shards (shard_optimizer=True) or float32 "
-            "copies of them. Use shard_optimizer=False and precision='32-true' or 'bf16-mixed', or prune before fit"
+            f"the callback {name} puts new values into parameters, but the optimizer steps on "
+            "shards (shard_optimizer=True) or float32 "
+            "copies of them. Use shard_optimizer=False and precision='32-true' or 'bf16-mixed', "
+            "or prune before fit"
         )
 
 
@@ -190,19 +227,26 @@ def _check_finetuning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     if strategy.layout.pipeline_parallel_size > 1:
         raise strategy.refusal(
-            f"the callback {name} gives the optimizer a group of parameters when it unfreezes them, which only some pipeline stages hold. "
-            "Use it with pipeline_parallel_size=1, or give the optimizer all parameters and set their requires_grad yourself"
+            f"the callback {name} gives the optimizer a group of parameters when it unfreezes "
+            "them, which only some pipeline stages hold. "
+            "Use it with pipeline_parallel_size=1, or give the optimizer all parameters and set "
+            "their requires_grad yourself"
         )
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
-            f"the callback {name} lets parameters be trained that the optimizer has no shards (shard_optimizer=True) or float32 copies of. "
-            "Use shard_optimizer=False, and precision='32-true', 'bf16-mixed', or master_weights=False"
+            f"the callback {name} lets parameters be trained that the optimizer has no shards "
+            "(shard_optimizer=True) or float32 copies of. "
+            "Use shard_optimizer=False, and precision='32-true', 'bf16-mixed', or "
+            "master_weights=False"
         )
 
 
 def _name_of(trainer: Trainer, kind: type) -> str | None:
     """The class of the Trainer's callback of that kind, if it has one."""
-    return next((type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kind)), None)
+    return next(
+        (type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kind)),
+        None,
+    )
 
 
 def _steps_on_copies(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
@@ -213,7 +257,8 @@ def _steps_on_copies(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
 def _check_graph(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
         raise strategy.refusal(
-            "log_graph=True has the logger trace the whole model, which no rank holds under tensor, pipeline or context parallelism. "
+            "log_graph=True has the logger trace the whole model, which no rank holds under "
+            "tensor, pipeline or context parallelism. "
             "Leave it out, or log the graph in one process: logger.log_graph(module)"
         )
 
@@ -224,12 +269,14 @@ def _check_batch_norm(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     if type(sync) is not strategy._names.TorchSyncBatchNorm:
         raise strategy.refusal(
-            f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but only replicas hold the same ones here. Use "
+            f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but only "
+            "replicas hold the same ones here. Use "
             "Trainer(sync_batchnorm=True)"
         )
     if strategy.root_device.type == "cpu":
         raise strategy.refusal(
-            "sync_batchnorm=True on the CPU: torch.nn.SyncBatchNorm takes tensors of an accelerator only. Leave it out (each replica then "
+            "sync_batchnorm=True on the CPU: torch.nn.SyncBatchNorm takes tensors of an "
+            "accelerator only. Leave it out (each replica then "
             "has statistics of its own), or use a normalization that does not look at the batch"
         )
 
@@ -250,7 +297,8 @@ def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> No
         asked = f"{strategy.folder_callback} needs them, unless checkpoint_format='file'"
     why = strategy.why_no_file() or asked
     raise strategy.refusal(
-        f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, into which every rank writes its part by "
+        f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, "
+        "into which every rank writes its part by "
         f"torch's Distributed Checkpoint ({why}). Leave it out, and use {instead}"
     )
 
@@ -258,10 +306,15 @@ def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> No
 def _check_saved(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     savers = trainer.checkpoint_callbacks if fits(trainer) else []
     if savers and strategy.config.checkpoint_format == "file":
-        copies = "master_weights=True keeps float32 copies beside the parameters" if _steps_on_copies(strategy, trainer) else ""
+        copies = (
+            "master_weights=True keeps float32 copies beside the parameters"
+            if _steps_on_copies(strategy, trainer)
+            else ""
+        )
         if why := strategy.why_no_file() or copies:
             raise strategy.refusal(
-                f"checkpoint_format='file', but {why}: use 'auto' or 'folder', into which every rank writes its part"
+                f"checkpoint_format='file', but {why}: use 'auto' or 'folder', into which every "
+                "rank writes its part"
             )
     if strategy.writes_file:
         return
@@ -278,7 +331,8 @@ def _check_replicas(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     nodes, replicas = strategy.config.data_parallel_replicas, strategy.layout.num_replicas
     if replicas % nodes:
         raise strategy.refusal(
-            f"data_parallel_replicas={nodes} does not divide the data_parallel_size of {replicas}: every node must hold as many replicas; "
+            f"data_parallel_replicas={nodes} does not divide the data_parallel_size of "
+            f"{replicas}: every node must hold as many replicas; "
             f"use one of {nearest_divisors(replicas, nodes)}"
         )
 
@@ -286,8 +340,10 @@ def _check_replicas(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
 def _check_precision(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
         raise strategy.refusal(
-            "precision='16-true' with master_weights=False: updates of float16 parameters are mostly rounded away, and their loss scale "
-            "cannot be divided out in float16; use master_weights=True, precision='16-mixed' or precision='bf16-true'"
+            "precision='16-true' with master_weights=False: updates of float16 parameters are "
+            "mostly rounded away, and their loss scale "
+            "cannot be divided out in float16; use master_weights=True, precision='16-mixed' or "
+            "precision='bf16-true'"
         )
 
 

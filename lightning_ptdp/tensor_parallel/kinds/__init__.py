@@ -30,7 +30,19 @@ __all__ = [
     "kind_from",
 ]
 
-KINDS: tuple[type[Kind], ...] = (Column, Row, Vocabulary, Position, Partial, Attention, Alias, Region, Whole, Experts, Mean)
+KINDS: tuple[type[Kind], ...] = (
+    Column,
+    Row,
+    Vocabulary,
+    Position,
+    Partial,
+    Attention,
+    Alias,
+    Region,
+    Whole,
+    Experts,
+    Mean,
+)
 """Those that a plan may name by a word."""
 
 
@@ -46,7 +58,10 @@ def kind_from(value: str | Kind, *, pattern: str) -> Kind:
         if value == kind.name:
             return kind()
     names = ", ".join(f"'{kind.name}'" for kind in KINDS)
-    raise ValueError(f"tensor[{pattern!r}]={value!r} is no kind of tensor parallelism; use {names}, or Column(parts=(...))")
+    raise ValueError(
+        f"tensor[{pattern!r}]={value!r} is no kind of tensor parallelism; use {names}, or "
+        "Column(parts=(...))"
+    )
 
 
 def fits(module: nn.Module, kind: Kind) -> bool:

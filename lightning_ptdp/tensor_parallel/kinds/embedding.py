@@ -21,7 +21,8 @@ __all__ = ["Position", "Vocabulary"]
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(Kind):
-    """``nn.Embedding`` or the ``nn.Linear`` of the output head, split by token; padded where the vocabulary does not divide."""
+    """``nn.Embedding`` or the ``nn.Linear`` of the output head, split by token; padded where the
+    vocabulary does not divide."""
 
     name = "vocabulary"
     takes = "nn.Embedding or nn.Linear"
@@ -35,16 +36,29 @@ class Vocabulary(Kind):
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         words = _words(module, place)
-        return {name: shard_vocabulary(parameter.shape, words) for name, parameter in module.named_parameters()}
+        return {
+            name: shard_vocabulary(parameter.shape, words)
+            for name, parameter in module.named_parameters()
+        }
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         weight, words, group = local["weight"], _words(module, place), place.group
         if isinstance(module, nn.Embedding):
             return VocabularyParallelEmbedding(
-                weight, vocabulary=words, padding_idx=module.padding_idx, group=group, sequence_parallel=place.sequence_parallel
+                weight,
+                vocabulary=words,
+                padding_idx=module.padding_idx,
+                group=group,
+                sequence_parallel=place.sequence_parallel,
             )
         return VocabularyParallelHead(
-            weight, local.get("bias"), vocabulary=words, group=group, sequence_parallel=place.sequence_parallel
+            weight,
+            local.get("bias"),
+            vocabulary=words,
+            group=group,
+            sequence_parallel=place.sequence_parallel,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -53,7 +67,8 @@ class Vocabulary(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Position(Kind):
-    """``nn.Embedding`` of positions: kept whole; under sequence parallelism looked up for the own slice of the sequence."""
+    """``nn.Embedding`` of positions: kept whole; under sequence parallelism looked up for the own
+    slice of the sequence."""
 
     name = "position"
     takes = "nn.Embedding"
@@ -66,11 +81,19 @@ class Position(Kind):
         check_embedding(name, module, size)
 
     def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        return super().shard(module, place) if place.sequence_parallel else (module, self.shardings(module, place))
+        return (
+            super().shard(module, place)
+            if place.sequence_parallel
+            else (module, self.shardings(module, place))
+        )
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        return SequenceShardedEmbedding(local["weight"], padding_idx=module.padding_idx, group=place.group)
+        return SequenceShardedEmbedding(
+            local["weight"], padding_idx=module.padding_idx, group=place.group
+        )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         local, fate = super().describe(key, shape, outputs_last=outputs_last)
@@ -78,4 +101,6 @@ class Position(Kind):
 
 
 def _words(module: nn.Module, place: Place) -> VocabularyRange:
-    return VocabularyRange(size=module.get_parameter("weight").size(0), parts=place.group.size, index=place.group.rank)
+    return VocabularyRange(
+        size=module.get_parameter("weight").size(0), parts=place.group.size, index=place.group.rank
+    )

@@ -24,11 +24,13 @@ _COUNT = "num_experts"
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Kind):
-    """A module with all experts of a layer, ``forward(tokens, indices, weights)`` of shapes (n, h), (n, k), (n, k), whose parameters list
-    the experts along their first dimension, and which has their number as ``num_experts``, as Hugging Face's mixtures have.
+    """A module with all experts of a layer, ``forward(tokens, indices, weights)`` of shapes (n, h),
+    (n, k), (n, k), whose parameters list the experts along their first dimension, and which has
+    their number as ``num_experts``, as Hugging Face's mixtures have.
 
     Attributes:
-        split_over: Tensor-parallel ranks over which each expert's inner width is split, too; the layout says it.
+        split_over: Tensor-parallel ranks over which each expert's inner width is split, too; the
+            layout says it.
     """
 
     split_over: Size = field(default=1, repr=False)
@@ -43,14 +45,23 @@ class Experts(Kind):
 
     def at(self, degrees: Mapping[str, int]) -> Kind | None:
         split_over = degrees["expert_tensor"]
-        return replace(self, split_over=split_over) if max(degrees["expert"], split_over) > 1 else None
+        return (
+            replace(self, split_over=split_over) if max(degrees["expert"], split_over) > 1 else None
+        )
 
     def fits(self, module: nn.Module) -> bool:
         number = getattr(module, _COUNT, None)
-        if not isinstance(number, int) or {p.size(0) if p.dim() else 0 for p in module.parameters()} != {number}:
+        if not isinstance(number, int) or {
+            p.size(0) if p.dim() else 0 for p in module.parameters()
+        } != {number}:
             return False
-        given = inspect.signature(type(module).forward).parameters.values()  # which a scripted module does not have
-        return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given) == 1 + _ARGUMENTS
+        given = inspect.signature(
+            type(module).forward
+        ).parameters.values()  # which a scripted module does not have
+        return (
+            sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given)
+            == 1 + _ARGUMENTS
+        )
 
     def misfit(self, module: nn.Module) -> str | None:
         return None if self.fits(module) else f"that takes {self.takes}"
@@ -61,27 +72,59 @@ class Experts(Kind):
             return
         if not stores_as_usual(module):
             raise ValueError(
-                f"'{name}': expert_tensor_parallel_size={self.split_over} splits what experts say how they store, and "
-                f"{type(module).__name__} does not say that as transformers' do (gate_up_proj, down_proj, is_transposed, "
-                "is_concatenated, has_gate, has_bias, _apply_gate); use expert_tensor_parallel_size=1"
+                f"'{name}': expert_tensor_parallel_size={self.split_over} splits what experts say "
+                "how they store, and "
+                f"{type(module).__name__} does not say that as transformers' do (gate_up_proj, "
+                "down_proj, is_transposed, "
+                "is_concatenated, has_gate, has_bias, _apply_gate); use "
+                "expert_tensor_parallel_size=1"
             )
-        check_divides(name, "inner width of an expert", inner_width(module), self.split_over, axis="expert_tensor")
+        check_divides(
+            name,
+            "inner width of an expert",
+            inner_width(module),
+            self.split_over,
+            axis="expert_tensor",
+        )
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        found = {name: self._sharding(module, name, p.shape, place) for name, p in module.named_parameters()}
-        return {name: replace(one, sharded=one.sharded[place.group.size == 1 :]) for name, one in found.items()}
+        found = {
+            name: self._sharding(module, name, p.shape, place)
+            for name, p in module.named_parameters()
+        }
+        return {
+            name: replace(one, sharded=one.sharded[place.group.size == 1 :])
+            for name, one in found.items()
+        }
 
-    def _sharding(self, module: nn.Module, name: str, shape: Sequence[int], place: Place) -> Sharding:
+    def _sharding(
+        self, module: nn.Module, name: str, shape: Sequence[int], place: Place
+    ) -> Sharding:
         inner = inner_parts(module, name) if self.split_over > 1 else None
-        # Without an inner dimension each tensor rank has a term of the gradient: of its tokens, or of the only rank that adds a bias.
+        # Without an inner dimension each tensor rank has a term of the gradient: of its tokens, or
+        # of the only rank that adds a bias.
         partial = ("tensor",) if place.tensor.size > 1 and inner is None else ()
-        own = shard_columns(shape, parts=shape[:1], size=place.group.size, index=place.group.rank, axis="expert", partial=partial)
+        own = shard_columns(
+            shape,
+            parts=shape[:1],
+            size=place.group.size,
+            index=place.group.rank,
+            axis="expert",
+            partial=partial,
+        )
         if inner is None:
             return own
         dim, parts = inner
-        return shard_twice(own, shard_columns(shape, parts=parts, size=self.split_over, index=place.tensor.rank, dim=dim))
+        return shard_twice(
+            own,
+            shard_columns(
+                shape, parts=parts, size=self.split_over, index=place.tensor.rank, dim=dim
+            ),
+        )
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         number = getattr(module, _COUNT)
         setattr(module, _COUNT, number // place.group.size)
         replace_forward(

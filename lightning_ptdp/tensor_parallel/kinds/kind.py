@@ -15,7 +15,15 @@ from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.layout import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SPLIT_AXES", "Kind", "Place", "SplitAxis", "check_divides", "check_embedding", "shape_text"]
+__all__ = [
+    "SPLIT_AXES",
+    "Kind",
+    "Place",
+    "SplitAxis",
+    "check_divides",
+    "check_embedding",
+    "shape_text",
+]
 
 SplitAxis = Literal["tensor", "expert", "context"]
 SPLIT_AXES = (*get_args(SplitAxis), "expert_tensor")
@@ -32,8 +40,9 @@ class Place:
     Attributes:
         group: That of the kind's axis.
         sequence_parallel: Whether activations around the module are split along the sequence.
-        shared: ``id`` of an original parameter -> its new one, read and extended: tied weights stay one parameter. Whoever made it keeps
-            the originals alive as long as it, since Python reuses ids.
+        shared: ``id`` of an original parameter -> its new one, read and extended: tied weights stay
+            one parameter. Whoever made it keeps the originals alive as long as it, since Python
+            reuses ids.
         enters: Whether no region is around the module that sums its input's gradient.
         tensor: The tensor group.
         name: Of the module.
@@ -48,23 +57,34 @@ class Place:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The axes over which the gradient of a parameter is summed that sees a slice of the sequence, where it is split."""
+        """The axes over which the gradient of a parameter is summed that sees a slice of the
+        sequence, where it is split."""
         return ("tensor",) if self.sequence_parallel else ()
 
     def columns(
-        self, shape: Sequence[int], parts: Sequence[int], *, copies: Sequence[int] | None = None, dim: int = 0
+        self,
+        shape: Sequence[int],
+        parts: Sequence[int],
+        *,
+        copies: Sequence[int] | None = None,
+        dim: int = 0,
     ) -> Sharding:
         """``shard_columns`` over the group."""
-        return shard_columns(shape, parts=parts, size=self.group.size, index=self.group.rank, copies=copies, dim=dim)
+        return shard_columns(
+            shape, parts=parts, size=self.group.size, index=self.group.rank, copies=copies, dim=dim
+        )
 
     def local(self, module: nn.Module, name: str, sharding: Sharding) -> nn.Parameter:
-        """The parameter ``name`` of the module as it is here: its part, or itself if it is not split."""
+        """The parameter ``name`` of the module as it is here: its part, or itself if it is not
+        split."""
         original = module.get_parameter(name)
         if id(original) not in self.shared:
             new = original
             if sharding.sharded:
                 with torch.no_grad():
-                    new = nn.Parameter(slice_full(original, sharding), requires_grad=original.requires_grad)
+                    new = nn.Parameter(
+                        slice_full(original, sharding), requires_grad=original.requires_grad
+                    )
                 vars(new).update(vars(original))  # marks that optimizers and initializers read
             self.shared[id(original)] = new
         return self.shared[id(original)]
@@ -80,10 +100,12 @@ class Kind:
         axis: Over whose ranks it splits.
         takes: Types of modules in words; "" for any.
         parameters: Those that a module may have; None: any.
-        ties: How a weight may be tied: to modules of the "same" kind, as a "whole" one, or as another name of "any".
+        ties: How a weight may be tied: to modules of the "same" kind, as a "whole" one, or as
+            another name of "any".
         region_part: Whether a region may hold the module.
         is_region: Whether it sums the gradient of what enters it, for all modules in it.
-        keeps_sequence: Whether what is in the module sees the whole sequence under sequence parallelism.
+        keeps_sequence: Whether what is in the module sees the whole sequence under sequence
+            parallelism.
         keeps_children: Whether the modules in it go on being modules of their own.
         pads: Whether the first dimension is padded to what divides.
     """
@@ -103,7 +125,7 @@ class Kind:
         """The kind where ``SPLIT_AXES`` have these degrees; None: it does nothing there."""
         return self if degrees[self.axis] > 1 else None
 
-    # ---- what it takes ------------------------------------------------------------------------------------------------
+    # ---- what it takes ---------------------------------------------------------------------------
 
     def fits(self, module: nn.Module) -> bool:
         """Return True if the module is of a type in ``takes``."""
@@ -143,10 +165,11 @@ class Kind:
         """Return the number of ranks that hold the same slice, for each part of the module."""
         return ()
 
-    # ---- what it does -------------------------------------------------------------------------------------------------
+    # ---- what it does ----------------------------------------------------------------------------
 
     def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        """The module to put in its place, and a sharding for each of its parameters, by their names in it."""
+        """The module to put in its place, and a sharding for each of its parameters, by their names
+        in it."""
         shardings = self.shardings(module, place)
         local = {name: place.local(module, name, sharding) for name, sharding in shardings.items()}
         new = self.build(module, local, place)
@@ -155,11 +178,15 @@ class Kind:
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         """Return the sharding of every parameter; by default each rank has it whole."""
         return {
-            name: Sharding.replicated(parameter.shape, partial=place.partial) for name, parameter in module.named_parameters()
+            name: Sharding.replicated(parameter.shape, partial=place.partial)
+            for name, parameter in module.named_parameters()
         }
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
-        """The parallel version of the module from its local parameters; without a word of the kind's own the module, with them in it."""
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
+        """The parallel version of the module from its local parameters; without a word of the
+        kind's own the module, with them in it."""
         for name, parameter in local.items():
             parent, _, key = name.rpartition(".")
             module.get_submodule(parent).register_parameter(key, parameter)
@@ -168,7 +195,7 @@ class Kind:
     def complete(self, module: nn.Module, *, group: Group) -> None:
         """Do what sequence parallelism needs when all modules have been sharded."""
 
-    # ---- what it says -------------------------------------------------------------------------------------------------
+    # ---- what it says ----------------------------------------------------------------------------
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         """(shape on one of t ranks, what becomes of it) for the parameter ``key`` of a module."""
@@ -187,7 +214,8 @@ def check_divides(name: str, label: str, number: int, size: int, *, axis: str = 
     """
     if number % size:
         raise ValueError(
-            f"'{name}': {label}={number} is not divisible by {axis}_parallel_size={size}; a size that works: "
+            f"'{name}': {label}={number} is not divisible by {axis}_parallel_size={size}; a size "
+            "that works: "
             f"{nearest_divisors(number, size)}"
         )
 
@@ -200,11 +228,16 @@ def check_embedding(name: str, module: nn.Module, size: int) -> None:
     """
     if not isinstance(module, nn.Embedding):
         return
-    options = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
+    options = {
+        "max_norm": module.max_norm,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "sparse": module.sparse,
+    }
     for option, value in options.items():
         if value:
             raise ValueError(
-                f"'{name}': nn.Embedding({option}={value}) cannot be sharded over {size} ranks; build it without, or leave it out of the "
+                f"'{name}': nn.Embedding({option}={value}) cannot be sharded over {size} ranks; "
+                "build it without, or leave it out of the "
                 "plan"
             )
 

@@ -1,4 +1,5 @@
-"""Linear layers, split by output features, and by input features behind them; and the attention that is one of each."""
+"""Linear layers, split by output features, and by input features behind them; and the attention
+that is one of each."""
 
 from __future__ import annotations
 
@@ -9,9 +10,20 @@ from torch import nn
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, check_embedding, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import (
+    Kind,
+    Place,
+    check_divides,
+    check_embedding,
+    shape_text,
+)
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.linear_like import is_conv1d, is_linear, output_input_sizes, stores_outputs_last
+from lightning_ptdp.tensor_parallel.linear_like import (
+    is_conv1d,
+    is_linear,
+    output_input_sizes,
+    stores_outputs_last,
+)
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention, why_not
 
 __all__ = ["Attention", "Column", "Row"]
@@ -19,13 +31,17 @@ __all__ = ["Attention", "Column", "Row"]
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Kind):
-    """``nn.Linear`` (or ``Conv1D``, or an ``nn.Embedding`` of something for each head) split by output features.
+    """``nn.Linear`` (or ``Conv1D``, or an ``nn.Embedding`` of something for each head) split by
+    output features.
 
     Attributes:
-        parts: Output sizes of the parts of a fused layer, e.g. (q, k, v), each split on its own; None: one part.
-        heads: Number of attention heads in each part: what must not be cut through. None: any number of features is a share.
-        copy_heads: Parts with fewer heads than there are ranks (grouped and multi-query attention, arXiv 2305.13245, 1911.02150)
-            give every rank one head; the ranks whose queries share it hold the same one.
+        parts: Output sizes of the parts of a fused layer, e.g. (q, k, v), each split on its own;
+            None: one part.
+        heads: Number of attention heads in each part: what must not be cut through. None: any
+            number of features is a share.
+        copy_heads: Parts with fewer heads than there are ranks (grouped and multi-query attention,
+            arXiv 2305.13245, 1911.02150) give every rank one head; the ranks whose queries share it
+            hold the same one.
     """
 
     parts: tuple[Size, ...] | None = None
@@ -39,12 +55,18 @@ class Column(Kind):
     def __post_init__(self) -> None:
         check_types(self)
         if self.parts == ():
-            raise ValueError("Column(parts=()): give the output sizes of all parts, like (768, 768, 768), or None for one part")
+            raise ValueError(
+                "Column(parts=()): give the output sizes of all parts, like (768, 768, 768), or "
+                "None for one part"
+            )
         if self.heads is not None:
             heads = (self.heads,) if isinstance(self.heads, int) else self.heads
             object.__setattr__(self, "heads", heads)
             if len(heads) != len(self.parts or (0,)):
-                raise ValueError(f"Column(parts={self.parts}, heads={self.heads}): give one number of heads for each part")
+                raise ValueError(
+                    f"Column(parts={self.parts}, heads={self.heads}): give one number of heads "
+                    "for each part"
+                )
 
     def __repr__(self) -> str:
         heads = f", heads={self.heads}" if self.heads is not None else ""
@@ -58,7 +80,8 @@ class Column(Kind):
         parts = self._part_sizes(out_features)
         if sum(parts) != out_features:
             raise ValueError(
-                f"'{name}': parts={parts} add up to {sum(parts)}, but out_features={out_features}; list the sizes of all parts"
+                f"'{name}': parts={parts} add up to {sum(parts)}, but "
+                f"out_features={out_features}; list the sizes of all parts"
             )
         heads = self.heads if isinstance(self.heads, tuple) else (None,) * len(parts)
         for index, (part, count) in enumerate(zip(parts, heads, strict=True)):
@@ -66,7 +89,9 @@ class Column(Kind):
             if count is None:
                 check_divides(name, label, part, size)
             elif part % count:
-                raise ValueError(f"'{name}': {label}={part} is not divisible by its number of heads, {count}")
+                raise ValueError(
+                    f"'{name}': {label}={part} is not divisible by its number of heads, {count}"
+                )
             elif not (self.copy_heads and size % count == 0):
                 check_divides(name, "number of heads", count, size)
         check_embedding(name, module, size)
@@ -81,13 +106,18 @@ class Column(Kind):
         for name, parameter in module.named_parameters():
             dim = parameter.dim() - 1 if stores_outputs_last(module) else 0
             parts = self._part_sizes(parameter.shape[dim])
-            found[name] = place.columns(parameter.shape, parts, copies=self.copies(place.group.size), dim=dim)
+            found[name] = place.columns(
+                parameter.shape, parts, copies=self.copies(place.group.size), dim=dim
+            )
         return found
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         weight = local["weight"]
         if isinstance(module, nn.Embedding):
-            # Who looks up needs no other ranks: neither is there a gradient of ids to sum, nor does the output leave.
+            # Who looks up needs no other ranks: neither is there a gradient of ids to sum, nor does
+            # the output leave.
             new = nn.Embedding(weight.size(0), weight.size(1), module.padding_idx, device="meta")
             new.weight = weight
             return new
@@ -102,11 +132,21 @@ class Column(Kind):
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        fused = f", {len(self.parts)} parts each on its own" if self.parts is not None and len(self.parts) > 1 else ""
-        whole_heads = f", whole heads ({', '.join(map(str, self.heads))})" if isinstance(self.heads, tuple) else ""
+        fused = (
+            f", {len(self.parts)} parts each on its own"
+            if self.parts is not None and len(self.parts) > 1
+            else ""
+        )
+        whole_heads = (
+            f", whole heads ({', '.join(map(str, self.heads))})"
+            if isinstance(self.heads, tuple)
+            else ""
+        )
         copied = ", at least one" if self.copy_heads else ""
         dim = len(shape) - 1 if outputs_last else 0
-        return shape_text(shape, dim), f"column: split by output features{fused}{whole_heads}{copied}"
+        return shape_text(
+            shape, dim
+        ), f"column: split by output features{fused}{whole_heads}{copied}"
 
     def _part_sizes(self, out_features: int) -> tuple[int, ...]:
         return self.parts if self.parts is not None else (out_features,)
@@ -128,9 +168,13 @@ class Row(Kind):
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         shape, dim = module.get_parameter("weight").shape, 0 if is_conv1d(module) else 1
-        return super().shardings(module, place) | {"weight": place.columns(shape, (shape[dim],), dim=dim)}
+        return super().shardings(module, place) | {
+            "weight": place.columns(shape, (shape[dim],), dim=dim)
+        }
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         return RowParallelLinear(
             local["weight"],
             local.get("bias"),
@@ -141,13 +185,16 @@ class Row(Kind):
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         if key != "weight":
-            return shape_text(shape), "row: whole, added once; gradient partial under sequence parallelism"
+            return shape_text(
+                shape
+            ), "row: whole, added once; gradient partial under sequence parallelism"
         return shape_text(shape, 0 if outputs_last else 1), "row: split by input features"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Kind):
-    """``nn.MultiheadAttention`` with its heads split; its projections are a column and a row layer."""
+    """``nn.MultiheadAttention`` with its heads split; its projections are a column and a row
+    layer."""
 
     name = "attention"
     takes = "nn.MultiheadAttention"
@@ -160,26 +207,45 @@ class Attention(Kind):
         assert isinstance(module, nn.MultiheadAttention)
         check_divides(name, "num_heads", module.num_heads, size)
         if (reason := why_not(module)) is not None:
-            raise ValueError(f"'{name}': {reason}, and its heads cannot be split; leave it out of the plan")
+            raise ValueError(
+                f"'{name}': {reason}, and its heads cannot be split; leave it out of the plan"
+            )
 
     def check_sequence(self, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-            raise ValueError(f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with batch_first=True")
+            raise ValueError(
+                f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with "
+                "batch_first=True"
+            )
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
         found = super().shardings(module, place)
         shapes = {name: sharding.full_shape for name, sharding in found.items()}
-        found["out_proj.weight"] = place.columns(shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1)
+        found["out_proj.weight"] = place.columns(
+            shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1
+        )
         for name in shapes.keys() & {"in_proj_weight", "in_proj_bias"}:
             found[name] = place.columns(shapes[name], (shapes[name][0] // 3,) * 3)
         return found
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         assert isinstance(module, nn.MultiheadAttention)
         group, split = place.group, place.sequence_parallel
-        out = RowParallelLinear(local["out_proj.weight"], local.get("out_proj.bias"), group=group, sequence_parallel=split)
+        out = RowParallelLinear(
+            local["out_proj.weight"],
+            local.get("out_proj.bias"),
+            group=group,
+            sequence_parallel=split,
+        )
         return ParallelMultiheadAttention(
-            local["in_proj_weight"], local.get("in_proj_bias"), out, whole=module, group=group, sequence_parallel=split
+            local["in_proj_weight"],
+            local.get("in_proj_bias"),
+            out,
+            whole=module,
+            group=group,
+            sequence_parallel=split,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:

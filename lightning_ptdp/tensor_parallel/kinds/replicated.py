@@ -18,8 +18,10 @@ __all__ = ["Alias", "Partial", "Region", "Whole"]
 
 @dataclass(frozen=True, kw_only=True)
 class Partial(Kind):
-    """A module that is kept whole but sees only this rank's heads or features, like the norm of queries and keys between column
-    and row layers: its parameters' gradients are parts of a sum over the group, with and without sequence parallelism."""
+    """A module that is kept whole but sees only this rank's heads or features, like the norm of
+    queries and keys between column
+    and row layers: its parameters' gradients are parts of a sum over the group, with and without
+    sequence parallelism."""
 
     name = "partial"
     parameters = None
@@ -27,7 +29,10 @@ class Partial(Kind):
     region_part = True
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        return {name: Sharding.replicated(p.shape, partial=("tensor",)) for name, p in module.named_parameters()}
+        return {
+            name: Sharding.replicated(p.shape, partial=("tensor",))
+            for name, p in module.named_parameters()
+        }
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         return shape_text(shape), "whole; gradient partial"
@@ -38,8 +43,9 @@ class Partial(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Alias(Kind):
-    """A module whose own parameters are other names of parameters of sharded modules and are not used by its forward, like
-    ``predictions.bias`` of Hugging Face's BERT, which is its decoder's: they become the sharded ones."""
+    """A module whose own parameters are other names of parameters of sharded modules and are not
+    used by its forward, like ``predictions.bias`` of Hugging Face's BERT, which is its decoder's:
+    they become the sharded ones."""
 
     name = "alias"
     parameters = None
@@ -54,8 +60,9 @@ class Alias(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Kind):
-    """A module inside the blocks that every rank computes for the whole sequence where the sequence is split around it: of its output
-    each keeps its own slice. What is sharded in it is sharded without sequence parallelism. Without that, it says nothing."""
+    """A module inside the blocks that every rank computes for the whole sequence where the sequence
+    is split around it: of its output each keeps its own slice. What is sharded in it is sharded
+    without sequence parallelism. Without that, it says nothing."""
 
     name = "whole"
     parameters = None
@@ -72,14 +79,17 @@ class Whole(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Region(Kind):
-    """A module around column layers that all take its first argument, and the row layer behind them: the argument's gradient is summed
-    over the group once, not once for each column layer. Nothing in it may be kept whole, except what is ``Partial``.
+    """A module around column layers that all take its first argument, and the row layer behind
+    them: the argument's gradient is summed over the group once, not once for each column layer.
+    Nothing in it may be kept whole, except what is ``Partial``.
 
     Attributes:
         heads: Number of attention heads, which the following have to be told.
-        arguments: Arguments of its forward with something for each head, of which a rank is given that of its own (the biases of ALiBi,
-            arXiv 2108.12409): (b, n, ...) of four dimensions, (b n, ...) of three.
-        per_head: Its own parameters with an element for each head along dimension 0, split as the heads are.
+        arguments: Arguments of its forward with something for each head, of which a rank is given
+            that of its own (the biases of ALiBi, arXiv 2108.12409): (b, n, ...) of four dimensions,
+            (b n, ...) of three.
+        per_head: Its own parameters with an element for each head along dimension 0, split as the
+            heads are.
     """
 
     heads: Size | None = None
@@ -94,7 +104,10 @@ class Region(Kind):
     def __post_init__(self) -> None:
         check_types(self)
         if (self.arguments or self.per_head) and self.heads is None:
-            raise ValueError(f"Region(arguments={self.arguments}, per_head={self.per_head}): give the number of heads, too")
+            raise ValueError(
+                f"Region(arguments={self.arguments}, per_head={self.per_head}): give the number "
+                "of heads, too"
+            )
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         if self.heads is not None:
@@ -104,9 +117,12 @@ class Region(Kind):
         for inner, child in module.named_modules():
             kind = kinds.get(f"{name}.{inner}")
             own = {key for key, parameter in child._parameters.items() if parameter is not None}
-            if not (kind is not None and kind.region_part) and own - set(() if inner else self.per_head):
+            if not (kind is not None and kind.region_part) and own - set(
+                () if inner else self.per_head
+            ):
                 raise ValueError(
-                    f"'{name}' is a region, but '{name}.{inner}' in it is kept whole, and its gradient would be counted once for "
+                    f"'{name}' is a region, but '{name}.{inner}' in it is kept whole, and its "
+                    "gradient would be counted once for "
                     "each rank; shard it, or leave the region out of the plan"
                 )
 
@@ -114,8 +130,14 @@ class Region(Kind):
         shapes = {key: module.get_parameter(key).shape for key in self.per_head}
         return {key: place.columns(shape, shape[:1]) for key, shape in shapes.items()}
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         enter_region(
-            module, heads=self.heads, arguments=self.arguments, group=place.group, sequence_parallel=place.sequence_parallel
+            module,
+            heads=self.heads,
+            arguments=self.arguments,
+            group=place.group,
+            sequence_parallel=place.sequence_parallel,
         )
         return super().build(module, local, place)

@@ -18,15 +18,18 @@ __all__ = ["Mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(Kind):
-    """A module without parameters whose result is a mean over the tokens of each sequence: under context parallelism the mean of what
-    the ranks find in their parts, which are equally long. Its gradient is that of the losses of all of them."""
+    """A module without parameters whose result is a mean over the tokens of each sequence: under
+    context parallelism the mean of what the ranks find in their parts, which are equally long. Its
+    gradient is that of the losses of all of them."""
 
     name = "mean"
     axis = "context"
     takes = "a module without parameters that returns a mean over the sequence"
     parameters = frozenset()
 
-    def build(self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place) -> nn.Module:
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+    ) -> nn.Module:
         replace_forward(module, _MeanForward, group=place.group)
         return module
 
