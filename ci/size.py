@@ -1,17 +1,20 @@
 """Size of the package in tokens of code: without comments, docstrings, newlines and indentation.
 
-Prints the size of each part of ``lightning_ptdp``, the largest first, and the sum.
+Prints the size of each part of ``lightning_ptdp``, the largest first, and the sum. Exit code 1 if the
+sum is above the limit in ``ci/size.txt``: a change that needs more raises the limit and says why.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_ptdp"
+LIMIT = Path(__file__).with_name("size.txt")
 NOT_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -38,16 +41,18 @@ def count_tokens(source: str) -> int:
     return sum(token.type not in NOT_CODE and token.start not in docstrings for token in tokens)
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Print the table, and compare the sum with the limit."""
     sizes: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         sizes[part] += count_tokens(path.read_text(encoding="utf-8"))
     for part, size in sizes.most_common():
         print(f"{size:8,}  {part}")
-    print(f"{sizes.total():8,}  all")
+    limit = int(LIMIT.read_text(encoding="utf-8"))
+    print(f"{sizes.total():8,}  all (limit {limit:,})")
+    return int(sizes.total() > limit)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

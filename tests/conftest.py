@@ -18,7 +18,6 @@ os.environ["PYTHONPATH"] = (
 )
 
 from tests.pool import Pool
-from tests.quick import is_quick
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +28,7 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is quick."""
-    here = Path(__file__).parent
+    """Mark as quick the tests of all modules that are not thorough."""
     for item in items:
-        if item.path.is_relative_to(here) and is_quick(
-            item.path.relative_to(here).with_suffix("").as_posix(), item.name
-        ):
+        if item.get_closest_marker("thorough") is None:
             item.add_marker(pytest.mark.quick)

@@ -19,6 +19,8 @@ from tests import parity
 from tests.parity import assert_same
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 @dataclass(frozen=True, kw_only=True)
 class Regions(ParallelLayout):
@@ -93,7 +95,7 @@ def test_an_axis_of_ones_own(
         assert_same(found, expected)
 
 
-ROOMS = ("tensor_parallel", "context_parallel", "schedule", "pipeline", "batch_size.py")
+ROOMS = ("tensor_parallel", "context_parallel", "schedule", "pipeline")
 CONFIGURATION = (
     "world",
     "config.py",

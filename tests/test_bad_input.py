@@ -21,6 +21,8 @@ from tests.conformance.toys import LitNet, loader
 from tests.letters import A, C, M, P, T, V
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:

@@ -30,6 +30,8 @@ from tests.letters import SP, A, C, M, P, R, S, T, V
 from tests.parity import LitTiny, Run, assert_same, fit, gpt_config
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "d2 sharded": {"shard_optimizer": True},
     "t2": {T: 2, R: "selective"},

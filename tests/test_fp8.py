@@ -26,7 +26,7 @@ from tests.tensor_parallel.toy import tensor_group
 
 SCALINGS = ("tensorwise", "rowwise")
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore:fp8 on a CPU")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:fp8 on a CPU")]
 
 
 class Conv1D(nn.Module):

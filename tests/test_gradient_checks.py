@@ -16,6 +16,8 @@ from tests.conformance.toys import LitNet, loader
 from tests.letters import M, P, Z
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class LitPoisoned(LitNet):
     """The second microbatch of the second step on the last rank has a loss of nan."""

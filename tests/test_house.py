@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick import CHOSEN, THOROUGH
-
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "lightning_ptdp"
 
@@ -34,6 +32,19 @@ def test_rooms_do_not_import_each_other_in_a_circle() -> None:
     )  # a circle is a CycleError, which shows it
 
 
+def test_names_of_modules_are_used_once() -> None:
+    """Two files of one name make a stranger open the wrong one; each verb of ``ptdp`` is a module."""
+    found: dict[str, list[Path]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        if file.parent.name != "cli" and file.stem != "__init__":
+            found.setdefault(file.stem, []).append(file.relative_to(PACKAGE))
+    assert not [files for files in found.values() if len(files) > 1]
+
+
+def test_the_top_level_is_small() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
 @pytest.mark.parametrize("folder", [TESTS, TESTS.parent / "ci"], ids=lambda folder: folder.name)
 def test_what_several_tests_use_stands_in_a_module_without_tests(folder: Path) -> None:
     """A test that is imported runs twice, or its fixtures are found where nobody looks for them."""
@@ -45,10 +56,6 @@ def test_what_several_tests_use_stands_in_a_module_without_tests(folder: Path) -
         if any(part.startswith("test_") for part in node.module.split("."))
     ]
     assert not wrong
-
-
-def test_modules_that_are_not_quick_are_there() -> None:
-    assert not [name for name in (*THOROUGH, *CHOSEN) if not (TESTS / f"{name}.py").is_file()]
 
 
 def test_no_class_defines_wrapped() -> None:

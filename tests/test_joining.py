@@ -23,6 +23,8 @@ from lightning_ptdp.strategy.expected_ranks import Crowd
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
 
+pytestmark = pytest.mark.thorough
+
 LIMIT = timedelta(seconds=2)
 
 

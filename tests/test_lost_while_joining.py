@@ -31,6 +31,8 @@ from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import PRELOAD
 from tests.processes import listening
 
+pytestmark = pytest.mark.thorough
+
 LIMIT_S = 4.0
 LONG_S = 600.0
 HANGS_S = 60.0

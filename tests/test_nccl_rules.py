@@ -23,6 +23,8 @@ from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.streams import stuck_operations
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "d4": {},
     "d4 two levels": {

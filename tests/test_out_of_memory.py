@@ -19,6 +19,8 @@ from tests.letters import M, P, T
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 GIB = 2.0**30
 
 

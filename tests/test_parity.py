@@ -16,6 +16,8 @@ from tests.parity import Frozen, Run, assert_same, fit
 from tests.pipeline.grid import weights_at_the_end
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),
@@ -73,6 +75,8 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "t2p2 not scattered": (4, {T: 2, P: 2, M: 2, "scatter_gather": False}),
 }
 
+QUICK = ("d2", "p2v2", "t2sp")
+
 
 @pytest.fixture(scope="module")
 def reference(pool: Pool) -> Any:
@@ -83,7 +87,10 @@ def reference(pool: Pool) -> Any:
     return lambda **kwargs: one_process(Frozen(**kwargs))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.quick) if name in QUICK else name for name in LAYOUTS],
+)
 def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(
     name: str, pool: Pool, reference: Any
 ) -> None:

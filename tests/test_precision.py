@@ -16,6 +16,8 @@ from tests.letters import D, M, P, S, V, Z
 from tests.parity import Frozen, Run, fit
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "m4": (1, {M: 4}),
     "d2": (2, {M: 2}),

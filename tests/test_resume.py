@@ -17,6 +17,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "d2": (2, {}),

@@ -12,6 +12,8 @@ from tests.letters import SP, C, D, G, M, P, S, T, V, Z
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {Z: True}),
     "d2 overlapped": (2, {Z: True, G: True}),

@@ -20,6 +20,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 SAMPLES, LENGTH, WIDTH, HEADS = 8, 8, 16, 2
 
 

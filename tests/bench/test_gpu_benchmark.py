@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
 ABSENT = ("litdata", "mlflow", "sentencepiece", "peft")
 ALONE = """

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
 NAMES = sorted(
     path.stem

@@ -34,6 +34,8 @@ from tests.huggingface.architectures import Samples
 from tests.letters import SP, C, E, M, P, R, S, T, V
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 STEPS, EVERY = 4, 2
 NAMES = (
     "expert_load_max",

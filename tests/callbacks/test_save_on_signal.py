@@ -22,6 +22,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class Terminate(L.Callback):
     """Signals this process when a step begins."""

@@ -35,6 +35,8 @@ from lightning_ptdp.data_parallel.flat_shards import FlatSharding, Shard
 from lightning_ptdp.schedule.partition import partition_layers
 from tests.checkpoint.layouts import PADDING, shard
 
+pytestmark = pytest.mark.thorough
+
 LAYERS = 5
 Tensors = dict[str, tuple[torch.Tensor, Placed]]
 

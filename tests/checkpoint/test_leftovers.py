@@ -34,6 +34,8 @@ from lightning_ptdp.checkpoint.write_locks import Claim
 from tests.checkpoint.every_step import fit_saving
 from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
 
+pytestmark = pytest.mark.thorough
+
 
 def _die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -20,6 +20,8 @@ from tests.checkpoint.lit_saved import make
 from tests.conformance.toys import P2, Place, assert_weights, make_trainer, weights
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LitSaved, SavedData = make(L)
 OTHER = {"width": 6, "rates": (0.05, 0.3), "names": ["a"]}
 

@@ -19,6 +19,8 @@ from lightning_ptdp.parameters.sharding import Sharding
 from tests.checkpoint.layouts import LAYOUTS, Layout, blank, full_model, held
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 STATE = {"epoch": 3, "loops": {"fit_loop": {"batches": [1, 2]}}, "best": torch.tensor(0.25)}
 
 

@@ -18,6 +18,8 @@ from lightning_ptdp.checkpoint import CheckpointError, is_checkpoint, write_file
 from tests.conformance.toys import P2, LitNet, Place, assert_weights, loader, make_trainer, weights
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 ONE, D2, SHARDED = (
     Place(),
     Place(world_size=2),

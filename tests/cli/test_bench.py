@@ -14,6 +14,8 @@ from lightning_ptdp.cli.bench import layout_options
 from lightning_ptdp.cli.error_messages import UserError
 from tests.cli.commands import PTDP
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -17,6 +18,8 @@ from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadat
 from lightning_ptdp.cli import main
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.pool import Pool
+
+pytestmark = pytest.mark.thorough
 
 Run = Callable[..., tuple[int, str, str]]
 

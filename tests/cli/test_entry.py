@@ -30,6 +30,8 @@ from lightning_ptdp.data import StreamDataModule, TextDataModule
 from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 VERBS = [

@@ -13,6 +13,8 @@ import pytest
 
 from lightning_ptdp.checkpoint import read_metadata
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 STRATEGY = [

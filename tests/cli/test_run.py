@@ -20,6 +20,8 @@ from lightning_ptdp.checkpoint import read_metadata, verify_checkpoint
 from tests.cli.commands import PTDP
 from tests.processes import session
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 LOGGED = {

@@ -22,6 +22,8 @@ from lightning_ptdp.cli import main
 from lightning_ptdp.models import AdamWConfig, LitCausalLM
 from lightning_ptdp.models.tiny import make_tiny
 
+pytestmark = pytest.mark.thorough
+
 Said = Callable[..., tuple[int, str, str]]
 
 GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]

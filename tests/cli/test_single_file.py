@@ -17,6 +17,8 @@ from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert
 from tests.cli.conftest import tiny
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 FORMATS = ("file", "folder")
 STRATEGY = "--trainer.strategy=lightning_ptdp.PTDPStrategy"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 CONFIG = {

@@ -17,6 +17,8 @@ from lightning_ptdp.cli.entry import VERBS
 from lightning_ptdp.models import LitGPT
 from tests.models.theirs import hf_gpt2
 
+pytestmark = pytest.mark.thorough
+
 # What makes a recipe's run one of a second: a tiny model on a tiny text.
 TINY = (
     "--data.source text --data.data_dir tokens --data.vocabulary_size 320 --data.sequence_length "

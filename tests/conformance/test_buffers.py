@@ -23,6 +23,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class LitStatistics(LitNet):
     """Running statistics in a block, a codebook of the module's own, and one that no state

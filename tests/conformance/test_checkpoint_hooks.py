@@ -31,6 +31,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 WHOLE = {
     "one": PLACES["one"],
     "m4": (Place(layout={"num_microbatches": 4}), Place(reference="auto")),

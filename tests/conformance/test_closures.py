@@ -25,6 +25,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 M4, D2M4 = (
     Place(layout={"num_microbatches": 4}),
     Place(world_size=2, layout={"num_microbatches": 4}),

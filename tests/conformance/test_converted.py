@@ -26,6 +26,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class Scaled(nn.Linear):
     """Computes what ``nn.Linear`` does, with a parameter more."""

@@ -13,7 +13,8 @@ import pytest
 from tests.processes import session
 
 PROGRAM = Path(__file__).parents[2] / "ci" / "endings.py"
-pytestmark = pytest.mark.timeout(600)  # several starts, each of minutes beside many busy processes
+# Several starts, each of minutes beside many busy processes.
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("launcher", ["one", "ranks", "fork"])

@@ -23,6 +23,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 ONE = Place(reference="auto")
 
 

@@ -16,6 +16,8 @@ from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class LitHook(LitBlocks):
     """Learns from the size of its gradients, too."""

@@ -15,6 +15,8 @@ from torch.distributed import ReduceOp
 from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer, metrics
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 D2, D2M2, P2D2 = (
     Place(world_size=2),
     Place(world_size=2, layout={"num_microbatches": 2}),

@@ -17,6 +17,8 @@ import torch
 from tests.conformance.launched import results, started, trained_alone
 from tests.processes import Session, listening
 
+pytestmark = pytest.mark.thorough
+
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 

@@ -18,6 +18,8 @@ from lightning_ptdp.loggers import MLFlowLogger
 from tests.conformance.toys import LitNet, Place, both, loader, make_trainer, metrics
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class LogsEverything(LitNet):
     """Every way of calling ``self.log`` in a step; a validation loss for each loader."""

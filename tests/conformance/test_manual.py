@@ -24,6 +24,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class LitGAN(LitNet):
     """A generator and a critic that share the batch, not the optimizer; closures, schedulers and

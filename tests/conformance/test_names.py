@@ -33,6 +33,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 QUIET = {
     "accelerator": "cpu",
     "max_epochs": 1,

@@ -29,6 +29,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 ALL = ["one", "d2", "p2"]
 
 

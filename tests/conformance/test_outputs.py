@@ -29,6 +29,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 PIPELINE = Place(world_size=2, layout=P2)
 
 

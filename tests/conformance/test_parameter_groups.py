@@ -17,6 +17,8 @@ from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches, run_refus
 from tests.conformance.toys import Losses, Place, assert_weights, make_trainer, weights
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 ADAM = {"lr": 1e-2, "eps": 1e-5}
 
 

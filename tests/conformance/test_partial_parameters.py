@@ -16,6 +16,8 @@ from tests.conformance.blocks import LAYOUTS, ONE, P2, PLAN, LitBlocks, batches,
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 
 class LitPenalty(LitBlocks):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -28,6 +28,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class Groups(L.Callback):
     """The rates and sizes of the optimizer's groups, by step."""

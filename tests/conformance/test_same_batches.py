@@ -17,6 +17,8 @@ from lightning_ptdp.engine.rank_agreement import batch_sums
 from tests.conformance.toys import P2, LitNet, Place, make_trainer, samples
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class Augmented(Dataset):
     """Samples with noise of every generator."""

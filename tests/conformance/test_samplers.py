@@ -24,6 +24,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class SeenSamples(L.Callback):
     """Targets of every training batch, one list an epoch: they tell the samples apart."""

@@ -26,6 +26,8 @@ from tests.conformance.toys import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 EVERYWHERE = list(PLACES)
 
 

@@ -24,6 +24,8 @@ from torchmetrics import (
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS = {
     "p2": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
     "p2 one microbatch": (2, {"pipeline_parallel_size": 2, "num_microbatches": 1}),

@@ -14,6 +14,8 @@ import torch
 
 from tests.conformance.launched import results, started, trained_alone
 
+pytestmark = pytest.mark.thorough
+
 ADDRESSES = ("10.213.9.1", "10.213.9.2")
 LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
 

@@ -25,6 +25,8 @@ from tests.context_parallel.toy import (
 )
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 24
 
 CASES: dict[str, dict[str, Any]] = {

@@ -21,6 +21,8 @@ from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import assert_gradients
 
+pytestmark = pytest.mark.thorough
+
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
 LENGTH = 24
 

@@ -25,6 +25,8 @@ from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal
 from tests.context_parallel.toy import assert_close, context_group, own
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 16
 KINDS: list[AttentionKind] = ["ring", "all_to_all"]
 

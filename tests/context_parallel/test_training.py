@@ -13,6 +13,8 @@ from tests.letters import SP, A, C, M, P, R, S, T, V
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "c2": (2, {C: 2}),
     "c2 heads": (2, {C: 2, A: "all_to_all"}),

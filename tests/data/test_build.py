@@ -18,6 +18,8 @@ from lightning_ptdp.data.work_folder import work_folder
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents
 
+pytestmark = pytest.mark.thorough
+
 WORK = ".store.preparing"
 
 

@@ -14,6 +14,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "d2 flat": (2, {}),
     "d2 sharded": (2, {"shard_optimizer": True}),

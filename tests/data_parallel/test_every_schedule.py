@@ -12,6 +12,8 @@ import torch
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},
     "1f1b": {},

@@ -20,6 +20,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),

@@ -12,6 +12,8 @@ import pytest
 from tests.docs.blocks import find_blocks, run_blocks
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path

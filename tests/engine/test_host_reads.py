@@ -18,6 +18,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import Wait, Waits, fake_cuda
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 HALF = {"precision": "bf16-true"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {

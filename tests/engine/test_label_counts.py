@@ -17,6 +17,8 @@ from lightning_ptdp.engine.label_counts import is_uneven, label_spread
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 VOCABULARY = 8
 
 

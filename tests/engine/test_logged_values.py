@@ -24,6 +24,8 @@ from tests.letters import C, M, P
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "c2": (2, {C: 2}),
     "c2m2": (2, {C: 2, M: 2}),

@@ -38,6 +38,8 @@ from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 BERT = BertConfig.original(
     vocabulary_size=60, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2
 )

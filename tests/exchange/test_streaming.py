@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -25,6 +26,8 @@ from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.models import GPTConfig
+
+pytestmark = pytest.mark.thorough
 
 CONFIG = GPTConfig.gpt2(
     vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8

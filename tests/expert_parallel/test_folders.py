@@ -16,6 +16,8 @@ from tests.huggingface.architectures import build
 from tests.letters import E, M, P, T
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 FOLDER = {"checkpoint_format": "folder"}

@@ -16,6 +16,8 @@ from tests.huggingface.unseen import Run, refusal, verified
 from tests.letters import ET, SP, C, E, M, P, T, V
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 STEPS, CLIP = 6, 0.1

@@ -20,6 +20,8 @@ from tests.expert_parallel.own import Run, config_of, fit, module_of, trainer_of
 from tests.letters import ET, SP, C, E, M, P, T, V, Z
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS = {
     "e2": (2, {E: 2}),
     "e4 m2": (4, {E: 4, M: 2}),

@@ -14,6 +14,8 @@ from tests.expert_parallel.toy import LitMixture, Run, fit, trainer_of
 from tests.letters import E, M, P, V, Z
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 
 def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
     expected = (
@@ -36,10 +38,10 @@ def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (2, {E: 2}),
+        pytest.param(2, {E: 2}, marks=pytest.mark.quick),
         (4, {E: 4, M: 2}),
         (4, {E: 2, Z: True}),
-        (4, {E: 2, P: 2, V: 2, M: 2}),
+        pytest.param(4, {E: 2, P: 2, V: 2, M: 2}, marks=pytest.mark.quick),
         (4, {E: 2, P: 2, M: 2, "schedule": "zb_h1"}),
         (2, {E: 2, "recompute": "full"}),
     ],

@@ -16,6 +16,8 @@ from tests.generation.writing import Writing, fit
 from tests.huggingface.runs import LAYOUTS
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 Fit = Callable[..., list[dict[str, Any]]]
 
 

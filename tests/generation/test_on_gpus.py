@@ -22,6 +22,8 @@ from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.streams import stuck_operations
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = 6
 
 

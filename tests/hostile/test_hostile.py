@@ -13,6 +13,8 @@ import pytest
 from tests.hostile import Case, configurations, data, models, tokenizers
 from tests.hostile.confined import CANARY, Confinement, Outcome
 
+pytestmark = pytest.mark.thorough
+
 _OF_EACH = 12
 
 

@@ -19,6 +19,8 @@ from lightning_ptdp.strategy.checks.packed_samples import why_not_packed
 from tests.huggingface.runs import LAYOUTS, Recorder, make_model
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 

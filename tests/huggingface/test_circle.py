@@ -10,6 +10,8 @@ import pytest
 from tests.huggingface.circle import CIRCLE, differences_around
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 

@@ -24,6 +24,8 @@ from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_mo
 from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 transformers = pytest.importorskip("transformers")
 
 

@@ -13,6 +13,8 @@ from tests.letters import SP, T
 from tests.parity import assert_same
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LLAMA = Run(model="llama", options=(("use_cache", False),))
 COMPILED = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 

@@ -13,6 +13,8 @@ from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import LitHuggingFace, Run, check
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 

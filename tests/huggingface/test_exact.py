@@ -19,6 +19,8 @@ from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import counted_collectives, tensor_group, whole_gradient
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 ALL = r".*(_proj|lm_head|embed_tokens)"

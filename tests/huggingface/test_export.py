@@ -36,6 +36,8 @@ from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
 from tests.letters import C, M, P, T, V
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
 TIED = (("tie_word_embeddings", True),)

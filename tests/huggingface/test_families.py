@@ -14,6 +14,8 @@ from tests.huggingface.unseen import Run, refusal, verified
 from tests.letters import SP, M, P, T, V
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 ENCODER_DECODERS = ("t5", "bart", "whisper")

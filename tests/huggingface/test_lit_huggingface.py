@@ -27,6 +27,8 @@ from tests.huggingface.runs import LAYOUTS, Run, Samples, check, fit, make_model
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 transformers = pytest.importorskip("transformers")
 
 

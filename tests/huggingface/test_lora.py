@@ -24,6 +24,8 @@ from tests.huggingface.runs import SAMPLES, LitHuggingFace, Run, Samples, check,
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("peft")
 
 OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01, decay_steps=4)

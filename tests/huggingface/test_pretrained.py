@@ -16,6 +16,8 @@ from tests.huggingface.runs import LitHuggingFace, Run, fit, make_model
 from tests.letters import M, P, T, V
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 TIED = (("tie_word_embeddings", True),)

@@ -16,6 +16,8 @@ from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit
 from tests.letters import M, P, T, V
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 transformers = pytest.importorskip("transformers")
 
 TOWER = {

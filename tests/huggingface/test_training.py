@@ -13,6 +13,8 @@ import torch
 from tests.huggingface.runs import LAYOUTS, SAMPLES, Run, check, fit
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 

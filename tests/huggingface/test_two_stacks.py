@@ -15,6 +15,8 @@ from lightning_ptdp.models.plans import find_plan
 from tests.huggingface.runs import Samples, make_model
 from tests.pipeline.crossing_models import Emulated
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 CUTS = ((3,), (1, 3, 5), (2, 4, 6))

@@ -12,6 +12,8 @@ from tests.letters import SP, C, M, P, R, S, T, V
 from tests.parity import Frozen, Run, assert_same, fit
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 KEYED = {"keyed_dropout": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "m4": (1, {M: 4}),

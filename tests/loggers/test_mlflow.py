@@ -30,6 +30,8 @@ from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.models import GPTConfig
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def rank_zero() -> Iterator[None]:

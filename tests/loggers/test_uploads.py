@@ -19,6 +19,8 @@ from lightning_ptdp.loggers import MLFlowLogger
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 def train(rank: int, path: str, make_logger: Any, log_model: Any) -> Any:
     L.seed_everything(1, verbose=False)

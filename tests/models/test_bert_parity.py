@@ -18,6 +18,8 @@ from tests.letters import SP, C, M, P, T, V
 from tests.parity import Recorder
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {}),
     "t2": (2, {T: 2}),

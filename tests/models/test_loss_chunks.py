@@ -19,6 +19,8 @@ from lightning_ptdp.tensor_parallel import linear_cross_entropy
 from tests.letters import P, T
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 SIZES: dict[str, Any] = {
     "vocabulary_size": 61,
     "sequence_length": 8,

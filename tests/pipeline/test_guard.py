@@ -26,6 +26,8 @@ from tests.pipeline.losing import train, work
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
 
+pytestmark = pytest.mark.thorough
+
 LIMIT_S, STEP_S = 100.0, 1.0
 
 

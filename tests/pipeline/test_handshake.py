@@ -16,6 +16,8 @@ from tests.pipeline.grid import Case, make_batch, unsplit
 from tests.pipeline.watched import Outcome, Rank, assert_same, summed
 from tests.pool import Pool, WorkerFailure
 
+pytestmark = pytest.mark.thorough
+
 SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v")}
 
 

@@ -36,6 +36,8 @@ from tests.expert_parallel.toy import LENGTH, VOCABULARY, LitMixture, Run
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
 
+pytestmark = pytest.mark.thorough
+
 LIMIT_S = 3.0
 SAVE_LIMIT_S = 5.0
 """By then a test that should have ended hangs."""

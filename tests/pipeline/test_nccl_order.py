@@ -19,6 +19,8 @@ from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.nccl import Habits, operations
 
+pytestmark = pytest.mark.thorough
+
 SCHEDULES = (
     ("gpipe", 1),
     ("1f1b", 1),

@@ -25,6 +25,8 @@ from tests.pipeline.crossing_models import ids as batch_of
 from tests.pipeline.jobs import SumJob
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 DTYPES = (
     torch.float32,

@@ -17,6 +17,8 @@ from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
 from tests.pipeline.watched import Outcome, Rank, assert_same, summed
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 MICROBATCHES = (8, 1, 2, 3, 5)
 GRID = [case for p in (1, 2, 3, 4) for case in cases(p)]
 SPLIT = [case for case in GRID if case.build(1).splits_backward]

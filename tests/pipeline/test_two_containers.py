@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import WIDTH, Block, Emulated
 
+pytestmark = pytest.mark.thorough
+
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 CUTS = ((1,), (2,), (3,), (4,), (5,), (6,), (2, 3), (1, 3, 5), (3, 4), (1, 2, 3, 4, 5, 6))
 """Stages begin with these of the three layers of the encoder and the four of the decoder."""

@@ -29,6 +29,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 HANGS_S = 40.0
 """By then a test that should have ended hangs."""
 

@@ -32,6 +32,8 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
 
+pytestmark = pytest.mark.thorough
+
 SIZES: dict[str, Any] = {
     "vocabulary_size": 64,
     "sequence_length": 48,

@@ -21,6 +21,8 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
 from lightning_ptdp.world.stage_placement import stages_of_rank
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("transformers")
 
 RECIPES = [name for name in recipe_names() if name.startswith("hf/")]

@@ -23,6 +23,8 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_data, check_model
 from tests.recipes.published import PUBLISHED
 
+pytestmark = pytest.mark.thorough
+
 RECIPES = recipe_names()
 SIZED = [name for name in RECIPES if not name.startswith("hf/")]  # whose sizes are in the recipe
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

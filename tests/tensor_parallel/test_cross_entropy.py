@@ -15,6 +15,8 @@ from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group, with_z_loss
 
+pytestmark = pytest.mark.thorough
+
 
 def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
     """This member's columns; what pads them would win every softmax if it took part."""

@@ -29,6 +29,8 @@ from tests.tensor_parallel.toy import (
     toy_plan,
 )
 
+pytestmark = pytest.mark.thorough
+
 
 def shifted_loss(model: nn.Module, ids: Tensor) -> Tensor:
     """A language model's loss, as anybody would write it."""

@@ -13,6 +13,8 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.verification import VerificationError
 from tests.verification.toys import Lit, Summed, loader
 
+pytestmark = pytest.mark.thorough
+
 
 def trainer(folder: Path, **options: Any) -> L.Trainer:
     return L.Trainer(

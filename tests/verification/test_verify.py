@@ -16,6 +16,8 @@ from tests.parity import LitValidated, Run
 from tests.verification import toys
 from tests.verification.toys import Lit, LitAdam, LitClocked, LitCounted, LitNoisy, loader, tokens
 
+pytestmark = pytest.mark.thorough
+
 D2: dict[str, Any] = {"devices": 2}
 M2 = {"num_microbatches": 2}
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
