@@ -1,18 +1,16 @@
-"""Checkpoints that belong to the model and not to the layout, through torch's Distributed
-Checkpoint (DCP).
+"""Checkpoints that belong to the model and not to the layout.
 
 A checkpoint is Lightning's single file where one rank holds all of it (single_file.py), else a
-folder. There tensors are stored as rectangles of the full, single-process tensors under global
-names, so that any layout reads what any other wrote; everything else is one small file each::
+folder. A folder holds rectangles of the full, single-process tensors, so that every layout reads
+the checkpoints of all others. The data files are safetensors; any of its readers opens them::
 
     last.ckpt/
       metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
       index.json       which rectangle is in which file, and where
       state.pt         loops, callbacks, schedulers, hyperparameters: ``torch.load(..., weights_only=True)`` reads it
-      README.txt       how this folder is read, for whoever finds it
-      .metadata        the same as index.json for DCP's own tools; a pickle, never read here
-      __0_0.distcp …   the rectangles, one file or more a rank
-      __0_0.crc …      checksums of their blocks
+      README.txt       how to read this folder
+      rank0-0.safetensors …  rectangles, in one file or more a rank
+      rank0-0.crc …    checksums of their blocks
 
 A folder appears under its name complete or not at all, and an error on one rank is the same error
 on every rank."""

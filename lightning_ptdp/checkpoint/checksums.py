@@ -5,7 +5,7 @@ holding the interpreter's lock (where sha256 without special instructions runs a
 and notices every damage that is confined to 32 bits and all but 2^-32 of any other. It is no
 defence against intent; nor is anything that lies beside the data.
 
-``__0_0.distcp`` has its sums in ``__0_0.crc``: an array of (offset of the block, CRC-32 of it),
+``rank0-0.safetensors`` has its sums in ``rank0-0.crc``: an array of (offset of the block, CRC-32 of it),
 both little-endian. The values of a tensor, if they are at least a block, begin a block of their
 own: a part of a tensor that begins at a round place is read without what comes before it."""
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 BLOCK = 16 * 1024
-DATA_SUFFIX, SUMS_SUFFIX = ".distcp", ".crc"
+DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
 Array = np.ndarray[Any, Any]
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
 _MOST_BLOCK = 4 * BLOCK
@@ -103,7 +103,7 @@ def summing(path: Path) -> Iterator[SummingFile]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSums:
-    """Content of ``__0_0.crc`` for a file of n blocks.
+    """Content of ``rank0-0.crc`` for a file of n blocks.
 
     Attributes:
         starts: Where the blocks begin, and behind them the file's size; (n + 1) int64.

@@ -1,5 +1,4 @@
-"""``index.json``: which rectangle of which tensor is where. It is what we read; ``.metadata`` says
-the same to torch's own tools."""
+"""``index.json``: the file and the byte at which each rectangle of each tensor begins."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +24,7 @@ from lightning_ptdp.base.checked_json import (
 from lightning_ptdp.base.untrusted import parse_json
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
-from lightning_ptdp.checkpoint.checksums import SummedFile
-from lightning_ptdp.checkpoint.format_1 import find_values, parse_index
 from lightning_ptdp.checkpoint.metadata import (
-    DCP_FILE,
     INDEX_FILE,
     CheckpointMetadata,
     TensorEntry,
@@ -39,7 +35,7 @@ from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 __all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
 
 _FORMAT = "lightning-ptdp index"
-_SMALLEST_ARCHIVE = 512  # bytes that torch.save writes around nothing, and less
+_SMALLEST = 48  # bytes of a rectangle in a header of safetensors, and less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,6 @@ class Index:
         metadata: The checkpoint's.
         files: Names of data files, to which the rectangles refer by number.
         tensors: Rectangles of every tensor, as lists of [file, begin, offset, shape].
-        find: From a file and what the index says of a rectangle, where its values begin.
     """
 
     def __init__(
@@ -76,9 +71,7 @@ class Index:
         *,
         files: Sequence[str],
         tensors: Mapping[str, Json],
-        find: Callable[[SummedFile, int], int] = lambda file, begin: begin,
     ) -> None:
-        self.find = find
         self.rectangles = functools.cache(self._rectangles)
         self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
         if unlisted := sorted(set(files) - metadata.files.keys()):
@@ -155,20 +148,17 @@ def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) 
 
 
 def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
-    """Return the positions of a checkpoint's tensors, also for format 1.
+    """Return the positions of a checkpoint's tensors.
 
     Raises:
         CheckpointError: The index is damaged.
     """
-    if metadata.format_version == 1:
-        names, tensors = parse_index(folder / DCP_FILE, read_verified(folder, metadata, DCP_FILE))
-        return Index(folder / DCP_FILE, metadata, files=names, tensors=tensors, find=find_values)
     file = folder / INDEX_FILE
     stored = sum(entry.size for entry in metadata.files.values())
     dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
     # A rectangle is three lists with offset, extent, file and place, a comma behind each.
     most = (
-        (8 + 2 * dimensions) * (stored // _SMALLEST_ARCHIVE + 1)
+        (8 + 2 * dimensions) * (stored // _SMALLEST + 1)
         + 2 * len(metadata.tensors)
         + 2 * len(metadata.files)
         + 16

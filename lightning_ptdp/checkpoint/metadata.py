@@ -44,7 +44,6 @@ from lightning_ptdp.checkpoint.checksums import (
 from lightning_ptdp.version import __version__
 
 __all__ = [
-    "DCP_FILE",
     "INDEX_FILE",
     "METADATA_FILE",
     "README_FILE",
@@ -62,9 +61,9 @@ __all__ = [
 
 FORMAT = "lightning-ptdp checkpoint"
 _MOST_JSON = 1 << 26  # bytes
-FORMAT_VERSION = 2  # 1 had no index.json: format_1.py
+FORMAT_VERSION = 3
 METADATA_FILE, INDEX_FILE, STATE_FILE = "metadata.json", "index.json", "state.pt"
-DCP_FILE, README_FILE = ".metadata", "README.txt"
+README_FILE = "README.txt"
 _STORED = re.compile(r"bool|(u?int|b?float|complex)(8|16|32|64|128)(_e\w+)?")
 _DTYPES: Mapping[str, torch.dtype] = {
     name: dtype
@@ -114,8 +113,7 @@ class CheckpointMetadata:
         files: Every other file of the folder by its name.
         created: When it was written, in seconds since 1970, later than what was in its folder by
             then, whatever the clock said (save_folders.py): orders checkpoints.
-        format_version: Version of the format. Tensors are listed in ``index.json`` since 2, before
-            in DCP's index alone.
+        format_version: Version of the format.
     """
 
     run: Mapping[str, Json]
@@ -257,10 +255,10 @@ def _content(folder: Path) -> dict[str, Json]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the metadata of a {FORMAT}, or is damaged")
     version = content.get("version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if isinstance(version, int) and version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} has format version {version}, this lightning-ptdp reads up to "
-            f"{FORMAT_VERSION}: update the package"
+            f"{folder} has format version {version}, but this lightning-ptdp reads version "
+            f"{FORMAT_VERSION}: install the release that wrote it, or a newer one"
         )
     if content.pop("sha256", None) != _digest(content):
         raise CheckpointError(
@@ -278,8 +276,8 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
     fields = _FIELDS(content)
     del fields["format"]
     metadata = CheckpointMetadata(format_version=fields.pop("version"), **fields)
-    if (listed := INDEX_FILE if metadata.format_version > 1 else DCP_FILE) not in metadata.files:
-        raise Misfit(f"does not list {listed}", "files")
+    if INDEX_FILE not in metadata.files:
+        raise Misfit(f"does not list {INDEX_FILE}", "files")
     for name, file in metadata.files.items():
         if (file.sha256 is None) != name.endswith(DATA_SUFFIX):
             raise Misfit(
@@ -316,7 +314,7 @@ _ENTRY = record(
 _FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
 _FIELDS = record(
     format=text(),
-    version=integer(1, FORMAT_VERSION),
+    version=integer(FORMAT_VERSION, FORMAT_VERSION),
     created=number(0.0, _LAST_SECOND),
     run=_run,
     packages=map_of(text()),

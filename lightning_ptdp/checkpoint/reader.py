@@ -118,7 +118,7 @@ class TensorReader:
                 read_rectangle(
                     file,
                     wanted.values[common.seen_from(wanted.offset).slices],
-                    begin=self._index.find(file, stored.begin),
+                    begin=stored.begin,
                     dtype=self.tensors[wanted.name].dtype,
                     shape=stored.place.shape,
                     offset=common.seen_from(stored.place.begin).begin,

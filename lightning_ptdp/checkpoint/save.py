@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ptdp.checkpoint import _dcp, files
+from lightning_ptdp.checkpoint import data_files, files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.index import write_index
 from lightning_ptdp.checkpoint.latest import latest_follows
@@ -154,8 +154,9 @@ def save_rectangles(
         with same_outcome(doing, group):
             if is_rank_zero():
                 keeper.take(claim)
-        with same_outcome(doing, group):
-            written = _dcp.write_rectangles(part, cut_strips(rectangles), group, num_files)
+        written = data_files.write_rectangles(
+            part, cut_strips(rectangles), doing=doing, group=group, num_files=num_files
+        )
         with same_outcome(doing, group):
             if is_rank_zero():
                 for name, small in ((STATE_FILE, content), (README_FILE, README.encode())):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, explain
 from lightning_ptdp.shims.torch import is_communication_error
@@ -69,23 +68,16 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
     reasons: dict[int, str] = {}
     try:
         yield
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         if is_communication_error(error):
             raise  # whoever is lost will not come to an agreement
-        cause, reasons = error, _reasons(error)
+        cause, reasons = error, {own_rank(): explain(error)}
     everyone = gather(reasons, group)
     failures = {rank: reason for part in everyone for rank, reason in part.items()}
     if failures:
         raise CheckpointError(
             f"{doing} failed: {_describe(failures, world_size=len(everyone))}"
         ) from cause
-
-
-def _reasons(error: BaseException) -> dict[int, str]:
-    """Rank -> reason. DCP agrees on errors by itself and hands every rank the errors of all."""
-    if isinstance(error, CheckpointException):
-        return {rank: explain(inner) for rank, (inner, _) in error.failures.items()}
-    return {own_rank(): explain(error)}
 
 
 def _describe(failures: dict[int, str], *, world_size: int) -> str:

@@ -27,7 +27,6 @@ from lightning_ptdp.checkpoint.latest import (
     written_at,
 )
 from lightning_ptdp.checkpoint.metadata import (
-    DCP_FILE,
     INDEX_FILE,
     METADATA_FILE,
     README_FILE,
@@ -38,7 +37,7 @@ from lightning_ptdp.checkpoint.write_locks import Abandoned, Claim, writer_of
 __all__ = ["Keeper"]
 
 _TURN_S = 5.0
-_NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, DCP_FILE, README_FILE)
+_NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
 
 
 class Keeper:

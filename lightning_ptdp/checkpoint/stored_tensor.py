@@ -1,8 +1,8 @@
 """A rectangle out of one stored tensor, reading little more than its bytes.
 
-DCP stores a tensor as ``torch.save`` writes it: an archive whose one large record holds the values
-row by row. Where that begins is in the index; only the runs of it that the rectangle touches are
-read, and nothing else of the archive is looked at."""
+A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches are
+read.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.archive import as_bytes, rows_at_once
 from lightning_ptdp.checkpoint.checksums import BLOCK
+from lightning_ptdp.checkpoint.raw_values import as_bytes, rows_at_once
 
 __all__ = ["ReadFile", "read_rectangle", "runs"]
 

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
-_PARTS = ("metadata.json", ".metadata")
+_PARTS = ("metadata.json", "index.json")
 _PICKLE = b"\x80"
 """First byte of a file in torch's older format."""
 _SHARED_SIZES = ("vocabulary_size", "sequence_length")

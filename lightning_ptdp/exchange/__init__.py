@@ -4,6 +4,7 @@ Lightning's single file.
 All of it runs in one process, without the whole model in memory (but for ``torch.save``'s formats
 on the way out)."""
 
+from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.converter import Kind, convert, kind_of, kind_of_result
 from lightning_ptdp.exchange.export import SHARD_BYTES, FolderExport, to_huggingface, verify_export
 from lightning_ptdp.exchange.export_content import (
@@ -24,7 +25,6 @@ from lightning_ptdp.exchange.known_models import FAMILIES
 from lightning_ptdp.exchange.merging import merged_rectangles
 from lightning_ptdp.exchange.model_folder import open_huggingface, reads_as_huggingface
 from lightning_ptdp.exchange.name_tables import Family, Row
-from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.state_dict_files import from_state_dict, open_state_dict, to_state_dict
 
 __all__ = [

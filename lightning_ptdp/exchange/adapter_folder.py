@@ -10,8 +10,8 @@ import torch
 
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.checkpoint.safetensors_file import open_safetensors
 from lightning_ptdp.exchange.adapter_weights import ADAPTER_FILE, ADAPTER_WEIGHTS
-from lightning_ptdp.exchange.safetensors import open_safetensors
 from lightning_ptdp.models.adapters import LoraOptions
 
 __all__ = ["is_adapter_folder", "read_adapter_folder"]

@@ -15,7 +15,7 @@ import torch
 
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read_state
-from lightning_ptdp.exchange.safetensors import write_safetensors
+from lightning_ptdp.checkpoint.safetensors_file import write_safetensors
 from lightning_ptdp.exchange.state_dict_files import converted
 from lightning_ptdp.exchange.tokenizers import files_beside
 from lightning_ptdp.models.adapters import as_lora

@@ -23,10 +23,10 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.rectangles import check_cover
+from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, read_stored
 from lightning_ptdp.exchange.conversions import View, views_in_files
 from lightning_ptdp.exchange.huggingface import our_rectangles
 from lightning_ptdp.exchange.model_folder import list_huggingface
-from lightning_ptdp.exchange.safetensors import StoredTensor, read_stored
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
 

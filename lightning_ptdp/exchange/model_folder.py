@@ -13,7 +13,11 @@ import torch
 from lightning_ptdp.base.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, reading
-from lightning_ptdp.exchange.safetensors import StoredTensor, list_safetensors, open_safetensors
+from lightning_ptdp.checkpoint.safetensors_file import (
+    StoredTensor,
+    list_safetensors,
+    open_safetensors,
+)
 from lightning_ptdp.models.checked_config import check_quantization, check_sizes
 
 __all__ = [

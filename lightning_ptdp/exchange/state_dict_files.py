@@ -30,8 +30,8 @@ from lightning_ptdp.checkpoint import (
     with_types,
     write_checkpoint,
 )
+from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.checkpoint.torch_file import check_saved, why_unread
-from lightning_ptdp.exchange.safetensors import open_safetensors, write_safetensors
 
 __all__ = [
     "as_folder",

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_ptdp.checkpoint import (
     BackgroundSaver,
     CheckpointError,
-    _dcp,
     background,
+    data_files,
     mark_latest,
     read_full,
     verify_checkpoint,
@@ -37,8 +37,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.opened, self.reached, self._error = threading.Event(), threading.Event(), error
-        self._write = _dcp.write_rectangles
-        monkeypatch.setattr(_dcp, "write_rectangles", self._wait)
+        self._write = data_files._write
+        monkeypatch.setattr(data_files, "_write", self._wait)
 
     def _wait(self, *args: Any) -> Any:
         self.reached.set()
@@ -222,7 +222,7 @@ def test_a_run_saves_in_the_background_and_goes_on_from_latest(pool: Pool, tmp_p
     for name in found:
         verify_checkpoint(tmp_path / "async" / name)
     assert os.readlink(tmp_path / "async" / "latest") == "step=3.ckpt"
-    damaged = tmp_path / "async" / "step=3.ckpt" / "__1_0.distcp"
+    damaged = tmp_path / "async" / "step=3.ckpt" / "rank1-0.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     resumed = pool.run(
         _train,

@@ -29,9 +29,8 @@ FILES = [
     "index.json",
     "state.pt",
     "README.txt",
-    ".metadata",
-    "__0_0.distcp",
-    "__0_0.crc",
+    "rank0-0.safetensors",
+    "rank0-0.crc",
 ]
 
 
@@ -104,18 +103,19 @@ def test_every_cut_is_found_by_verify(torn: Path) -> None:
 
 def test_all_that_is_damaged_is_named_and_parts_find_their_own(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_two, world_size=2, args=(str(tmp_path / "c"),))
-    for name in ("__0_0.distcp", "__1_0.distcp"):
+    for name in ("rank0-0.safetensors", "rank1-0.safetensors"):
         content = bytearray((tmp_path / "c" / name).read_bytes())
         content[len(content) // 2] ^= 4
         (tmp_path / "c" / name).write_bytes(content)
     with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp is damaged: bytes .*__1_0\.distcp is damaged: bytes"
+        CheckpointError,
+        match=r"rank0-0\.safetensors is damaged: bytes .*rank1-0\.safetensors is damaged: bytes",
     ):
         verify_checkpoint(tmp_path / "c")
     for part in range(2):
         with pytest.raises(CheckpointError) as error:
             verify_checkpoint(tmp_path / "c", part=part, parts=2)
-        assert [f"__{rank}_0" in str(error.value) for rank in range(2)] == [part == 0, part == 1]
+        assert [f"rank{rank}-0" in str(error.value) for rank in range(2)] == [part == 0, part == 1]
 
 
 def _save_two(rank: int, path: str) -> None:
@@ -130,7 +130,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
         state={},
         metadata={},
     )
-    file = tmp_path / "c" / "__0_0.distcp"
+    file = tmp_path / "c" / "rank0-0.safetensors"
     content = bytearray(file.read_bytes())
     content[content.index(full[2900, 7].numpy().tobytes())] ^= 1
     file.write_bytes(content)
@@ -147,7 +147,8 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
     )
     assert torch.equal(target, full[100:1100])
     with pytest.raises(
-        CheckpointError, match=r"__0_0\.distcp is damaged: bytes \d+ to \d+ do not have the CRC-32"
+        CheckpointError,
+        match=r"rank0-0\.safetensors is damaged: bytes \d+ to \d+ do not have the CRC-32",
     ):
         read_full(tmp_path / "c")
 
@@ -174,9 +175,9 @@ def _rewrite(path: Path, **changes: object) -> None:
 
 
 def test_a_newer_format(torn: Path) -> None:
-    _rewrite(torn, version=3)
+    _rewrite(torn, version=4)
     with pytest.raises(
-        CheckpointError, match="format version 3, this lightning-ptdp reads up to 2: update"
+        CheckpointError, match="format version 4, but this lightning-ptdp reads version 3"
     ):
         read_all(torn)
 

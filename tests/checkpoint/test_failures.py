@@ -17,7 +17,7 @@ import torch
 
 from lightning_ptdp.checkpoint import (
     CheckpointError,
-    _dcp,
+    data_files,
     read_full,
     read_metadata,
     same_outcome,
@@ -143,7 +143,11 @@ def test_rectangles_must_cover_in_one_process_too(
     with pytest.raises(CheckpointError, match="the rectangles to save cover 10 of 20 elements"):
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
     with monkeypatch.context() as patch:
-        patch.setattr(_dcp, "check_held", lambda *_: None)
+        patch.setattr(
+            data_files,
+            "check_held",
+            lambda ranks, _: {one.name: one.entry for held in ranks for one in held},
+        )
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
     words = r"'model/w': the rectangles {} cover 10 of 20 elements; \[10:20\] is in none of them"
     with pytest.raises(CheckpointError, match=words.format("to load")):
@@ -236,14 +240,14 @@ def test_storage_that_vanishes_while_it_is_written_to(
 ) -> None:
     kept, gone = tmp_path / "kept" / "a.ckpt", tmp_path / "gone" / "b.ckpt"
     _save_one(kept, 1.0)
-    write = _dcp.write_rectangles
+    write = data_files.write_rectangles
 
-    def vanish(*args: Any) -> Any:
-        entries = write(*args)
+    def vanish(*args: Any, **options: Any) -> Any:
+        entries = write(*args, **options)
         shutil.rmtree(gone.parent)
         return entries
 
-    monkeypatch.setattr(_dcp, "write_rectangles", vanish)
+    monkeypatch.setattr(data_files, "write_rectangles", vanish)
     with pytest.raises(
         CheckpointError, match=r"saving the checkpoint .*b\.ckpt failed: FileNotFoundError: .*gone"
     ):

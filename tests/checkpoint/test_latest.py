@@ -38,7 +38,7 @@ def three(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def _flip(checkpoint: Path, name: str = "__0_0.distcp") -> None:
+def _flip(checkpoint: Path, name: str = "rank0-0.safetensors") -> None:
     content = bytearray((checkpoint / name).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / name).write_bytes(content)
@@ -103,22 +103,22 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
     _flip(three[2])
     with pytest.warns(
         UserWarning,
-        match=r"b/__0_0\.distcp is damaged: bytes .* Continuing from the one before it, .*/a$",
+        match=r"b/rank0-0\.safetensors is damaged: bytes .* Continuing from the one before it, .*/a$",
     ):
         assert choose_checkpoint(tmp_path / given) == three[1]
     with pytest.raises(
-        CheckpointError, match=r"b/__0_0\.distcp is damaged: .*; the one before it is .*/a$"
+        CheckpointError, match=r"b/rank0-0\.safetensors is damaged: .*; the one before it is .*/a$"
     ):
         choose_checkpoint(tmp_path / given, on_damage="refuse")
     _flip(three[1], "metadata.json")
     (three[0] / "state.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"b/__0_0\.distcp is damaged"):
+    with pytest.raises(CheckpointError, match=r"b/rank0-0\.safetensors is damaged"):
         choose_checkpoint(tmp_path / given)
 
 
 def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Path]) -> None:
     _flip(three[0])
-    with pytest.raises(CheckpointError, match=r"c/__0_0\.distcp is damaged"):
+    with pytest.raises(CheckpointError, match=r"c/rank0-0\.safetensors is damaged"):
         choose_checkpoint(three[0])
     (three[1] / "metadata.json").unlink()
     with pytest.warns(

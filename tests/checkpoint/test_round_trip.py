@@ -93,7 +93,7 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: 
     sizes = [
         entry.size
         for name, entry in read_metadata(tmp_path / "c").files.items()
-        if name.endswith(".distcp")
+        if name.endswith(".safetensors")
     ]
     assert len(sizes) == 4
     assert max(sizes) < 1.1 * min(sizes)

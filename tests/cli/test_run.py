@@ -290,7 +290,7 @@ def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weigh
     )
     assert (code, "has the shape" in err, "rank" in err) == (2, True, False), err
     kept = latest.resolve()
-    shard = next(kept.glob("__*.distcp")).name
+    shard = next(kept.glob("rank*.safetensors")).name
     (kept / shard).rename(tmp_path / shard)
     strict = ["--trainer.strategy=PTDPStrategy", "--trainer.strategy.on_damage=refuse"]
     code, _, err = ptdp("fit", "--config", config, *strict, "--ckpt_path", str(kept))

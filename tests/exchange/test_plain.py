@@ -157,14 +157,14 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert '"optimizer/0/exp_avg/embedding.weight"' in capsys.readouterr().out
     assert main(["ckpt", "verify", str(checkpoint)]) == 0
     assert "c: whole, " in capsys.readouterr().out
-    data = checkpoint / "__0_0.distcp"
+    data = checkpoint / "rank0-0.safetensors"
     content = bytearray(data.read_bytes())
     content[-200] ^= 16
     data.write_bytes(content)
     assert main(["ckpt", "verify", str(checkpoint)]) == 2
     captured = capsys.readouterr()
     assert "c: damaged" in captured.out
-    assert "__0_0.distcp is damaged: bytes" in captured.err
+    assert "rank0-0.safetensors is damaged: bytes" in captured.err
 
 
 def test_reshard(checkpoint: Path, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_reshard(checkpoint: Path, tmp_path: Path) -> None:
         main(["ckpt", "reshard", str(checkpoint), str(out), "--files", "2", "--dtype", "bfloat16"])
         == 0
     )
-    assert len(list(out.glob("*.distcp"))) == 2
+    assert len(list(out.glob("rank*.safetensors"))) == 2
     assert torch.equal(
         read_full(out)["embedding.weight"], read_full(checkpoint)["embedding.weight"].bfloat16()
     )

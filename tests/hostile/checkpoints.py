@@ -35,7 +35,6 @@ from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, conver
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.parameters.sharding import Sharding
-from tests.checkpoint.format_1 import STORED
 from tests.hostile import Case
 from tests.hostile.forging import forge, sign
 
@@ -72,7 +71,6 @@ def cases(folder: Path) -> Iterator[Case]:
     yield from _metadata(whole)
     yield from _index(whole)
     yield from _odd_files(whole)
-    yield from _pickles(whole)
     yield from _saved(whole)
     yield from _huggingface(export)
     yield from _safetensors(export)
@@ -221,11 +219,11 @@ def _metadata(whole: Path) -> Iterator[Case]:
         ("packages", "torch"),
         *(
             ("files", file)
-            for file in ("index.json", ".metadata", "state.pt", "__0_0.distcp", "__0_0.crc")
+            for file in ("index.json", "state.pt", "rank0-0.safetensors", "rank0-0.crc")
         ),
         *(
             ("files", file, key)
-            for file in ("state.pt", "__0_0.distcp")
+            for file in ("state.pt", "rank0-0.safetensors")
             for key in ("size", "sha256")
         ),
         ("tensors", name),
@@ -254,7 +252,7 @@ def _index(whole: Path) -> Iterator[Case]:
 
 def _odd_files(whole: Path) -> Iterator[Case]:
     def crc(content: bytes) -> Callable[[Path], object]:
-        return lambda folder: ((folder / "__0_0.crc").write_bytes(content), sign(folder))
+        return lambda folder: ((folder / "rank0-0.crc").write_bytes(content), sign(folder))
 
     entry = struct.Struct("<QI").pack
     sums = {
@@ -280,7 +278,7 @@ def _odd_files(whole: Path) -> Iterator[Case]:
         "terabyte": lambda file: os.truncate(file, 1 << 40),
         "nothing": lambda file: file.write_bytes(b""),
     }
-    for file in ("metadata.json", "index.json", "state.pt", "__0_0.distcp", "__0_0.crc"):
+    for file in ("metadata.json", "index.json", "state.pt", "rank0-0.safetensors", "rank0-0.crc"):
         for (named, form), reader in zip(
             forms.items(), cycle(("verify", "evaluate", "resume")), strict=False
         ):
@@ -311,24 +309,6 @@ _PICKLES: Mapping[str, bytes] = {
     "cut": b"\x80\x04}(",
     "hub": b"ctorch\nhub.load\n.",
 }
-
-
-def _pickles(whole: Path) -> Iterator[Case]:
-    def change(folder: Path, content: bytes) -> None:
-        (folder / ".metadata").write_bytes(content)
-        sign(folder)
-
-    for named, content in _PICKLES.items():
-        for version, source in (("1", STORED), ("2", whole)):
-            for reader in ("verify", "reshard", "full"):
-                put = functools.partial(change, content=content)
-                yield _case(
-                    f"checkpoint pickle/{version}/{named}/{reader}",
-                    source,
-                    put,
-                    _READERS[reader],
-                    harmless=version == "2",
-                )
 
 
 def _archive(pickled: bytes, *, packed: bool = False, values: bytes = b"\0" * 16) -> bytes:

@@ -298,8 +298,7 @@ def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> No
     why = strategy.why_no_file() or asked
     raise strategy.refusal(
         f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, "
-        "into which every rank writes its part by "
-        f"torch's Distributed Checkpoint ({why}). Leave it out, and use {instead}"
+        f"into which every rank writes its part ({why}). Leave it out, and use {instead}"
     )
 
 

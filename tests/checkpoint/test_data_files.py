@@ -1,9 +1,7 @@
-"""Tensors written in pieces: torch reads them, the blocks' sums are those of the bytes, and they
-reach the disk."""
+"""Data files: safetensors reads them, their sums are those of the bytes, and they reach the disk."""
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Callable
@@ -11,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
-from lightning_ptdp.checkpoint.archive import rows_at_once, write_archive
-from lightning_ptdp.checkpoint.checksums import BLOCK, BlockSums, open_summed, parse_sums, summing
+from lightning_ptdp.checkpoint.checksums import BLOCK, BlockSums, open_summed, parse_sums
+from lightning_ptdp.checkpoint.data_files import write_data_file
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.raw_values import rows_at_once
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 from lightning_ptdp.parameters.sharding import Sharding
 
@@ -24,6 +25,8 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.randn(300, 500).t(),
     "every other": lambda: torch.arange(100_000)[::2],
     "bf16 columns of three dimensions": lambda: torch.randn(40, 50, 64).bfloat16()[:, 5:, 3:40],
+    "float8 without a code": lambda: torch.randn(20, 30).to(torch.float8_e5m2fnuz),
+    "complex without a code": lambda: torch.randn(7, 2, dtype=torch.complex128),
     "float8": lambda: torch.randn(200, 200).to(torch.float8_e4m3fn),
     "broadcast": lambda: torch.ones(1, 5000).expand(30, 5000),
     "bools": lambda: torch.randn(9) > 0,
@@ -32,40 +35,35 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "no columns": lambda: torch.zeros(5, 0),
 }
 
+Written = dict[str, tuple[torch.Tensor, int]]
+
 
 @pytest.fixture(scope="module")
-def written(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]]:
-    """All of them in one file, and one shape twice: name -> (tensor, position, position of its
-    values, length)."""
-    path, found = tmp_path_factory.mktemp("archive") / "x.distcp", {}
-    with summing(path) as file:
-        for name in (*TENSORS, "transposed"):
-            tensor = TENSORS[name]()
-            found[name] = (tensor, *write_archive(file, tensor))
-    return path, found
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Written]:
+    """All of them in one file: name -> (tensor, byte at which its values begin)."""
+    path = tmp_path_factory.mktemp("data") / "x.safetensors"
+    tensors = {name: make() for name, make in TENSORS.items()}
+    stored = write_data_file(path, [LocalRectangle.whole(*item) for item in tensors.items()])
+    return path, {name: (tensors[name], one.begin) for name, one in stored}
 
 
 def _sums(path: Path) -> BlockSums:
     return parse_sums(path.with_suffix(".crc").read_bytes(), size=path.stat().st_size)
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 @pytest.mark.parametrize("name", TENSORS)
-def test_torch_and_we_read_the_same(
-    written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]], name: str
-) -> None:
-    path, (tensor, position, begin, length) = written[0], written[1][name]
-    found = torch.load(
-        io.BytesIO(path.read_bytes()[position : position + length]), weights_only=True
-    )
-    assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
-    assert (
-        torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8))
-        if tensor.dim()
-        else found == tensor
-    )
-    assert found.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+def test_safetensors_and_we_read_the_same(written: tuple[Path, Written], name: str) -> None:
+    path, (tensor, begin) = written[0], written[1][name]
+    found = load_file(path)[f"{name}@{','.join('0' * tensor.dim())}"]
+    if tensor.dtype in (torch.complex128, torch.float8_e5m2fnuz):  # formats without a code
+        assert found.dtype == torch.uint8 and found.shape == (*tensor.shape, tensor.itemsize)
+    else:
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
+    assert torch.equal(_bytes(found), _bytes(tensor))
     target = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
     with open_summed(path, _sums(path)) as file:
         read_rectangle(
@@ -76,16 +74,19 @@ def test_torch_and_we_read_the_same(
             shape=tensor.shape,
             offset=(0,) * tensor.dim(),
         )
-    assert (
-        torch.equal(target.view(torch.uint8), found.view(torch.uint8))
-        if tensor.dim()
-        else target == tensor
-    )
+    assert torch.equal(_bytes(target), _bytes(tensor))
 
 
-def test_the_sums_are_those_of_the_bytes(
-    written: tuple[Path, dict[str, tuple[torch.Tensor, int, int, int]]],
-) -> None:
+def test_a_header_of_many_tensors_is_summed_in_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = [LocalRectangle.whole(f"model/{'long' * 20}.{n}", torch.ones(1)) for n in range(2000)]
+    write_data_file(path, tensors)
+    with open_summed(path, _sums(path)) as file:
+        file.check()
+    assert len(load_file(path)) == 2000
+
+
+def test_the_sums_are_those_of_the_bytes(written: tuple[Path, Written]) -> None:
     content, sums = written[0].read_bytes(), _sums(written[0])
     starts = sums.starts.tolist()
     assert (starts[0], starts[-1], len(starts)) == (0, len(content), len(sums.crcs) + 1)

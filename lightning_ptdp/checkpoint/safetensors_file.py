@@ -19,12 +19,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lightning_ptdp.base.untrusted import parse_json, regular_size
-from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, reading
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 
 __all__ = [
     "StoredTensor",
     "header_of",
+    "is_storable",
     "list_safetensors",
     "open_safetensors",
     "read_stored",
@@ -169,6 +172,11 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(
             f"{path} cannot be mapped into memory: {error}".rstrip(": ")
         ) from error
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Return True if the format has a code for ``dtype``."""
+    return dtype in _CODES
 
 
 def header_of(
