@@ -1,5 +1,4 @@
-"""Executes a schedule: how a model is cut into stages, what crosses between them, and who notices
-when a rank is stuck."""
+"""Pipeline execution: stage cutting, transport between stages, runtime and watchdog."""
 
 from __future__ import annotations
 
@@ -11,8 +10,10 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    """Return names of the schedule package, which were here in earlier versions and are imported
-    from here by user programs."""
+    """Return a name of the ``schedule`` package.
+
+    Earlier versions defined these names here, and user programs still import them from here.
+    """
     if name in schedule.__all__:
         return getattr(schedule, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

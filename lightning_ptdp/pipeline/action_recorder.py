@@ -1,17 +1,19 @@
-"""The timeline that a step really had: each rank notes when it computes, and the first rank of the
-pipeline puts the notes together.
+"""Recorder of the measured timeline of a step, gathered on the first pipeline rank.
 
-On the CPU a note is a ``perf_counter_ns``. On CUDA it is an event on the stream of the computation,
-so that nothing is synchronized inside the step; what the events say is read afterwards. A
-computation begins when its message is there: the wait for it is idle time.
+Each rank notes the start and the end of its computations. The first rank of the pipeline combines
+the notes of all ranks.
 
-Ranks on different machines have clocks with different zeros. After the step the first rank sends
-each other rank a few messages
-that come straight back and takes the quickest: the other rank read its clock halfway between
-sending and getting back, wrong by half of that round trip at most (Cristian's method, some 50 µs
-over TCP). A barrier and a common zero before the step would be
-simpler, but would change what is measured: a rank that comes late to the step would look as if it
-did not."""
+On the CPU a note is a ``perf_counter_ns``. On CUDA it is an event on the computation's stream, so
+that nothing is synchronized inside the step. The events are read after the step. A computation
+begins when its message has arrived: the wait for the message is idle time.
+
+Ranks on different machines have clocks with different zeros. After the step, the first rank
+exchanges a few round-trip messages with each other rank and uses the fastest one. The other rank is
+taken to have read its clock halfway between send and receive. The error is at most half of that
+round trip, some 50 µs over TCP (Cristian's method). A barrier and a common zero before the step
+would be simpler, but would change the measurement: a rank that enters the step late would look as
+if it were on time.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +42,16 @@ Moment = Any
 
 
 _Note = tuple[Action, Moment, Moment]
-"""An action, and when it started and ended."""
+"""An action, its start and its end."""
 
 
 class Recorder(StepObserver):
-    """A ``StepObserver`` that keeps the times of the last program that ran. Not among the
-    observers, it costs nothing.
+    """Step observer that keeps the times of the last program that ran.
+
+    It has no cost unless it is registered as an observer.
 
     Args:
-        device: Where the computations run.
+        device: Device of the computations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,33 +63,39 @@ class Recorder(StepObserver):
         self._ended = False
         self._start: Moment = None
         self._notes: list[_Note] = []
-        # New objects each time: a reduction of an earlier program that ends late notes it where
-        # nobody looks.
+        # New objects each time: a reduction of an earlier program that ends late writes into a
+        # discarded list.
         self._reductions: list[_Note] = []
 
     def began(self, schedule: Schedule) -> None:
-        """Forget the program before."""
+        """Discard the notes of the previous program."""
         self._forget()
         self._schedule = schedule
 
     def started(self, action: Action) -> None:
-        """A computation, or its wait, begins."""
+        """Note the start of a computation or of its wait."""
         if action.kind in COMPUTE:
             self._start = self._now()
 
     def waiting(self, what: str, peer: int | None) -> None:
-        """The wait at the beginning of a computation is not part of it."""
+        """Restart the computation's clock when its initial wait is over.
+
+        The wait is not part of the computation.
+        """
         if peer is None and self._start is not None:
             self._start = self._now()
 
     def finished(self, action: Action) -> None:
-        """A computation is over."""
+        """Note the end of a computation."""
         if action.kind in COMPUTE:
             self._notes.append((action, self._start, self._now()))
             self._start = None
 
     def reducing(self, stage: int | None, work: Any) -> None:
-        """It is over when who waits for it says so."""
+        """Note the start of a reduction.
+
+        Its end is noted when ``work.when_done`` calls back.
+        """
         if stage is not None:
             work.when_done(
                 partial(
@@ -95,21 +104,22 @@ class Recorder(StepObserver):
             )
 
     def ended(self) -> None:
-        """The program is complete."""
+        """Mark the program as complete."""
         self._ended = True
 
     def gather(self, group: Group) -> Timeline | None:
-        """The times of all ranks of the pipeline, in seconds after the first computation;
-        collective over the pipeline.
+        """Gather the times of all pipeline ranks, in seconds after the first computation.
 
-        Call it after the step, when its reductions have been waited for.
+        The call is collective over the pipeline group. Call it after the step, when the step's
+        reductions have been waited for.
 
         Args:
             group: The pipeline group.
 
         Returns:
-            The timeline on the first rank of the group, None on the others; None too if a rank
-            recorded no whole program, or another one than the first rank.
+            The timeline on the first rank of the group, None on all other ranks. Also None if a
+            rank has not recorded a complete program, or has recorded another program than the first
+            rank.
         """
         mine = self._recorded() if self._ended else None
         parts, offsets = [mine], [0.0]
@@ -145,7 +155,7 @@ class Recorder(StepObserver):
         assert self._schedule is not None
         last = None
         if self._device.type == "cuda":
-            # The GPU's clock is tied to the host's by an event that has just happened.
+            # The GPU's clock is related to the host's through an event that has just completed.
             last = self._now()
             last.synchronize()
         now = time.perf_counter()
@@ -175,7 +185,7 @@ class _Part:
     reductions: tuple[Span, ...]
 
     def shifted(self, seconds: Number) -> _Part:
-        """The same, later."""
+        """Return the same record, shifted by ``seconds``."""
 
         def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
             return tuple(
@@ -186,12 +196,15 @@ class _Part:
 
 
 def ideal_timeline(timeline: Timeline) -> Timeline:
-    """The same schedule simulated with the mean measured duration of each kind of computation on
-    each stage.
+    """Simulate the same schedule with the mean measured duration of each computation.
 
-    Messages take no time there, so that the difference is what communication, the runtime and
-    uneven microbatches cost. A reduction takes what it took beyond the last gradient of its stage
-    and the reduction before it: buckets start earlier."""
+    The mean is taken for each kind of computation on each stage.
+
+    Messages take no time in the simulation. The difference to the measured timeline is therefore
+    the cost of communication, of the runtime and of uneven microbatches. A reduction is given the
+    time that it took beyond both the last gradient of its stage and the reduction before it,
+    because buckets start earlier.
+    """
     durations: dict[tuple[ActionKind, int], list[Number]] = defaultdict(list)
     complete: dict[int, Number] = {}
     for spans in timeline.spans:
@@ -218,13 +231,16 @@ def ideal_timeline(timeline: Timeline) -> Timeline:
 
 
 def _seconds(moment: Moment, last: torch.cuda.Event | None, now: float) -> float:
-    """A moment on this rank's ``perf_counter``; a CUDA event by how long before ``last``, which
-    happened ``now``, it was."""
+    """Return a moment in seconds on this rank's ``perf_counter``.
+
+    The time of a CUDA event is ``now`` minus the time elapsed from the event to ``last``, which
+    completed at ``now``.
+    """
     return moment / 1e9 if last is None else now - moment.elapsed_time(last) / 1e3
 
 
 def _merged(reductions: Sequence[Span]) -> tuple[Span, ...]:
-    """One span a stage, from the launch of its first bucket to the end of its last."""
+    """Return one span per stage, from the launch of its first bucket to the end of its last."""
     by_action: dict[Action, list[Span]] = defaultdict(list)
     for span in reductions:
         by_action[span.action].append(span)
@@ -236,8 +252,10 @@ def _merged(reductions: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _clock_offsets(group: Group, device: torch.device) -> list[float]:
-    """Return the offsets to add to each rank's ``perf_counter`` to get the first rank's, in
-    seconds; zeros on the other ranks."""
+    """Return the offsets in seconds from each rank's ``perf_counter`` to the first rank's.
+
+    An offset is added to a rank's time. All offsets are zero on ranks other than the first.
+    """
     where = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
     offsets = [0.0] * group.size
     for peer in range(1, group.size):
@@ -247,12 +265,16 @@ def _clock_offsets(group: Group, device: torch.device) -> list[float]:
 
 
 def _round_trip(group: Group, peer: int, device: torch.device) -> tuple[int, float]:
-    """Between the first rank and a peer. On the first: how long it took in nanoseconds, and by how
-    many seconds this rank's clock is ahead of the peer's."""
+    """Exchange one message between the first rank and ``peer``.
+
+    Returns:
+        On the first rank, the duration in nanoseconds and the lead in seconds of its clock over the
+        peer's. Zeros on the peer.
+    """
     clock = torch.zeros(1, dtype=torch.int64, device=device)
     if group.rank == peer:
         dist.recv(clock, group.ranks[0], group=group.handle)
-        clock.item()  # on CUDA: the message is there
+        clock.item()  # on CUDA: waits until the message has arrived
         clock.fill_(time.perf_counter_ns())
         dist.send(clock, group.ranks[0], group=group.handle)
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""Stages of equal cost, from what the layers of a model cost."""
+"""Stages of equal cost, computed from the costs of the model's layers."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ def layer_ranges(
     layout: ParallelLayout,
     partition: Sequence[int] | Sequence[str] | None = None,
 ) -> tuple[tuple[int, int], ...]:
-    """Half-open layer ranges of all stages: as ``partition`` says, else balanced by cost, embedding
-    and head counted.
+    """Return the half-open layer ranges of all stages.
 
-    What a microbatch costs is counted in multiply-adds a token of its forward: one for each element
-    of a matrix. The backward takes twice that everywhere, so it changes no comparison. Attention
-    scores are left out: they are the same in every layer.
+    The ranges follow ``partition`` if it is given. Otherwise the stages are balanced by cost,
+    including embedding and head.
 
-    An embedding multiplies nothing, but moves memory. Of its V x h elements a microbatch writes a
-    gradient of zeros, scatters the
-    tokens' gradients into it and adds it to the sum: 4 passes of 4 bytes, 16 V h bytes. A head of
-    the same size takes 6 V h floating point operations a token. On a device that does about 100 of
-    these while it moves a byte (an accelerator at the rate that training reaches), and with T
-    tokens a microbatch, the embedding costs 16 * 100 / (6 T) of such a head: about an eighth at T =
-    2048. T is not known here; the eighth stands for "little, but not nothing".
+    The cost of a microbatch is counted in multiply-adds per token of its forward, one for each
+    element of a matrix. The backward takes twice that on every stage, so it changes no comparison.
+    Attention scores are left out, because they are the same in every layer.
+
+    An embedding multiplies nothing, but moves memory. It has V x h elements. For each microbatch,
+    the device writes a gradient of zeros, scatters the tokens' gradients into it and adds it to the
+    sum: 4 passes of 4 bytes, 16 V h bytes. A head of the same size takes 6 V h floating-point
+    operations per token. Assume a device that does about 100 floating-point operations while it
+    moves one byte (an accelerator at the rate that training reaches), and T tokens per microbatch.
+    The embedding then costs 16 * 100 / (6 T) of such a head, about an eighth at T = 2048. T is not
+    known here; the eighth means "little, but not nothing".
 
     Args:
         module: The whole module.
-        parts: Where its modules stand.
+        parts: Positions of its modules relative to the containers.
         layout: The degrees of parallelism.
         partition: Layers of each stage, or names of the first layer of each stage.
 
@@ -68,11 +70,11 @@ def layer_ranges(
 
 
 _LOOKUP_COST = 1 / 8
-"""Cost of an element of an embedding, in multiply-adds (``layer_ranges``)."""
+"""Cost of an element of an embedding, in multiply-adds (see ``layer_ranges``)."""
 
 
 def multiply_adds(module: nn.Module) -> float:
-    """Multiply-adds a token, or what takes as long."""
+    """Return the multiply-adds per token, with memory traffic converted to multiply-adds."""
     matrices = [
         (m, p.numel())
         for m in module.modules()
@@ -86,8 +88,11 @@ def multiply_adds(module: nn.Module) -> float:
 
 
 def _visited(module: nn.Module, layer: nn.Module) -> float:
-    """Which part of a module a token meets: of experts those that the layer's router chooses, which
-    it calls ``top_k``, as all of Hugging Face's do."""
+    """Return the fraction of a module's weights that one token uses.
+
+    For experts, this is the share that the layer's router chooses. The router's ``top_k`` gives the
+    number of chosen experts, as in all Hugging Face models.
+    """
     number = getattr(module, "num_experts", None)
     chosen = [k for one in layer.modules() if isinstance(k := getattr(one, "top_k", None), int)]
     return chosen[0] / number if isinstance(number, int) and chosen else 1.0

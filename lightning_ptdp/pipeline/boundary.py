@@ -1,4 +1,4 @@
-"""Entry and exit of one run of a stage: inputs and outputs of blocks, and which of them cross."""
+"""Entry and exit of one run of a stage, and the choice of the tensors that cross."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Boundary:
     """State that the placeholders and hooks of a rank share while a stage runs.
 
     Attributes:
-        places: Where each stage stands among the containers.
-        collects: Whether all that blocks return crosses to all later stages.
+        places: Position of each stage among the containers.
+        collects: Whether everything that blocks return crosses to all later stages.
         run: The run of a stage; None between runs.
     """
 
@@ -53,27 +53,26 @@ class Boundary:
         self.run = StageRun(stage, self.places[stage], training, entered)
 
     def end(self) -> None:
-        """End the run; nothing is held on to."""
+        """End the run and release its state."""
         self.running.end()
         self.run = None
 
     @property
     def running(self) -> StageRun:
-        """The run that there must be."""
+        """Return the current run, which must exist."""
         assert self.run is not None
         return self.run
 
     # ---- in front of the blocks ------------------------------------------------------------------
 
     def mark(self, tensor: Tensor) -> Tensor:
-        """Mark what the stub of a module before the blocks returns, if a stage runs."""
+        """Mark the output of a stub of a module before the blocks, if a stage runs."""
         return tensor if self.run is None else Foreign.mark(tensor, self.run.lost)
 
     def mark_true(
         self, stages: frozenset[int], _module: nn.Module, _args: object, output: Tensor
     ) -> Tensor:
-        """Mark what a module before the blocks returned, if one of the ``stages`` that own it
-        runs."""
+        """Mark the output of a module before the blocks, if one of its ``stages`` runs."""
         return (
             Foreign.mark(output, self.run.true)
             if self.run is not None and self.run.stage in stages
@@ -85,7 +84,7 @@ class Boundary:
     def earlier_output(self, layer: Layer) -> object:
         """Return the output of ``layer``, a block of an earlier stage.
 
-        Of all blocks but the last one, only collected values have crossed.
+        Of all blocks except the last one, only collected values have crossed.
         """
         run = self.running
         assert run.received is not None
@@ -121,8 +120,10 @@ class Boundary:
         return _marked(output, run.true) if is_entrance and not run.place.inside else output
 
     def seen_by_hooks(self, block: str) -> Iterator[tuple[str, int, object]]:
-        """Yield what hooks of ``block`` and the modules inside received on its stage: the module's
-        name, the hook's position, the output."""
+        """Yield the hook calls of ``block`` and its submodules on their own stage.
+
+        Each item is the module's name, the hook's position and the output that the hook received.
+        """
         seen = () if self.run is None else self.run.seen
         yield from (
             (name, position, output)
@@ -131,11 +132,10 @@ class Boundary:
         )
 
     def returned(self, layer: Layer, _module: nn.Module, _args: object, output: object) -> object:
-        """Return the value to pass on after ``layer``, a block of this stage, has returned
-        ``output``.
+        """Return the value to pass on after ``layer``, a local block, has returned ``output``.
 
         Raises:
-            StageExit: The stage ends here, with a container.
+            StageExit: The stage ends here, at the end of a container.
         """
         run = self.run
         if run is None:
@@ -157,18 +157,17 @@ class Boundary:
         return _marked(output, run.true)
 
     def see(self, name: str, position: int, output: object) -> None:
-        """A hook of module ``name`` of this stage was given ``output``."""
+        """Record that hook ``position`` of local module ``name`` received ``output``."""
         if self.run is not None:
             self.run.seen.append([name, position, output])
 
     def arguments(
         self, layer: Layer, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Arguments:
-        """Return the arguments for ``layer``, a block of this stage, in place of ``args`` and
-        ``kwargs``.
+        """Return the arguments for ``layer``, a local block, in place of ``args`` and ``kwargs``.
 
         Raises:
-            StageError: It would be given something that this stage cannot know.
+            StageError: An argument has a value that this stage cannot know.
         """
         run = self.run
         if run is None:  # a recomputation in the backward
@@ -176,7 +175,7 @@ class Boundary:
         if layer.container != run.container:
             run.begin_container(layer.container)
         if run.reached and not kwargs and len(args) == 1 and args[0] is run.output:
-            return args, kwargs  # the usual case, without a closer look
+            return args, kwargs  # the usual case: skip the checks
         own = run.returned_ids()
 
         def change(path: Path, tensor: Tensor) -> Tensor:
@@ -191,12 +190,12 @@ class Boundary:
     def leave(
         self, layer: Layer, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Crossing:
-        """Return the crossing that leaves the stage when ``layer``, the first block of the next
-        stage, is called.
+        """Return the crossing that leaves the stage at the call of ``layer``.
+
+        ``layer`` is the first block of the next stage.
 
         Raises:
-            StageError: It is given something else than what blocks returned and what was there
-                before them.
+            StageError: An argument is neither a block's output nor a value from before the blocks.
         """
         name, run = layer.name, self.running
         if layer.container != run.container or (run.begun and not run.reached):
@@ -262,8 +261,10 @@ class Boundary:
         return Crossing(tensors, form)
 
     def _usual_form(self, run: StageRun, tensor: Tensor) -> Form:
-        """Return the form of one plain tensor; made once for each shape, since the next ranks wait
-        for it."""
+        """Return the form of one plain tensor.
+
+        The form is created once per shape, because the next ranks wait for it.
+        """
         crosses = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=True)
         if crosses not in self._usual:
             self._usual[crosses] = Form(tensors=(crosses,), output=At(0))

@@ -1,5 +1,8 @@
-"""Use of a model's modules, found by running its forward without data on the meta device: the order
-of their calls, and which parameters are used without a call of their module."""
+"""Module calls of a model, traced by running its forward without data on the meta device.
+
+The trace gives the order of the calls, and the modules whose parameters are used without a call of
+the module.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ __all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_
 
 
 def call_order(model: nn.Module) -> list[str] | None:
-    """Names of the modules that the model's forward calls, in the order of the calls.
+    """Return the names of the modules that the model's forward calls, in call order.
 
-    What the forward is given comes from the LightningModule's ``example_input_array``, or from the
-    ``dummy_inputs`` of the first Hugging Face model inside, which is then called alone.
+    The input comes from the LightningModule's ``example_input_array``. Otherwise it comes from the
+    ``dummy_inputs`` of the first Hugging Face model inside, and only that model is called.
 
     Returns:
-        None if there is no such example, or if the forward cannot run without data (because what it
-        does depends on values).
+        The names, or None if there is no such example or if the forward cannot run without data
+        (because its behaviour depends on values).
     """
     for name, module, args, kwargs in examples(model):
         calls = trace_calls(module, *args, **kwargs)
@@ -36,16 +39,20 @@ def call_order(model: nn.Module) -> list[str] | None:
 
 
 def trace_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[str] | None:
-    """Names of the modules that ``model(*args, **kwargs)`` calls, in the order of the calls; None
-    if it cannot run without data."""
+    """Return the names of the modules that ``model(*args, **kwargs)`` calls, in call order.
+
+    The result is None if the model cannot run without data.
+    """
     uses = _Uses(model)
     return uses.calls if uses.run(args, kwargs) else None
 
 
 def used_uncalled(model: nn.Module) -> frozenset[str]:
-    """Names of the modules whose parameters the forward uses without calling them, as ``F.linear(x,
-    self.embedding.weight)`` does,
-    as far as its example shows: what is decided by values is taken to be decided by zeros."""
+    """Return the names of the modules whose parameters the forward uses without a call.
+
+    ``F.linear(x, self.embedding.weight)`` is such a use. Only uses that the example shows are
+    found. Decisions that depend on values are made as if the values were zero.
+    """
     found: set[str] = set()
     for name, module, args, kwargs in examples(model):
         uses = _Uses(module, guesses=True)
@@ -70,11 +77,11 @@ _READS = {
 
 
 class _Uses(TorchFunctionMode):
-    """Follows a run of ``model`` without data.
+    """Trace of one run of ``model`` without data.
 
     Attributes:
-        calls: Names of the modules that it called, in the order of the calls.
-        uncalled: Names of the modules a parameter of which it used while none of its owners was
+        calls: Names of the called modules, in call order.
+        uncalled: Names of the modules with a parameter that was used while none of its owners was
             being called.
     """
 
@@ -93,7 +100,7 @@ class _Uses(TorchFunctionMode):
                 self._owners.setdefault(id(parameter), []).append(name)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Call the model; whether it came to its end."""
+        """Call the model and return True if the call completed."""
         try:
             with torch.no_grad(), torch.device("meta"), self:
                 self._model(*on_meta(args), **on_meta(kwargs))
@@ -104,9 +111,8 @@ class _Uses(TorchFunctionMode):
     def _enters(self, name: str, module: nn.Module, args: Any) -> None:
         self.calls.append(name)
         if isinstance(module, nn.Embedding) and args and not isinstance(args[0], Tensor):
-            self.uncalled.add(
-                name
-            )  # asked for places by their number: no stand-in can know what it returns
+            # The module takes positions as numbers: a stub cannot know what it returns.
+            self.uncalled.add(name)
         self._running[name] += 1
 
     def _leaves(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
@@ -118,8 +124,8 @@ class _Uses(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if self._guesses and name in _READS:
             return _READS[name]
-        # Models ask the first parameter that they find for its dtype or device; its shape they ask
-        # a certain one.
+        # Models read dtype or device from the first parameter that they find, but read the shape of
+        # a specific parameter. Of these reads, only that of the shape counts as a use.
         if name != "__get__" or function == _SHAPE:
             for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
@@ -139,8 +145,7 @@ def on_meta(arguments: Any) -> Any:
 def examples(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Yield what can be called: a module's name, the module, its positional and its keyword
-    arguments."""
+    """Yield example calls: module name, module, positional and keyword arguments."""
     for name, module in model.named_modules():
         example = getattr(module, "example_input_array", None)
         if isinstance(example, Mapping):
@@ -151,7 +156,7 @@ def examples(
         inputs = getattr(module, "dummy_inputs", None)
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
-            # Masks are looked at; without them the same modules are called.
+            # The forward may read the values of masks. The same modules are called without masks.
             bare, pixels = (
                 {key: value for key, value in inputs.items() if "mask" not in key},
                 _pixels(module),
@@ -166,8 +171,7 @@ def examples(
 def guesses(
     model: nn.Module, inside: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Yield what may take one tensor, of the size that its first layer takes: modules around all of
-    ``inside``."""
+    """Yield modules around all of ``inside`` with one tensor sized for their first layer."""
     for name, module in model.named_modules():
         if all(name == "" or one.startswith(f"{name}.") for one in inside):
             first = next((child for child in module.modules() if isinstance(child, _FIRST)), None)
@@ -189,8 +193,7 @@ def _inputs(layer: Any) -> Iterator[Tensor]:
 
 
 def _pixels(model: Any) -> dict[str, Tensor]:
-    """Return an image for a Hugging Face model with a tower for images beside the one for text;
-    else nothing."""
+    """Return an image input for a Hugging Face model with a vision tower, else an empty dict."""
     config = getattr(getattr(model, "config", None), "vision_config", None)
     size = getattr(config, "image_size", None)
     if not isinstance(size, int):

@@ -1,12 +1,12 @@
-"""Values collected over the blocks by users' forward hooks, as seen on stages that do not hold
-these blocks.
+"""User forward hooks, replayed on stages that do not hold the hooked blocks.
 
-A hook sees its module on the stage that holds it. What it is given there crosses with the hidden
-state, and the placeholders of the stages behind call it once more. So on the last stage it has seen
-all blocks::
+A hook runs on the stage that holds its module. The output that it receives there crosses with the
+hidden state, and the placeholders of later stages call the hook again. On the last stage it has
+therefore seen all blocks::
 
     stage 0     block 0: hook(y0)    block 1: leaves with y0
     stage 1     Earlier: hook(y0)    block 1: hook(y1)          loss of [y0, y1]
+
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class UserHooks:
     """The forward hooks that a module had when the model was cut.
 
     Attributes:
-        name: Of the module.
-        module: The module, or what stands for it where it is not.
-        hooks: By key, each with whether it takes keyword arguments.
-        before: Pre-hooks of the objects whose methods are among the hooks, with the same.
+        name: Name of the module.
+        module: The module, or its placeholder on another stage.
+        hooks: The hooks by key, each with a flag that is True if it takes keyword arguments.
+        before: Pre-hooks that are methods of the same objects as the hooks, with the same flag.
     """
 
     name: str
@@ -44,8 +44,10 @@ class UserHooks:
     before: tuple[tuple[Hook, bool], ...]
 
     def watch(self, note: Callable[[str, int, object], None]) -> None:
-        """Have each that is still there followed by ``note(name, its position, output)``, where it
-        only looks: what changes the output need not run again elsewhere."""
+        """Call ``note(name, position, output)`` after each hook that is still registered.
+
+        A hook that changes the output is not noted: it need not run again on another stage.
+        """
         registered, _ = forward_hooks(self.module)
         for position, (key, (hook, _)) in enumerate(self.hooks.items()):
             if key in registered:
@@ -54,8 +56,10 @@ class UserHooks:
                 )
 
     def replay(self, position: int, args: tuple[object, ...], output: object) -> None:
-        """Call one with what it was given on the stage of its module, behind the pre-hooks of the
-        same object."""
+        """Call one hook with the output from its module's stage.
+
+        The pre-hooks of the same object are called first.
+        """
         hook, with_kwargs = tuple(self.hooks.values())[position]
         for pre_hook, takes_kwargs in self.before:
             if _owner(pre_hook) is _owner(hook):
@@ -64,8 +68,10 @@ class UserHooks:
 
 
 def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator[UserHooks]:
-    """Those of ``module``, called ``name``, and of the modules inside; not those of profilers and
-    captures."""
+    """Yield the hooks of ``module``, called ``name``, and of its submodules.
+
+    Hooks of profilers and of transformers' output capture are left out.
+    """
     for suffix, child in module.named_modules() if inside else [("", module)]:
         hooks, with_kwargs = forward_hooks(child)
         found = {
@@ -89,8 +95,11 @@ def _owner(hook: Hook) -> object:
 
 
 def eager(module: nn.Module, hook: Hook) -> Hook:
-    """``module.compile()`` compiles the hooks too; ours look at the identity of tensors, which is
-    none of a compiler's business."""
+    """Exclude ``hook`` from compilation if ``module`` is compiled.
+
+    ``module.compile()`` also compiles the hooks. The hooks of this package compare the identity of
+    tensors, which a compiler does not preserve.
+    """
     return untraced(hook) if is_compiled(module) else hook
 
 

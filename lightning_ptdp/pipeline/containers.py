@@ -1,9 +1,10 @@
-"""The repeated containers of a model. Their layers, those of one container after those of the
-other, are what a pipeline cuts::
+"""The repeated containers of a model and their layers.
 
-containers   encoder.block          decoder.block
-layers       0    1    2    3       4    5    6    7
-stages       0 .......  1 ................  2 .....
+A pipeline cuts the sequence of all layers, container after container::
+
+    containers   encoder.block          decoder.block
+    layers       0    1    2    3       4    5    6    7
+    stages       0 .......  1 ................  2 .....
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import nn
 __all__ = ["Blocks", "Layer", "Place", "as_names", "layers_of", "places_of"]
 
 Blocks: TypeAlias = str | Sequence[str]
-"""Dotted name of the repeated container, or of several in the order in which they are called; "" is
-the module itself."""
+"""Dotted name of the repeated container, or names of several in call order.
+
+"" is the module itself.
+"""
 
 
 def as_names(blocks: Blocks) -> tuple[str, ...]:
-    """The names of the containers."""
+    """Return the names of the containers as a tuple."""
     return (blocks,) if isinstance(blocks, str) else tuple(blocks)
 
 
@@ -32,10 +35,10 @@ class Layer:
 
     Attributes:
         name: Dotted name in the model.
-        container: Which of the containers it is in.
-        is_first: Whether its container begins with it.
-        is_last: Whether its container ends with it.
-        is_followed: Whether another container begins behind it.
+        container: Index of its container.
+        is_first: Whether it is the first layer of its container.
+        is_last: Whether it is the last layer of its container.
+        is_followed: Whether it is the last layer of its container and another container follows.
     """
 
     name: str
@@ -46,7 +49,10 @@ class Layer:
 
 
 def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
-    """The layers of all containers, in order. A module that is there twice counts twice."""
+    """Return the layers of all containers, in order.
+
+    A module that occurs twice counts twice.
+    """
     found, names = [], as_names(blocks)
     for index, name in enumerate(names):
         keys = [
@@ -76,9 +82,9 @@ class Place:
     """Position of a stage among the containers.
 
     Attributes:
-        container: The container of its first layer.
+        container: Index of the container of its first layer.
         inside: Whether that container began on an earlier stage.
-        entrance: Name of the last layer on the stage before, whose output is received; "" on the
+        entrance: Name of the last layer of the previous stage, whose output is received; "" on the
             first stage.
     """
 
@@ -88,12 +94,12 @@ class Place:
 
     @property
     def received(self) -> int:
-        """The container whose block's output the stage receives; -1 on the first stage."""
+        """Return the container whose block's output the stage receives; -1 on the first stage."""
         return self.container if self.inside else self.container - 1
 
 
 def places_of(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
-    """The place of each stage."""
+    """Return the place of each stage."""
     return tuple(
         Place(
             container=layers[start].container,

@@ -1,18 +1,18 @@
 """Tensors sent from one pipeline stage to the next, and the gradients that return.
 
-A block may return one tensor or a nest of tuples, lists and dictionaries; whichever of its tensors
-the next block is given cross, each
-once. Beside them cross *extras*: tensors from before the blocks that blocks are given as further
-arguments (the memory of a cross attention, a relative bias), in so far as the next stage cannot
-compute them itself::
+A block may return one tensor or a nest of tuples, lists and dictionaries. Each of its tensors that
+the next block receives crosses once. *Extras* cross as well: tensors from before the blocks that
+blocks receive as further arguments (the memory of a cross attention, a relative bias), if the next
+stage cannot compute them itself::
 
     x, y = block(x, y, memory=m)        tensors   x            y            m
                                         output    (At(0), At(1))
                                         extras    (("memory",), 2)
 
-and what is *collected* over the blocks of all stages so far, so that the last one has it whole:
-what they returned, for the hooks on them and the sums over them, and what a Hugging Face model
-captures of its layers."""
+Values *collected* over the blocks of all stages so far cross too, so that the last stage has all of
+them: outputs for sums over blocks, outputs for hooks, and values that a Hugging Face model captures
+from its layers.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +44,23 @@ __all__ = [
 ]
 
 Path = tuple[int | str, ...]
-"""Place of a tensor in a call: an argument's position or keyword, then indices and keys into it."""
+"""Place of a tensor in a call: the argument's position or keyword, then indices and keys."""
 
 Nest = TypeVar("Nest")
 
 
 class StageError(PTDPError, RuntimeError):
-    """The model's forward did something that a pipeline stage cannot honour; the message says what
-    and how to mend it."""
+    """The model's forward did something that a pipeline stage cannot support.
+
+    The message says what happened and how to fix it.
+    """
 
 
 class StageExit(BaseException):
-    """Leaves the user's step at the end of a stage; a BaseException, so that ``except Exception``
-    lets it through."""
+    """Exception that leaves the user's step at the end of a stage.
+
+    It is a ``BaseException``, so that ``except Exception`` in user code does not catch it.
+    """
 
     def __init__(self, crossing: Crossing) -> None:
         super().__init__("left the step at the end of a pipeline stage")
@@ -71,8 +75,9 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         differentiable: Whether a gradient comes back for it.
-        alike: Whether all tensor-parallel ranks hold it, and its gradient, alike: true of a hidden
-            state. A bias of the attention has the values, or the gradients, of a rank's own heads.
+        alike: Whether the tensor and its gradient are the same on all tensor-parallel ranks. True
+            of a hidden state. A bias of the attention has the values, or the gradients, of a rank's
+            own heads.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +87,7 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: Tensor, *, differentiable: bool = False, alike: bool = False) -> TensorForm:
-        """The form of ``tensor``."""
+        """Return the form of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype, differentiable, alike)
 
     def __str__(self) -> str:
@@ -91,22 +96,22 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """In the place of a tensor: which one of a crossing it is; None for one that does not cross."""
+    """Marker in place of a tensor: its index in a crossing, or None if it does not cross."""
 
     index: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """All that both sides must know about a crossing but its values.
+    """Everything that both sides must know about a crossing, except its values.
 
     Attributes:
-        tensors: In the order in which they are sent.
-        output: What the last block of the stage returned, with an ``At`` in place of each tensor.
-        extras: Places of further arguments, and which tensor belongs there.
-        collected: The same of what was collected over the blocks; None for nothing.
-        past: Of each container whose blocks have all run, ``output`` and ``tensors`` of what the
-            last one returned.
+        tensors: Forms of the tensors, in sending order.
+        output: Output of the last block of the stage, with an ``At`` in place of each tensor.
+        extras: Places of further arguments, and the index of the tensor for each.
+        collected: The collected values with an ``At`` in place of each tensor; None for nothing.
+        past: For each container whose blocks have all run, ``output`` and ``tensors`` of the output
+            of its last block.
     """
 
     tensors: tuple[TensorForm, ...] = ()
@@ -116,7 +121,7 @@ class Form:
     past: tuple[Form, ...] = ()
 
     def encode(self) -> bytes:
-        """For another rank."""
+        """Serialize the form for another rank."""
         return pickle.dumps(self)
 
     @staticmethod
@@ -131,12 +136,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Tensors on their way over a stage boundary: activations with their form, or the gradients of
-    a crossing's differentiable ones.
+    """Tensors that cross a stage boundary.
+
+    They are activations with their form, or the gradients of a crossing's differentiable tensors.
 
     Attributes:
-        tensors: No two of them the same.
-        form: What they are; of gradients only ``tensors``.
+        tensors: The tensors, all distinct.
+        form: Their form; for gradients only ``tensors`` is set.
     """
 
     tensors: tuple[Tensor, ...]
@@ -144,14 +150,13 @@ class Crossing:
 
     @property
     def awaited(self) -> tuple[TensorForm, ...]:
-        """The gradients that come back for it."""
+        """Return the forms of the gradients that come back for it."""
         return tuple(form for form in self.form.tensors if form.differentiable)
 
     def entering(self, *, training: bool = True) -> Crossing:
-        """Return the crossing on which the next stage works: the same values, detached from the
-        graph.
+        """Return the crossing for the next stage: the same values, detached from the graph.
 
-        In training the differentiable ones are leaves that collect gradients.
+        In training the differentiable tensors are leaves that collect gradients.
         """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         tensors = (
@@ -161,18 +166,20 @@ class Crossing:
         return Crossing(tuple(tensors), self.form)
 
     def writable(self) -> Crossing:
-        """Return aliases of the tensors that entered, into which a block may write, as it may not
-        into leaves of the graph."""
+        """Return aliases of the received tensors that a block may modify in place.
+
+        Autograd forbids in-place changes of leaves of the graph.
+        """
         tensors = (
             _Alias.apply(tensor) if tensor.requires_grad else tensor for tensor in self.tensors
         )
         return Crossing(tuple(tensors), self.form)
 
     def roots(self) -> Roots:
-        """Return the starting points of the backward, one for each awaited gradient; None if
-        nothing here needs it.
+        """Return the starting points of the backward, one for each awaited gradient.
 
-        Keeps no activation alive.
+        A starting point is None if the tensor needs no gradient. The result keeps no activation
+        alive.
         """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         return tuple(
@@ -182,8 +189,10 @@ class Crossing:
         )
 
     def gradients(self) -> Crossing:
-        """After the backward of the stage that it entered: a gradient for each differentiable
-        tensor, zeros where none came."""
+        """Return the gradients of the differentiable tensors that entered a stage.
+
+        Call it after the stage's backward. A tensor without a gradient gets zeros.
+        """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
         entered = [tensor for tensor, form in pairs if form.differentiable]
         tensors = (
@@ -194,7 +203,7 @@ class Crossing:
 
 
 class _Alias(torch.autograd.Function):
-    """The same memory, behind a leaf."""
+    """View of the same memory, with an autograd node above the leaf."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -210,8 +219,11 @@ Roots = tuple[Tensor | GradientEdge | None, ...]
 
 
 def backward(roots: Roots, gradients: Crossing | None) -> None:
-    """The backward of one stage: from its roots with the gradients that came back, or (None) from a
-    scalar loss."""
+    """Run the backward of one stage.
+
+    It starts from the stage's roots with the gradients that came back, or (None) from a scalar
+    loss.
+    """
     incoming = (None,) * len(roots) if gradients is None else gradients.tensors
     pairs = [
         (root, gradient) for root, gradient in zip(roots, incoming, strict=True) if root is not None
@@ -225,7 +237,10 @@ def backward(roots: Roots, gradients: Crossing | None) -> None:
 
 
 def tensors_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors of a nest with their places; other objects are not looked into."""
+    """Yield the tensors of a nest with their places.
+
+    Only plain tuples, lists and dictionaries are searched.
+    """
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -234,7 +249,7 @@ def tensors_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 
 
 def substitute(value: Nest, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Nest:
-    """``value`` with its tensors changed; the very same object where nothing is."""
+    """Return ``value`` with its tensors changed; the same object if nothing changes."""
     changed: Any = value
     new = [(key, item, substitute(item, change, (*path, key))) for key, item in _items(value)]
     if isinstance(value, Tensor):
@@ -254,11 +269,13 @@ def _items(value: object) -> list[tuple[int | str, object]]:
 
 
 def describe(value: object, index: Callable[[Tensor], int | None], block: str) -> object:
-    """Return the output of ``block`` with an ``At`` in place of each tensor; ``index`` gives the
-    tensor's position in the crossing, or None.
+    """Return the output of ``block`` with an ``At`` in place of each tensor.
+
+    ``index`` gives the tensor's position in the crossing, or None.
 
     Raises:
-        StageError: Something in it can neither be sent nor be built again on the other side.
+        StageError: The output contains an object that can neither be sent nor be rebuilt on the
+            other side.
     """
 
     def described(item: object) -> object:
@@ -281,8 +298,10 @@ def describe(value: object, index: Callable[[Tensor], int | None], block: str) -
 def rebuild(
     described: object, tensors: Sequence[Tensor], elsewhere: Callable[[], Tensor] | None = None
 ) -> Any:
-    """Rebuild the output that ``describe`` described, with ``elsewhere()`` for tensors that did not
-    cross, if there may be any."""
+    """Rebuild the output from the result of ``describe``.
+
+    ``elsewhere()`` supplies tensors that did not cross. It is required if there may be any.
+    """
 
     def built(item: object) -> object:
         if not isinstance(item, At):
@@ -296,7 +315,7 @@ def rebuild(
 
 
 def _mapped(value: object, change: Callable[[object], object]) -> object:
-    """A new nest with all that is no plain container changed."""
+    """Return a copy of a nest with everything except plain containers changed."""
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
         return type(value)(_mapped(item, change) for item in value)
     if (

@@ -1,9 +1,10 @@
-"""Finding the repeated containers of a model and what stands before, between and after them.
+"""Search for a model's repeated containers and the modules before, between and after them.
 
-What a plan does not say is seen by running the forward without data, where there is an example of
-its input (``call_order.py``). Else the order of registration is taken for the order of the calls,
-but never trusted silently: a module that turns out to be called on the wrong side of the blocks
-raises at the first microbatch (``stage.py``), naming the list that it belongs to."""
+Missing entries of a plan are found by running the forward without data, if the model has an example
+input (``call_order.py``). Otherwise the order of registration is taken for the call order. That
+order is not trusted silently: a module that is called on the wrong side of the blocks raises an
+error at the first microbatch (``stage.py``), which names the list that the module belongs to.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +22,15 @@ __all__ = ["find_blocks", "find_parts"]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the repeated containers: the list or sequence of modules that holds the most
-    parameters, and lists beside it of members of one class that hold a share worth cutting, as the
-    encoder's beside the decoder's.
+    """Return the dotted names of the repeated containers.
+
+    The list or sequence of modules with the most parameters is always a container. Further lists,
+    such as the encoder's beside the decoder's, count if all of their members have one class and
+    they hold a share of the parameters that is worth cutting.
 
     Raises:
-        ValueError: There is none with at least two members that have parameters; says how to name
-            it.
+        ValueError: No list has at least two members with parameters. The message says how to name a
+            container.
     """
     found = {
         name: module
@@ -72,13 +75,17 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 _SHARE = 1 / 8
-"""Smallest share of the largest container's parameters that makes another container count. A
-smaller one may be a head."""
+"""Smallest share of the largest container's parameters for another container to count.
+
+A smaller one may be a head.
+"""
 
 
 def _is_detail(model: nn.Module, name: str, size: int) -> bool:
-    """Return True for a list of single layers, such as the projections of an attention's heads,
-    beside much larger modules."""
+    """Return True for a list of single layers beside much larger modules.
+
+    The projections of an attention's heads are such a list.
+    """
     container = model.get_submodule(name)
     if not isinstance(container, nn.ModuleList) or any(
         any(True for _ in child.children()) for child in container
@@ -117,21 +124,24 @@ def find_parts(
 ) -> ModelParts:
     """Return the positions of the modules with parameters relative to the containers.
 
-    With several containers, what runs before the first is taken to be needed before the others too
-    (a target's embedding may be looked up before the encoder runs) unless it is named in
-    ``before``.
+    With several containers, a module that runs before the first one is assumed to be needed before
+    the other containers too, unless it is named in ``before``: a target's embedding may be looked
+    up before the encoder runs.
 
     Args:
         model: The whole, uncut module.
         blocks: Names of the containers; found if None.
-        before: Modules known to run before them, in spite of where they are registered.
+        before: Modules known to run before the containers, regardless of their order of
+            registration.
         between: Modules known to run before a further container.
-        after: Modules known to run after them.
-        everywhere: Modules known to be used without being called; what an example shows is added.
+        after: Modules known to run after the containers.
+        everywhere: Modules known to be used without being called; uses that an example shows are
+            added.
 
     Raises:
-        ValueError: A named module does not exist (with the nearest names); the forward does not
-            call the layers one after the other, or calls a module on both sides of them.
+        ValueError: A named module does not exist (the message lists the nearest names); or the
+            forward does not call the layers one after the other; or it calls a module on both sides
+            of them.
     """
     names = find_blocks(model) if blocks is None else as_names(blocks)
     for name in names:
@@ -170,8 +180,10 @@ def find_parts(
 
 
 def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]) -> dict[str, int]:
-    """The modules with parameters beside the containers, and behind how many of them each is
-    registered."""
+    """Return the modules with parameters outside the containers, by name.
+
+    The value is the number of containers registered before the module.
+    """
     found: dict[str, int] = {}
     passed = 0
 
@@ -194,18 +206,20 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]
 def _called_at(
     name: str, order: Sequence[str], *, model: nn.Module, blocks: Sequence[str], otherwise: int
 ) -> set[int]:
-    """Behind how many containers the forward calls ``name``, or what is in it; ``otherwise`` if it
-    does not call it at all.
+    """Return how many containers the forward calls before each call of ``name``.
+
+    Calls of submodules of ``name`` count as well. The result is ``{otherwise}`` if the forward
+    calls none of them.
 
     Raises:
-        ValueError: The layers are not called one after the other, or ``name`` is called before and
-            behind them.
+        ValueError: The layers are not called one after the other, or ``name`` is called on both
+            sides of them.
     """
     spans = []
     for container in blocks:
         layers = [layer.name for layer in layers_of(model, container)]
         called = [call for call in order if call in set(layers)]
-        if not called:  # the example is that of another part of the model
+        if not called:  # the example belongs to another part of the model
             return {otherwise}
         if called != layers:
             raise ValueError(
@@ -239,8 +253,10 @@ def _called_at(
 
 
 def _in_order(names: Sequence[str], best: str, order: Sequence[str] | None) -> tuple[str, ...]:
-    """The containers in the order of their calls; only the largest where the calls of the others
-    are mixed with its own."""
+    """Return the containers in call order.
+
+    Only the largest container is returned if calls of containers are interleaved.
+    """
     if order is None:
         return tuple(names)
     spans = {}

@@ -1,11 +1,11 @@
-"""Values that only the first stage has, followed through the model's code in front of the blocks.
+"""Tracking of values that only the first stage has, through the code before the blocks.
 
-Modules before the blocks live on the first stage; on the others stubs return zeros, which
-placeholder blocks ignore. But a model may use
-what they return for more: give it to every block, add it to the blocks' result, log it. ``Foreign``
-marks such tensors, and whatever is computed from them, on every stage. So the first stage knows
-what the next one cannot compute itself (with frozen weights and in evaluation too, where
-``requires_grad`` tells nothing), and zeros that would be used as if they were values are refused.
+Modules before the blocks belong to the first stage. On later stages, stubs return zeros for them,
+and placeholder blocks ignore these zeros. But a model may use such an output for more: give it to
+every block, add it to the blocks' result, log it. ``Foreign`` marks these tensors and everything
+computed from them, on every stage. The first stage thus knows which tensors the next one cannot
+compute itself. That works with frozen weights and in evaluation too, where ``requires_grad`` gives
+no information. Zeros that would be used as if they were values are refused.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class Origin:
     """Origin of the foreign tensors of one run of a stage.
 
     Attributes:
-        why: Why their values may not be used; None where they are true, on the first stage.
-        behind: Whether the blocks have been reached: until then everything that is computed may be
-            meant for them alone.
-        over: Whether the run has ended; recomputation may still pass them around.
+        why: Error message if their values may not be used; None on the first stage, where the
+            values are true.
+        behind: Whether the blocks have been reached. Before that, every computed value may be meant
+            for the blocks alone.
+        over: Whether the run has ended; recomputation may still pass the tensors around.
         written: Plain tensors that foreign values were written into.
     """
 
@@ -60,8 +61,7 @@ class Origin:
     written: list[Tensor] = field(default_factory=list)
 
     def has_written(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` shares memory with one into which foreign values were
-        written."""
+        """Return True if ``tensor`` shares memory with one that has received foreign values."""
         if not self.written:
             return False
         memory = storage_key(tensor)
@@ -69,17 +69,17 @@ class Origin:
 
 
 class Foreign(Tensor):
-    """A tensor that only the first stage has values for; an ordinary tensor to the model's code.
+    """A tensor with values on the first stage only; an ordinary tensor to the model's code.
 
     Attributes:
-        origin: Where it comes from.
+        origin: Origin of its values.
     """
 
     origin: Origin
 
     @classmethod
     def mark(cls, tensor: Tensor, origin: Origin) -> Foreign:
-        """``tensor`` (its memory, its gradient) as a foreign one."""
+        """Return ``tensor`` (same memory, same gradient) as a foreign tensor."""
         found = tensor.as_subclass(cls)
         found.origin = origin
         return found
@@ -99,7 +99,7 @@ class Foreign(Tensor):
             and not origin.over
             and any(replacement(tensor) is not None for tensor in sources)
         ):
-            # What blocks were given has crossed, and may be used behind them as well.
+            # The arguments of blocks have crossed, and may be used behind the blocks as well.
             args, kwargs = (
                 substitute(value, lambda _path, tensor: _instead(tensor))
                 for value in (args, kwargs)
@@ -122,13 +122,13 @@ class Foreign(Tensor):
         for tensor in made:
             if tensor is not source:
                 tensor.origin = origin
-                if name == "detach":  # a recomputation is handed its arguments so
+                if name == "detach":  # recomputation detaches its arguments
                     put_instead(tensor, replacement(source))
         return result
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same tensor, its gradient included, as an ordinary one."""
+    """Return the same tensor, including its gradient, as an ordinary tensor."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, Foreign) else tensor
 
 
@@ -136,7 +136,7 @@ def known(output: Any) -> Any:
     """Return the step's output on the last stage, as ordinary tensors.
 
     Raises:
-        StageError: It holds a tensor whose values this stage does not have.
+        StageError: It contains a tensor whose values this stage does not have.
     """
     if not any(isinstance(tensor, Foreign) for tensor in _tensors(output)):
         return output
@@ -156,8 +156,10 @@ def _instead(tensor: Tensor) -> Tensor:
 
 
 def put_instead(tensor: Tensor, by: Tensor | None) -> None:
-    """Note what the blocks of this stage are given in place of ``tensor``: a recomputation must
-    give them the same."""
+    """Record ``by``, which the blocks of this stage receive in place of ``tensor``.
+
+    A recomputation must pass the same tensor to them.
+    """
     setattr(tensor, _INSTEAD, by)
 
 

@@ -1,4 +1,4 @@
-"""Dump of torch's flight recorder of a stuck rank, in a file."""
+"""Dump of torch's flight recorder to a file, for a stuck rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _LIMIT_S = 5.0
 
 
 def keep_flight_record(rank: int) -> str:
-    """Write it, over what an earlier run left there; its path, or "" where there is none. Takes
-    some seconds at most and never raises.
+    """Write the flight record to a file, which replaces that of an earlier run.
 
-    The recorder is torch's, on by default (``TORCH_FR_BUFFER_SIZE``, before
-    ``TORCH_NCCL_TRACE_BUFFER_SIZE``); ranks of one machine write into one folder of this user."""
+    The recorder is torch's and is on by default (``TORCH_FR_BUFFER_SIZE``, formerly
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``). The ranks of one machine write into one folder of this user.
+    The call takes a few seconds at most and never raises.
+
+    Returns:
+        The path of the file, or "" if there is no record.
+    """
     path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
     done = threading.Event()
 
@@ -29,11 +33,10 @@ def keep_flight_record(rank: int) -> str:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             part = path.with_name(f".{path.name}.{os.getpid()}")
             part.write_bytes(flight_record())
-            part.replace(
-                path
-            )  # another job of this user on this machine may be read, or write, at this moment
+            # Atomic: another job of this user on this machine may read or write the file now.
+            part.replace(path)
             done.set()
 
-    # It takes locks that a thread of NCCL's may hold.
+    # Not on this thread: the dump takes locks that an NCCL thread may hold.
     threading.Thread(target=keep, name="ptdp flight record", daemon=True).start()
     return str(path) if done.wait(_LIMIT_S) else ""

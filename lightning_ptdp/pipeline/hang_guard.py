@@ -1,27 +1,31 @@
-"""When a rank hangs, where its waits do not say so.
+"""Detection of a hung rank, where its own waits raise no error.
 
-With gloo a wait that is too long raises an error. With NCCL a wait only queues work for the device,
-and the host blocks wherever it next reads a result, in a call of C++ that may never return; only
-another thread can notice. It never touches the device. It looks at what the main thread notes (when
-it began what it is in), and at what was heard of the other ranks (status_board.py):
+With gloo, a wait that takes too long raises an error. With NCCL, a wait only queues work for the
+device. The host blocks wherever it next reads a result, in a C++ call that may never return. Only
+another thread can notice this. That thread never touches the device. It reads the notes of the main
+thread (the current action and its start) and the statuses received from the other ranks
+(status_board.py):
 
-=====================================================  ================================
-====================== what is seen                                           with NCCL
-with gloo =====================================================  ================================
-====================== another rank failed, and this one is stuck             for 10 s, or half of
-the limit    for 1.2 x the limit another rank, or the store, is silent for the limit,   for the
-limit                     for 1.2 x the limit and this one is stuck this rank is stuck, and its main
-thread was in         for 1.1 x the limit               never one single call for half of the limit
-this rank failed, and does not come to its end         for the limit                     never
-=====================================================  ================================
-======================
+======================================================  =======================  =================
+condition                                               ends with NCCL           ends with gloo
+======================================================  =======================  =================
+another rank failed, and this one is stuck              for 10 s, or half of     for 1.2 x limit
+                                                        the limit
+another rank, or the store, is silent for the limit,    for the limit            for 1.2 x limit
+and this one is stuck
+this rank is stuck, and its main thread was in one      for 1.1 x limit          never
+single call for half of the limit
+this rank failed, and does not end                      for the limit            never
+======================================================  =======================  =================
 
-A rank "is stuck" while it is in one action of a step, one collective or one save. Between those
-(the data loader, callbacks, loggers, whatever a user does on the host) it is not watched, except
-that with NCCL a rank that failed or fell silent ends the others after the limit there too. Python
-that runs for long, such as a compilation, is never in one single call. A process that was stopped,
-or a machine that slept, does not count the time. Where several of these are seen, the failure of
-another rank is what is told, or else the silence of one, if it is half of the limit."""
+A rank is "stuck" while it is in one action of a step, one collective or one save. Between these
+(data loader, callbacks, loggers, other host code of the user) it is not watched, with one
+exception: with NCCL, a rank that failed or became silent ends the other ranks after the limit there
+too. Long-running Python code, such as a compilation, is never in one single call. The time during
+which a process was stopped or a machine slept does not count. If several conditions hold, the
+message names the failure of another rank, or else the silence of another rank if it has lasted for
+half of the limit.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,9 @@ from lightning_ptdp.shims.torch import abort_process_groups
 __all__ = ["Guard", "Judge", "Pulse", "Sight", "give_up"]
 
 _FAILED_S = 10.0
-_FAILED_AT = 0.5  # of the limit: before a rank that hangs for that reason ends for another
+_FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
 _ABORT_S = 5.0
-_GIVES_UP_AT = 1.1  # of the limit, at which torch ends the process by itself where it notices
+_GIVES_UP_AT = 1.1  # of the limit, at which torch itself ends the process if it notices
 _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
 
@@ -54,14 +58,14 @@ class Sight:
 
     Attributes:
         now: ``time.monotonic``.
-        note: What it does; another object as soon as it does something else.
-        watched: Whether it is in a step, a collective or a save.
-        failed: Whether it has noted a failure of its own.
-        heard: The other ranks.
-        answered_at: When the store last answered.
-        unanswered_s: How long it has not answered.
-        pulse: Another number whenever the main thread has run Python since the last time; None: it
-            was not asked.
+        note: Current activity; another object for every new activity.
+        watched: Whether the rank is in a step, a collective or a save.
+        failed: Whether the rank has noted a failure of its own.
+        heard: Last statuses of the other ranks.
+        answered_at: Time of the store's last answer.
+        unanswered_s: Time for which the store has not answered.
+        pulse: Counter that has changed if the main thread has run Python code since the last
+            request; None if it was not requested.
     """
 
     now: float
@@ -75,11 +79,11 @@ class Sight:
 
 
 class Judge:
-    """Decides from one look to the next.
+    """Decides from successive observations whether to end this process.
 
     Args:
-        limit_s: Of a wait for another rank.
-        interval_s: Time between two looks; of a longer pause this process knows nothing.
+        limit_s: Time limit of a wait for another rank.
+        interval_s: Time between two observations. A longer pause counts as at most two intervals.
         waits_raise: Whether waits raise at the limit by themselves, as gloo's do.
     """
 
@@ -89,7 +93,7 @@ class Judge:
         self._since: dict[object, tuple[object, float]] = {}
 
     def look(self, seen: Sight) -> str:
-        """Why this process has to be ended; "" while there is no reason."""
+        """Return the reason to end this process; "" if there is none."""
         self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
         self._last = seen.now
         stuck = self._unchanged("note", (seen.note, seen.failed))
@@ -121,7 +125,8 @@ class Judge:
 
     def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
         ends = not self._waits_raise and call_s > self._limit_s / 2
-        # Who fell silent while this rank was stuck is why, though not yet for as long.
+        # A rank that became silent while this one was stuck is the cause, even if its silence is
+        # shorter than the limit.
         least = self._limit_s / 2 if ends else self._limit_s
         if silent := [who for who, time_s in silences.items() if time_s > least]:
             return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
@@ -140,8 +145,10 @@ class Judge:
         return self._unchanged("pulse", seen.pulse)
 
     def _failures(self, seen: Sight) -> dict[int, float]:
-        """By rank, how long it has been known to have failed; what was heard of an earlier training
-        in this world does not count."""
+        """Return, by rank, the time for which it has been known to have failed.
+
+        Statuses from an earlier training in this world do not count.
+        """
         failed = {
             rank: heard.status.failure for rank, heard in sorted(seen.heard.items()) if heard.lived
         }
@@ -152,8 +159,10 @@ class Judge:
         }
 
     def _silences(self, seen: Sight) -> dict[str, float]:
-        """By name, how long a rank has said nothing although the store answered, and how long the
-        store has not answered."""
+        """Return, by name, the time for which a rank or the store has been silent.
+
+        A rank is silent if it sends nothing although the store answers.
+        """
         silences = {
             f"rank {rank}": min(self._unchanged(rank, heard), seen.answered_at - heard.at)
             for rank, heard in sorted(seen.heard.items())
@@ -171,8 +180,10 @@ def _failure(seen: Sight, rank: int) -> str:
 
 
 class Guard:
-    """Calls ``look`` every ``interval_s`` seconds on a thread of its own, until it is closed or
-    garbage, or ``look`` returns False."""
+    """Thread that calls ``look`` every ``interval_s`` seconds.
+
+    It ends when the guard is closed or garbage collected, or when ``look`` returns False.
+    """
 
     def __init__(self, look: Callable[[], bool], *, interval_s: float) -> None:
         closing = threading.Event()
@@ -184,14 +195,16 @@ class Guard:
         self._finalizer.atexit = False
 
     def close(self, limit_s: float = 1.0) -> None:
-        """Look no more; waits for the thread, but no longer than ``limit_s``: ``look`` may hang in
-        a store that is frozen."""
+        """Stop the thread and wait for it for at most ``limit_s``.
+
+        The thread may hang in ``look``, in a call to a frozen store.
+        """
         self._finalizer()
         self._thread.join(limit_s)
 
 
 def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:
-    with contextlib.suppress(ReferenceError):  # of an owner that is garbage by now
+    with contextlib.suppress(ReferenceError):  # the owner has been garbage collected
         while not closing.wait(interval_s) and look():
             pass
 
@@ -202,13 +215,11 @@ class Pulse:
     def __init__(self) -> None:
         self.beats, self._asked = 0, False
         self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._beat)
-        # A call that is pending cannot be taken back: what is to be called has to be there for
-        # ever.
+        # A pending call cannot be cancelled, so its callback must stay alive for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
 
     def ask(self) -> int:
-        """Have the main thread count on as soon as it comes to its next instruction; how far it is
-        now."""
+        """Ask the main thread to count at its next instruction, and return the current count."""
         if not self._asked:
             self._asked = True
             ctypes.pythonapi.Py_AddPendingCall(self._call, None)
@@ -220,7 +231,7 @@ class Pulse:
 
 
 def give_up() -> NoReturn:
-    """End this process at once, its process groups before it if they let themselves be ended."""
+    """Abort the process groups if possible within a time limit, and end this process at once."""
     aborting = threading.Thread(target=_abort, name="ptdp abort", daemon=True)
     aborting.start()
     aborting.join(_ABORT_S)

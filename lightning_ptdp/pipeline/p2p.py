@@ -1,20 +1,21 @@
-"""Sends and receives between neighbouring stages: just-in-time buffers, one communicator a
-direction.
+"""Point-to-point transport between neighbouring stages.
 
-What crosses is not agreed in advance. Its shapes depend on the microbatch alone, and every rank of
-a replica reads the same microbatches; so the first time that a microbatch of a new signature
-(shapes and dtypes of its tensors) crosses a boundary, a header goes ahead, and afterwards both
-sides know without asking::
+Receive buffers are allocated just in time, and each direction has its own communicator.
+
+The form of a crossing is not agreed in advance. Its shapes depend on the microbatch alone, and
+every rank of a replica reads the same microbatches. The first time that a microbatch of a new
+signature (shapes and dtypes of its tensors) crosses a boundary, a header precedes it. Afterwards
+both sides know the form without a header::
 
     header      int64, the length of ...
     form        ... this many pickled bytes: shapes, dtypes, structure (crossing.py)
     tensors     one message each
 
-Under tensor parallelism without sequence parallelism the t ranks of a stage hold the same hidden
-state. With ``scatter`` each sends 1/t of it to its neighbour, and the receivers gather it over
-their own, faster links (arXiv 2104.04473, section 4.1). Only the first
-tensor that a block returns counts as the hidden state: a bias of the attention beside it may be
-that of a rank's own heads."""
+Under tensor parallelism without sequence parallelism, the t ranks of a stage hold the same hidden
+state. With ``scatter`` each rank sends 1/t of it to its neighbour, and the receivers gather it over
+their own, faster links (arXiv 2104.04473, section 4.1). Only the first tensor that a block returns
+counts as the hidden state: an attention bias beside it may belong to a rank's own heads.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +42,23 @@ _MIN_OUTSTANDING = 4
 
 
 class PeerError(PTDPError, RuntimeError):
-    """A neighbour did not answer within the limit or went away; the message names the rank and the
-    action."""
+    """A neighbour did not answer within the limit or is gone.
+
+    The message names the rank and the action.
+    """
 
 
 @dataclass(eq=False)
 class Receipt:
-    """A receive that was asked for. ``wait`` returns what arrived.
+    """A requested receive; ``wait`` returns the received crossing.
 
     Attributes:
-        what: The action that it is for.
-        key: Under which the form is known, for a hidden state.
-        form: What comes, once known; until then a header is awaited.
-        buffers: Posted, one a tensor (or the header's).
-        works: Handles of what was posted; None while an earlier header of the channel is awaited,
-            since messages arrive in order.
+        what: The action that needs it.
+        key: Key under which the form is known, for a hidden state.
+        form: Form of the crossing, once known; until then a header is awaited.
+        buffers: Posted buffers, one per tensor (or that of the header).
+        works: Handles of the posted receives; None while an earlier header of the channel is
+            awaited, because messages arrive in order.
     """
 
     transport: Transport
@@ -68,8 +71,11 @@ class Receipt:
     works: list[dist.Work | None] | None = None
 
     def post(self) -> bool:
-        """Post the receives of the tensors if their form is known, else of the header; whether it
-        was the former."""
+        """Post the receives of the tensors if their form is known, else that of the header.
+
+        Returns:
+            True if the form is known.
+        """
         transport = self.transport
         if self.form is None:
             self.form = transport.known.get(self.key)
@@ -80,7 +86,7 @@ class Receipt:
         return True
 
     def learn(self) -> None:
-        """Wait for the header and the form, and post the receives of the tensors behind it."""
+        """Wait for the header and the form, then post the receives of the tensors."""
         assert self.form is None and self.key is not None
         (length,) = self._arrived()
         self._post(
@@ -91,7 +97,7 @@ class Receipt:
         self.post()
 
     def wait(self) -> Crossing:
-        """The tensors, with their form if they are activations."""
+        """Return the tensors, with their form if they are activations."""
         while self.form is None or self.works is None:
             self.transport.advance(self.source)
         buffers = self._arrived()
@@ -117,7 +123,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class _Sent:
-    """One crossing on its way, and the tensors that must live until it has left."""
+    """One crossing being sent, and the tensors that must live until it has left."""
 
     works: list[dist.Work | None]
     tensors: list[Tensor]
@@ -131,12 +137,12 @@ class Transport:
 
     Attributes:
         mesh: Supplies the communicators.
-        device: Where received tensors are made.
+        device: Device of received tensors.
         scatter: Send 1/t of each floating-point tensor that all t tensor-parallel ranks hold alike.
-        scatter_minimum: Elements a rank below which a tensor is sent whole.
-        waiting: Told (action, global rank) before a wait and (action, None) after it.
-        explain: What is known about the other ranks, for the error of a wait that failed.
-        known: Forms by (boundary, signature), announced in headers or learnt from them.
+        scatter_minimum: Elements per rank below which a tensor is sent whole.
+        waiting: Called with (action, global rank) before a wait and (action, None) after it.
+        explain: Returns the known state of the other ranks, for the error of a failed wait.
+        known: Forms by (boundary, signature), sent in headers or received in them.
     """
 
     mesh: ProcessMesh
@@ -152,11 +158,12 @@ class Transport:
     _queues: dict[int, deque[Receipt]] = field(default_factory=dict)
 
     def begin(self, schedule: Schedule) -> None:
-        """A program of ``schedule`` starts.
+        """Prepare for a program of ``schedule``.
 
-        gloo does not tell when a message has left, so there the oldest of a channel is waited for.
-        That cannot deadlock, as long as a channel may have as many messages under way as its
-        receiver asks for ahead of their use."""
+        gloo does not report when a message has left, so with gloo the oldest message of a channel
+        is waited for. That cannot deadlock as long as the number of messages under way on a channel
+        may reach the number that its receiver requests ahead of their use.
+        """
         if schedule is not self._schedule and self.device.type == "cpu":
             self._schedule, self._limit = schedule, max(_MIN_OUTSTANDING, receives_ahead(schedule))
 
@@ -165,16 +172,16 @@ class Transport:
     def send_forward(
         self, what: str, crossing: Crossing, *, target: int, signature: Hashable
     ) -> None:
-        """Send what crosses to global rank ``target``; returns at once.
+        """Send a crossing to global rank ``target``; return at once.
 
         Args:
             what: The action that takes it, ``F{stage}.{microbatch}``.
-            crossing: From the stage before.
+            crossing: Crossing of the stage before.
             target: Global rank.
-            signature: Decides the form of the crossing.
+            signature: Determines the form of the crossing.
 
         Raises:
-            ValueError: Another form was sent for the signature before.
+            ValueError: Another form was sent for the same signature before.
         """
         key, header = (what.partition(".")[0], signature), []
         if key not in self.known:
@@ -191,18 +198,17 @@ class Transport:
         self._send(what, crossing, target, "forward", header)
 
     def receive_forward(self, what: str, *, source: int, signature: Hashable) -> Receipt:
-        """Post the receive of what crosses from global rank ``source``."""
+        """Post the receive of a crossing from global rank ``source``."""
         receipt = Receipt(self, what, source, "forward", key=(what.partition(".")[0], signature))
         queue = self._queues.setdefault(source, deque())
-        # Behind a header whose hidden state has not been asked for, nothing else may be: messages
-        # of a channel arrive in order.
+        # Messages of a channel arrive in order. A receive must not be posted behind a header whose
+        # tensors have not been requested yet.
         if queue or not receipt.post():
             queue.append(receipt)
         return receipt
 
     def advance(self, source: int) -> None:
-        """Wait for the oldest header of the channel from ``source``, then post what was asked for
-        behind it."""
+        """Wait for the oldest header from ``source``, then post the receives queued behind it."""
         queue = self._queues[source]
         queue.popleft().learn()
         while queue and queue[0].post():
@@ -211,7 +217,7 @@ class Transport:
     # ---- gradients -------------------------------------------------------------------------------
 
     def send_backward(self, what: str, gradients: Crossing, *, target: int) -> None:
-        """Send the gradients of what was received to the rank that sent it; returns at once."""
+        """Send the gradients of a received crossing to its sender; return at once."""
         self._send(what, gradients, target, "backward", [])
 
     def receive_backward(
@@ -232,14 +238,16 @@ class Transport:
         return size if numel % size == 0 and numel >= size * self.scatter_minimum else 1
 
     def buffer(self, form: TensorForm) -> Tensor:
-        """Return a buffer for receiving a tensor, or this rank's part of it (flat)."""
+        """Return a buffer for receiving a tensor, or for this rank's part of it (flat)."""
         shares = self.shares(form)
         shape = form.shape if shares == 1 else (math.prod(form.shape) // shares,)
         return torch.empty(shape, dtype=form.dtype, device=self.device)
 
     def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
-        """The whole tensor from what one rank received of it; collective over the tensor-parallel
-        group if it was scattered."""
+        """Return the whole tensor, given the part that this rank received.
+
+        The call is collective over the tensor-parallel group if the tensor was scattered.
+        """
         if self.shares(form) == 1:
             return buffer
         whole = torch.empty(form.shape, dtype=form.dtype, device=self.device)
@@ -249,8 +257,11 @@ class Transport:
         return whole
 
     def _own_part(self, tensor: Tensor, form: TensorForm) -> Tensor:
-        """Return the part of ``tensor`` that this rank sends: contiguous, without a copy if
-        possible, and flat if it is a part."""
+        """Return the part of ``tensor`` that this rank sends.
+
+        The part is contiguous, without a copy if possible. It is flat if it is not the whole
+        tensor.
+        """
         shares = self.shares(form)
         if shares == 1:
             return tensor.detach().contiguous()
@@ -268,7 +279,7 @@ class Transport:
         """Wait for a posted message.
 
         Raises:
-            PeerError: It did not come within the process group's time limit, or the peer is gone.
+            PeerError: It did not arrive within the process group's time limit, or the peer is gone.
         """
         self.waiting(what, peer)
         try:
@@ -281,8 +292,7 @@ class Transport:
         self.waiting(what, None)
 
     def flush(self) -> None:
-        """Wait until every message of the step has left, and drop the tensors that were kept for
-        them."""
+        """Wait until every message of the step has left, and drop the tensors kept for them."""
         for sent in self._outstanding.values():
             while sent:
                 self._wait_sent(sent.popleft())
@@ -299,13 +309,15 @@ class Transport:
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]
-        # Only now that the message is on its way: the neighbour waits for it.
+        # After the send, because the neighbour waits for the message.
         self._drop_sent(queue)
         queue.append(_Sent(works, tensors, what, target))
 
     def _drop_sent(self, sent: deque[_Sent]) -> None:
-        """A sent tensor must live until its message has left, and no longer: drop the finished ones
-        on every send."""
+        """Drop sent tensors whose messages have left.
+
+        It runs on every send, so that a sent tensor lives no longer than necessary.
+        """
         while sent and (all(work is None or work.is_completed() for work in sent[0].works)):
             sent.popleft()
         while self.device.type == "cpu" and len(sent) >= self._limit:
@@ -319,12 +331,11 @@ class Transport:
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8}
 )
-"""The dtypes that every backend sends without a view as bytes."""
+"""Dtypes that every backend sends without a view as bytes."""
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """To send or receive any dtype: the same memory as bytes, where the backend might not know the
-    dtype."""
+    """Return a view of the same memory as bytes if a backend might not support the dtype."""
     if tensor.dtype in _NATIVE:
         return tensor
     return tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)

@@ -1,5 +1,7 @@
-"""Stand-ins for the modules that live on other pipeline stages. They hold no parameters, and keep
-what models inspect."""
+"""Placeholders for the modules of other pipeline stages.
+
+They hold no parameters, but keep the attributes that models inspect.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class Placeholder(nn.Module):
-    """Base of the stand-ins; keeps the plain attributes of the module that it stands for and of its
-    children, since models inspect their layers."""
+    """Base class of the placeholders.
+
+    It keeps the plain attributes of the original module and its children, because models inspect
+    their layers.
+    """
 
     def __init__(self, name: str, original: nn.Module, boundary: Boundary) -> None:
         super().__init__()
@@ -37,15 +42,14 @@ class Placeholder(nn.Module):
         self._ptdp_hooks: dict[str, UserHooks] = {}
 
     def _keep_hooks(self, original: nn.Module, *, inside: bool = True) -> None:
-        """Keep the hooks that somebody has put on ``original`` and the modules inside, with a
-        stand-in for each of these."""
+        """Keep the user hooks of ``original`` and its submodules, each with a placeholder."""
         for hooks in user_hooks(self._ptdp_name, original, inside=inside):
             outer = hooks.name == self._ptdp_name
             module = self if outer else Placeholder(hooks.name, hooks.module, self._ptdp_boundary)
             self._ptdp_hooks[hooks.name] = replace(hooks, module=module)
 
     def _replay_hooks(self, args: tuple[object, ...]) -> None:
-        """Call them with what they were given on the stage of the original."""
+        """Call the hooks with the outputs that they received on the original's stage."""
         for module, position, output in self._ptdp_boundary.seen_by_hooks(self._ptdp_name):
             given = args if module == self._ptdp_name else (self._ptdp_boundary.running.unknown(),)
             self._ptdp_hooks[module].replay(position, given, output)
@@ -72,8 +76,10 @@ class Placeholder(nn.Module):
 
 
 class EarlierBlock(Placeholder):
-    """A block of an earlier stage: returns what was received, and calls the hooks that others have
-    put on it."""
+    """A block of an earlier stage.
+
+    It returns the received output and calls the hooks that users have registered on the block.
+    """
 
     def __init__(self, layer: Layer, original: nn.Module, boundary: Boundary) -> None:
         super().__init__(layer.name, original, boundary)
@@ -105,7 +111,7 @@ class LaterBlock(Placeholder):
         self._ptdp_layer = layer
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Leave with what the block would have been given."""
+        """Leave the step with the arguments of the block."""
         self._running()
         raise StageExit(self._ptdp_boundary.leave(self._ptdp_layer, args, kwargs))
 
@@ -114,7 +120,7 @@ class Absent(Placeholder):
     """A module behind the blocks, which a stage before the last one does not reach."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse."""
+        """Raise a ``StageError``."""
         raise StageError(
             f"'{self._ptdp_name}' belongs to the last pipeline stage but was called before the "
             "repeated blocks; list "
@@ -123,8 +129,10 @@ class Absent(Placeholder):
 
 
 class Stub(Placeholder):
-    """A module before the blocks: zeros of the right shape, which the first placeholder block
-    ignores."""
+    """A module before the blocks.
+
+    It returns zeros of the right shape, which the first placeholder block ignores.
+    """
 
     def __init__(
         self, name: str, original: nn.Module, boundary: Boundary, shape: Callable[[Tensor], Tensor]
@@ -134,7 +142,7 @@ class Stub(Placeholder):
         self._keep_hooks(original, inside=False)
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Zeros in the shape of the original's output."""
+        """Return zeros in the shape of the original's output."""
         run = self._ptdp_boundary.run
         if run is not None and run.is_behind:
             raise StageError(
@@ -151,11 +159,13 @@ class Stub(Placeholder):
 
 
 def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that makes an output of the right shape without the module's weights; None
-    if there is none for its type."""
+    """Return a function that makes an output of the right shape without the module's weights.
+
+    The result is None if there is no such function for the module's type.
+    """
     if isinstance(module, nn.Embedding):
         if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
-            # a fixed table that may be asked for places by their number: every stage has it
+            # A fixed table that may be called with positions as numbers: every stage keeps it.
             return None
         width, dtype = module.embedding_dim, module.weight.dtype
         return partial(_zeros_after_lookup, width=width, dtype=dtype)
@@ -170,16 +180,16 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Return True if a user's norm can only keep the shape, since it has nothing but one or two
-    vectors.
+    """Return True if a user's norm can only keep the shape.
 
-    A module without parameters may be that of a weight.
+    That is the case if its parameters are one or more vectors and it has no children. A module
+    without parameters does not qualify, because it may be a norm of weights.
     """
     dimensions = {parameter.dim() for parameter in module.parameters()}
     return not list(module.children()) and dimensions == {1}
 
 
-# Functions of the module, not closures: a cut model, and the Trainer that holds it, can be pickled.
+# Module-level functions, not closures: a cut model, and the Trainer that holds it, can be pickled.
 
 
 def _zeros_after_lookup(x: Tensor, *, width: int, dtype: torch.dtype) -> Tensor:

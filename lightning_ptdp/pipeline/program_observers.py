@@ -10,30 +10,39 @@ __all__ = ["Observers", "StepObserver"]
 
 
 class StepObserver:
-    """Receiver of events of the runtime, the transport and the gradient buckets, on the thread that
-    runs the program.
+    """Receiver of events of the runtime, the transport and the gradient buckets.
 
-    Events that it does not need are not defined.
+    Events arrive on the thread that runs the program. A subclass defines only the events that it
+    needs.
     """
 
     def began(self, schedule: Schedule) -> None:
-        """The program of ``schedule`` starts."""
+        """Handle the start of the program of ``schedule``."""
 
     def started(self, action: Action) -> None:
-        """``action`` starts; a computation may begin by waiting for its message."""
+        """Handle the start of ``action``; a computation may begin by waiting for its message."""
 
     def waiting(self, what: str, peer: int | None) -> None:
-        """The wait for global rank ``peer`` in action ``what`` begins, or with None: is over."""
+        """Handle the start of a wait for global rank ``peer``, or with None its end.
+
+        ``what`` is the action that waits.
+        """
 
     def finished(self, action: Action) -> None:
-        """``action`` is done."""
+        """Handle the end of ``action``."""
 
     def reducing(self, stage: int | None, work: object) -> None:
-        """A reduction of gradients of ``stage`` (None: of no single one) was launched;
-        ``work.when_done`` tells of its end."""
+        """Handle the launch of a gradient reduction of ``stage``.
+
+        ``stage`` is None if the reduction belongs to several stages or to none. ``work.when_done``
+        registers a callback for its end.
+        """
 
     def ended(self) -> None:
-        """The program is done and its messages have left. Not called when it fails."""
+        """Handle the end of the program, when its messages have left.
+
+        It is not called when the program fails.
+        """
 
 
 class Observers(StepObserver):
@@ -43,39 +52,39 @@ class Observers(StepObserver):
         self._members = tuple(members)
 
     def add(self, observer: StepObserver) -> None:
-        """Tell ``observer`` too, from the next event on."""
+        """Send events to ``observer`` too, from the next event on."""
         self._members = (*self._members, observer)
 
     def remove(self, observer: StepObserver) -> None:
-        """Tell ``observer`` no more; nothing happens if it was not told."""
+        """Stop sending events to ``observer``; do nothing if it was not added."""
         self._members = tuple(member for member in self._members if member is not observer)
 
     def began(self, schedule: Schedule) -> None:
-        """Tell all."""
+        """Forward the event to all observers."""
         for member in self._members:
             member.began(schedule)
 
     def started(self, action: Action) -> None:
-        """Tell all."""
+        """Forward the event to all observers."""
         for member in self._members:
             member.started(action)
 
     def waiting(self, what: str, peer: int | None) -> None:
-        """Tell all."""
+        """Forward the event to all observers."""
         for member in self._members:
             member.waiting(what, peer)
 
     def finished(self, action: Action) -> None:
-        """Tell all."""
+        """Forward the event to all observers."""
         for member in self._members:
             member.finished(action)
 
     def reducing(self, stage: int | None, work: object) -> None:
-        """Tell all."""
+        """Forward the event to all observers."""
         for member in self._members:
             member.reducing(stage, work)
 
     def ended(self) -> None:
-        """Tell all."""
+        """Forward the event to all observers."""
         for member in self._members:
             member.ended()

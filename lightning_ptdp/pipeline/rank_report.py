@@ -26,15 +26,15 @@ class Account:
     """Status of all ranks as one rank knows it.
 
     Attributes:
-        rank: The one that tells.
-        own: What it did last itself.
+        rank: The reporting rank.
+        own: Its own last status.
         world_size: Number of ranks.
         asked: Ranks that it listens to.
-        heard: What it heard of them.
-        missing: Which of them do not answer.
-        as_of: Until when it heard anything at all, as ``time.monotonic``.
-        store_answers: Whether it still hears; None: it never did.
-        silent_after_s: A rank that was silent for longer has fallen silent.
+        heard: Last statuses of these ranks.
+        missing: Ranks among them that do not answer.
+        as_of: Time of the last received status, as ``time.monotonic``.
+        store_answers: Whether the store still answers; None if there was never a connection.
+        silent_after_s: Silence in seconds after which a rank counts as silent.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Account:
     silent_after_s: float = 1.0
 
     def text(self) -> str:
-        """A line a rank, then who does not answer, and the cause if one is known."""
+        """Return one line per rank, then the ranks that do not answer, and the cause if known."""
         lines = {rank: self._sentence(rank) for rank in self.heard}
         if self.store_answers:
             lines |= {rank: "has told nothing yet" for rank in self.asked if rank not in self.heard}
@@ -86,12 +86,12 @@ class Account:
         return "\n".join(text)
 
     def lost(self) -> str:
-        """For the others: the failure of a rank that misses another one."""
+        """Return the failure message of a rank that misses another one, for publication."""
         ranks = ", ".join(str(rank) for rank in sorted(self.missing)[:_MOST_LINES])
         return f"{LOST}: no answer from rank {ranks}" if ranks else LOST
 
     def is_known(self) -> bool:
-        """Return True if all other ranks that answer have named the missing rank, or have ended."""
+        """Return True if all answering ranks have named the missing rank, or have ended."""
         answering = self.heard.keys() - self.missing
         told = all(
             self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST
@@ -107,8 +107,10 @@ class Account:
         )
 
     def _suspects(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks to name where there are too many: those that told nothing, failed, or have been
-        at the same thing the longest."""
+        """Return the ranks to name if there are too many.
+
+        Ranks without a status come first, then failed ranks, then the ranks with the oldest action.
+        """
 
         def suspicion(rank: int) -> tuple[bool, bool, float]:
             heard = self.heard.get(rank)
@@ -126,15 +128,17 @@ def _is_cause(status: RankStatus) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """Return the summary of an error for other ranks. For a lost rank it says no more than that,
-    since the place names the rank."""
+    """Return the summary of an error for other ranks.
+
+    For a lost rank the summary is only ``LOST``, because the place names the rank.
+    """
     if isinstance(error, PeerError) or is_communication_error(error):
         return LOST
     return f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
 
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line that is not of an installed package or of this one."""
+    """Return the innermost line outside of installed packages and of this package."""
     own = [
         frame
         for frame in frames

@@ -1,4 +1,4 @@
-"""Messages about a forward whose tensors cannot cross a stage boundary, with the remedy."""
+"""Error messages for tensors that cannot cross a stage boundary, with the remedy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ NOT_PASSED = (
 
 
 def lost_argument(name: str, path: Path, place: str) -> StageError:
-    """Block ``name`` is given what only another stage has computed; ``place`` is the plan's list
-    that says otherwise."""
+    """Return the error for an argument that only another stage has computed.
+
+    ``place`` is the list of the plan that fixes it.
+    """
     return StageError(
         f"block '{name}' is given a tensor ({_place(path)}) that modules of another pipeline "
         "stage computed. Name these in "
@@ -43,8 +45,10 @@ def lost_argument(name: str, path: Path, place: str) -> StageError:
 
 
 def unsent_argument(name: str, path: Path) -> StageError:
-    """Block ``name`` is given something from before the blocks that no block before the boundary
-    was given."""
+    """Return the error for an argument that no block before the boundary received.
+
+    The argument comes from before the blocks.
+    """
     return StageError(
         f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated "
         "blocks, but no "
@@ -55,7 +59,7 @@ def unsent_argument(name: str, path: Path) -> StageError:
 
 
 def changed_argument(name: str, path: Path) -> StageError:
-    """Block ``name`` is given something else from outside the blocks than the block before it."""
+    """Return the error for an outside argument that differs from the previous block's."""
     return StageError(
         f"block '{name}' is given another tensor ({_place(path)}) than the block before it, "
         "computed outside the blocks; what "
@@ -70,7 +74,7 @@ def _place(path: Path) -> str:
 
 
 def computed_between(name: str) -> StageError:
-    """Block ``name`` is not given what the block before it returned."""
+    """Return the error for a block whose input is not the previous block's output."""
     return StageError(
         f"something is computed between the repeated blocks, before block '{name}': its input is "
         "not what the block before it "

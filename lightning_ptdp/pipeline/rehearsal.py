@@ -1,5 +1,7 @@
-"""Rehearsal of the pipeline's stages in one process, on the example of a model's input without
-data."""
+"""Rehearsal of all pipeline stages in one process, without data.
+
+The stages run on the example of the model's input.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,21 @@ def rehearse(
     collects: bool,
     pipeline_parallel_size: int,
 ) -> None:
-    """Run all stages, one after the other, if an example of the input shows a forward that calls
-    each block once. The model is not changed. Where it brings no example, one tensor of the size
-    that its first layer takes is tried.
+    """Run all stages, one after the other, on an example input without data.
+
+    The stages run only if the example shows a forward that calls each block once. The model is not
+    changed. If the model has no example, one tensor of the size that its first layer takes is
+    tried.
 
     Args:
         model: The whole, uncut module.
-        parts: Where its modules stand.
-        ranges: Half-open layer ranges, one a stage.
-        collects: Whether all that blocks return crosses to all later stages.
+        parts: Positions of its modules relative to the containers.
+        ranges: Half-open layer ranges, one per stage.
+        collects: Whether everything that blocks return crosses to all later stages.
         pipeline_parallel_size: Number of pipeline ranks, for messages.
 
     Raises:
-        ValueError: A stage fails, though the whole model runs.
+        ValueError: A stage fails, although the whole model runs.
     """
     layers = [layer.name for layer in layers_of(model, parts.blocks)]
     for name, module, args, kwargs in (*examples(model), *guesses(model, layers)):
@@ -63,7 +67,7 @@ def rehearse(
 
 
 def _run_stages(cut: PipelineCut, step: Callable[[], None]) -> tuple[int, Exception] | None:
-    """Run all stages; the one that failed and its error."""
+    """Run all stages and return the failed stage and its error; None if all succeed."""
     received: Crossing | None = None
     for stage in cut.stages:
         try:
@@ -85,14 +89,13 @@ def _runs_whole(
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Call a module. Its output is dropped, because the user's step need not return all of it."""
+    """Call a module and drop its output, because the user's step need not return all of it."""
     module(*args, **kwargs)
 
 
 def _why(error: Exception, parts: ModelParts, first: str) -> str:
-    if isinstance(error, StageError) or "pipeline stage" in str(
-        error
-    ):  # a stand-in was asked for an attribute
+    # A placeholder's missing attribute raises an AttributeError that names the pipeline stage.
+    if isinstance(error, StageError) or "pipeline stage" in str(error):
         return str(error)
     reason = re.split(r"\n|\. ", str(error))[0]
     return (

@@ -1,11 +1,13 @@
 """Attributes of a module that lives on another stage.
 
-Plain attributes can be read, as models inspect their layers (``layers[0].self_attn``); tensors that
-a block's forward stores (``self.loss = ...``) cannot, because other stages would not find them.
+Plain attributes can be read, because models inspect their layers (``layers[0].self_attn``). Tensors
+that a block's forward stores (``self.loss = ...``) cannot be read, because other stages do not have
+them.
 
-Where one is read of a placeholder it is an error. But a sum over ``model.modules()`` does not even
-see the blocks of other stages; so one number with a gradient, which can only be a loss, is refused,
-and whatever else has a gradient is warned of."""
+Reading such a tensor from a placeholder is an error. But a sum over ``model.modules()`` does not
+even see the blocks of other stages. Therefore a stored number with a gradient, which can only be a
+loss, is refused, and any other stored tensor with a gradient causes a warning.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ _Path = tuple[str, ...]
 
 
 def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -> None:
-    """Until its first forward with gradients, see which tensors block ``name`` keeps:
-    ``placeholders`` of others cannot have them."""
+    """Find the tensors that block ``name`` stores, until its first forward with gradients.
+
+    ``placeholders`` of other stages cannot have these tensors.
+    """
     before: dict[_Path, set[int]] = {}
 
     def enters(block: nn.Module, _args: object) -> None:
@@ -55,10 +59,10 @@ def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -
 
 
 def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
-    """Check what a block has kept in its forward.
+    """Check the tensors that a block has stored in its forward.
 
     Raises:
-        StageError: A loss.
+        StageError: One of them is a loss.
     """
     graded = [tensor for tensor in tensors if tensor.requires_grad]
     if any(tensor.numel() == 1 for tensor in graded):
@@ -81,8 +85,7 @@ def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
 
 
 def _kept_tensors(block: nn.Module) -> Iterator[tuple[_Path, tuple[Tensor, ...]]]:
-    """The tensors in attributes of its modules that are neither parameters nor buffers, by their
-    path."""
+    """Yield the tensors in module attributes, other than parameters and buffers, by path."""
     for suffix, module in block.named_modules():
         parents = tuple(suffix.split(".")) if suffix else ()
         for key, value in vars(module).items():
@@ -91,8 +94,11 @@ def _kept_tensors(block: nn.Module) -> Iterator[tuple[_Path, tuple[Tensor, ...]]
 
 
 class _Shell:
-    """A child of a module that is not here: its public attributes that are neither parameters nor
-    buffers; its children as shells."""
+    """Placeholder for a child of a remote module.
+
+    It has the child's public attributes that are neither parameters nor buffers. Its own children
+    are shells too.
+    """
 
     def __init__(self, attributes: dict[str, object]) -> None:
         self.__dict__.update(attributes)
@@ -106,8 +112,10 @@ class _Shell:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """The public attributes of a module that are neither parameters nor buffers; its children as
-    shells."""
+    """Return a module's public attributes that are neither parameters nor buffers.
+
+    Its children become shells.
+    """
     plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     children = {
         key: _Shell(plain_attributes(child))
@@ -118,8 +126,10 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def _forget(shell: object, path: tuple[str, ...]) -> None:
-    """Let every access to ``path`` on ``shell`` raise an error, since the forward changes it on
-    another stage."""
+    """Make every access to ``path`` on ``shell`` raise an error.
+
+    The forward changes this attribute on another stage.
+    """
     *parents, key = path
     for parent in parents:
         if parent not in vars(shell):

@@ -1,5 +1,7 @@
-"""The interpreter: executes one rank's actions of a schedule, in order, and knows nothing else
-about order."""
+"""Runtime: executes one rank's actions of a schedule, in order.
+
+It has no knowledge of the order beyond that list.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +24,49 @@ __all__ = ["PipelineRuntime", "StepJob"]
 
 
 class StepJob(Protocol):
-    """Work of one step of one replica; the runtime calls it as the schedule says."""
+    """Work of one step of one replica; the runtime calls it in the order of the schedule."""
 
     def begin(self, stage: int, microbatch: int) -> Forward:
-        """Prepare the forward that is about to run."""
+        """Prepare for the next forward."""
 
     def signature(self, microbatch: int) -> Hashable:
-        """Shapes and dtypes of the microbatch: equal signatures give hidden states of equal
-        shape."""
+        """Return the shapes and dtypes of the microbatch.
+
+        Equal signatures give hidden states of equal shape.
+        """
 
     def forward(self, forward: Forward) -> object:
         """Run the user's step on the microbatch."""
 
     def finish(self, forward: Forward, output: Any) -> Tensor | None:
-        """Take the step's output on the last stage; returns the scalar to differentiate when
-        training."""
+        """Take the step's output on the last stage.
+
+        In training, return the scalar to differentiate.
+        """
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
-        """Prepare for the action that completes the gradients of ``stage``: a backward (None), or
-        the weight gradients of ``awaited``."""
+        """Prepare for the action that completes the gradients of ``stage``.
+
+        The action is a backward (None), or the weight gradients of ``awaited``.
+        """
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """The gradient of an awaited parameter is complete."""
+        """Handle the completion of the gradient of an awaited parameter."""
 
     def reduce(self, stage: int) -> None:
-        """All gradients of ``stage`` are complete."""
+        """Reduce the gradients of ``stage``, which are complete."""
 
 
 @dataclass(kw_only=True)
 class PipelineRuntime:
-    """Runs the programs of one pipeline rank.
+    """Executes the programs of one pipeline rank.
 
     Attributes:
         cut: The local stages.
         transport: Messages to the neighbours; None without a pipeline.
         group: The pipeline group.
-        surroundings: What surrounds a forward.
-        observer: Is told of every action.
+        surroundings: Context managers around a forward.
+        observer: Receives an event for every action.
     """
 
     cut: PipelineCut | WholeModel
@@ -68,7 +76,7 @@ class PipelineRuntime:
     observer: StepObserver = field(default_factory=Observers)
 
     def run(self, schedule: Schedule, job: StepJob) -> None:
-        """Execute this rank's program of ``schedule``; returns when all its messages have left."""
+        """Execute this rank's program of ``schedule``; return when all its messages have left."""
         program, observer, transport = (
             schedule.programs[self.group.rank],
             self.observer,
@@ -93,15 +101,15 @@ _Key = tuple[int, int]
 
 @dataclass(eq=False)
 class _Step:
-    """A program that runs: what its actions leave for each other.
+    """State of a running program, shared by its actions.
 
     Attributes:
         final: The last backward or weight gradient of each stage.
-        posted: What was asked for of other ranks, by the action that asked.
-        handed: What was computed, by the send that takes it away, or by the receive that there
-            would be if the next stage were elsewhere.
-        awaited: Gradients that are to be asked for.
-        sent: The gradients that come back for what each forward has sent.
+        posted: Posted receives, by the action that requested them.
+        handed: Results, by the send that will take them, or, if the next stage is on the same rank,
+            by the receive that would otherwise take them.
+        awaited: Gradients whose receives have not been posted yet.
+        sent: Forms of the gradients that come back for each forward.
     """
 
     runtime: PipelineRuntime
@@ -135,7 +143,7 @@ class _Step:
         return self.runtime.transport
 
     def _rank_of(self, stage: int) -> int:
-        """The global rank."""
+        """Return the global rank of ``stage``."""
         return self.runtime.group.ranks[self.schedule.rank_of(stage)]
 
     def _take(self, kind: ActionKind, stage: int, microbatch: int) -> Crossing:
@@ -144,8 +152,7 @@ class _Step:
         return self.posted.pop(key).wait() if key in self.posted else self.handed.pop(key)
 
     def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
-        """Keep the result of a computation for its send, or for the next stage where that is here
-        too."""
+        """Keep the result of a computation for its send, or for the next stage if it is local."""
         message, target = MESSAGES[kind], stage + MESSAGES[kind].step
         is_here = self.schedule.rank_of(target) == self.runtime.group.rank
         self.handed[
@@ -170,7 +177,7 @@ class _Step:
             loss = job.finish(forward, result)
             roots = (loss,) if loss is not None and loss.requires_grad else ()
         else:
-            # Of what is sent away only the graph's edges are kept, so that its memory can be freed.
+            # Keep only the graph's edges of a sent crossing, so that its memory can be freed.
             roots = result.roots() if training else ()
             self.sent[key] = result.awaited
             self._post_awaited()
@@ -235,11 +242,11 @@ class _Step:
         self._post_awaited()
 
     def _post_awaited(self) -> None:
-        """Post the receives of gradients, in the order of the program, as far as their shapes are
-        known.
+        """Post the receives of gradients in program order, as far as their shapes are known.
 
-        A gradient has the shape of the hidden state that was sent. Where a backward directly
-        follows its own forward, the schedule asks for the receive before that forward has run."""
+        A gradient has the shape of the hidden state that was sent. If a backward directly follows
+        its own forward, the schedule requests the receive before that forward has run.
+        """
         while self.awaited and self.awaited[0] in self.sent:
             stage, microbatch = key = self.awaited.pop(0)
             what, source, awaited = (
@@ -252,8 +259,10 @@ class _Step:
 
 
 def _final_gradients(program: tuple[Action, ...]) -> frozenset[tuple[ActionKind, int, int | None]]:
-    """The last backward or weight gradient of each stage, after which its gradients may be
-    reduced."""
+    """Return the last backward or weight gradient of each stage.
+
+    After it, the stage's gradients may be reduced.
+    """
     last = {
         action.stage: action
         for action in program

@@ -1,14 +1,15 @@
-"""A stage of somebody's model: how its forward is entered and left without changing a line of it.
+"""A pipeline stage of an unmodified model: how its forward is entered and left.
 
 The user's ``training_step`` runs on every stage. While a stage runs, the blocks of the repeated
-container that live elsewhere are placeholders::
+container that belong to other stages are placeholders::
 
     stage 1 of 3     embedding   block 0      block 1      block 2   block 3   block 4      head
                      stub        Earlier      Earlier      real      real      Later        never reached
                      zeros       return what was received                      leaves by raising StageExit(what crosses)
 
-Placeholders hold no parameters, so the names of the parameters that remain are the uncut model's.
-What crosses is decided in boundary.py."""
+Placeholders hold no parameters, so the remaining parameters keep the names of the uncut model.
+``boundary.py`` decides which tensors cross.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +51,12 @@ _WHOLE_MODEL_ONCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """Positions of the modules with parameters relative to the repeated containers. A module may be
-    in two lists.
+    """Positions of the modules with parameters relative to the repeated containers.
+
+    A module may be in two lists.
 
     Attributes:
-        blocks: Dotted names of the containers, in the order in which they are called; "" is the
-            module itself.
+        blocks: Dotted names of the containers, in call order; "" is the module itself.
         before: Names of the modules that run before the first container; they belong to the first
             stage.
         between: Names of the modules that run before a further container; they belong to the stages
@@ -72,11 +73,14 @@ class ModelParts:
     everywhere: tuple[str, ...] = ()
 
     def is_everywhere(self, name: str) -> bool:
-        """Return True if module ``name`` or one around it is kept by every stage."""
+        """Return True if every stage keeps module ``name`` or a module around it."""
         return any(f"{name}.".startswith(f"{kept}.") for kept in self.everywhere)
 
     def outermost_after(self, model: nn.Module) -> Iterator[str]:
-        """``after``, but of a module with one inside that every stage keeps, its children."""
+        """Yield the names in ``after``.
+
+        A module that contains one kept by every stage is replaced by its children.
+        """
         names = list(self.after)
         while names:
             name = names.pop(0)
@@ -89,14 +93,13 @@ class ModelParts:
 
     @property
     def shown(self) -> str:
-        """The containers, for a message."""
+        """Return the names of the containers, for a message."""
         return " and ".join(f"'{name}'" for name in self.blocks)
 
 
 @dataclass(frozen=True, eq=False)
 class _Slot:
-    """One place in the module tree, with its stand-ins and the stages that own what belongs
-    there."""
+    """One place in the module tree, with its placeholders and the stages that own its module."""
 
     parent: nn.Module
     key: str
@@ -114,7 +117,7 @@ class _Slot:
         earlier: Placeholder,
         later: Placeholder,
     ) -> _Slot:
-        """The place called ``name``."""
+        """Return the slot for module ``name``."""
         parent, _, key = name.rpartition(".")
         return cls(model.get_submodule(parent), key, name, frozenset(stages), earlier, later)
 
@@ -123,22 +126,23 @@ class _Slot:
 
 
 class PipelineCut:
-    """The stages of a model that one rank holds. Making it removes from the module what no local
-    stage owns.
+    """The stages of a model that one rank holds.
+
+    Creating it removes from the module everything that no local stage owns.
 
     Args:
         model: The module whose step will run, cut in place.
-        parts: Where its modules stand.
-        ranges: Half-open layer ranges, one a stage.
+        parts: Positions of its modules relative to the containers.
+        ranges: Half-open layer ranges, one per stage.
         stages: Stages of this rank.
-        collects: Whether all that blocks return crosses to all later stages, because the model uses
-            it behind them.
+        collects: Whether everything that blocks return crosses to all later stages, because the
+            model uses it behind the blocks.
 
     Attributes:
         ranges: As given.
-        starts: The stages on which a container but the first begins.
-        module_stages: Stages of every module of the uncut model, by name; None for what every stage
-            keeps.
+        starts: The stages on which a container other than the first begins.
+        module_stages: Stages of every module of the uncut model, by name; None for modules that
+            every stage keeps.
     """
 
     def __init__(
@@ -172,7 +176,8 @@ class PipelineCut:
             slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in away
         ]
         self._local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
-        # Of now: those that dropout by key and tensor parallelism add are no user's.
+        # Collected now: hooks added later by keyed dropout and tensor parallelism are not the
+        # user's.
         self._hooks = [
             h
             for layer in self._local
@@ -203,8 +208,11 @@ class PipelineCut:
     def run(
         self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool
     ) -> tuple[Any, bool]:
-        """Run ``step`` as ``stage``: (its return value, True) on the last stage, else (the
-        ``Crossing`` to send, False).
+        """Run ``step`` as ``stage``.
+
+        Returns:
+            (return value of ``step``, True) on the last stage, else (the ``Crossing`` to send,
+            False).
 
         Raises:
             StageError: The model does something that cannot be cut.
@@ -236,11 +244,12 @@ class PipelineCut:
         return known(output), True
 
     def _with_gradients(self, stage: int, crossing: Crossing) -> Crossing:
-        """Settle for which tensors a gradient comes back, the first time that tensors of this kind
-        cross.
+        """Decide which tensors receive a gradient, the first time that tensors of this kind cross.
 
-        It may not change later, since the receiver is told once. Frozen parameters may be released
-        during training, so where there are any, all floating-point tensors count."""
+        The decision may not change later, because the receiver learns it only once. Frozen
+        parameters may be unfrozen during training, so if there are any, all floating-point tensors
+        count.
+        """
         form = crossing.form
         if stage in self._settled and (
             self._settled[stage][0] is form or self._settled[stage][0] == form
@@ -275,7 +284,7 @@ class PipelineCut:
 
     @property
     def earlier_blocks(self) -> list[EarlierBlock]:
-        """Stand-ins for blocks while a later stage runs."""
+        """Return the placeholders for blocks of earlier stages."""
         return [slot.earlier for slot in self._slots if isinstance(slot.earlier, EarlierBlock)]
 
     @contextlib.contextmanager
@@ -330,8 +339,10 @@ class PipelineCut:
             yield _Slot.of(model, name, [self.num_stages - 1], absent, absent)
 
     def _watch(self) -> None:
-        """Hook the local modules (on the first run, when sharding has put the final ones in
-        place)."""
+        """Register hooks on the local modules.
+
+        It runs in the first run, after sharding has put the final modules in place.
+        """
         self._watched = True
         for hooks in self._hooks:
             hooks.watch(self._boundary.see)
@@ -342,15 +353,15 @@ class PipelineCut:
                 eager(module, partial(self._boundary.mark_true, slot.stages))
             )
         if not self._static or len(self.parts.blocks) > 1:
-            # Later they would be missing on the blocks of the chunks that are out of the tree at
-            # that time, and come behind the hook that leaves the step at the end of a container.
+            # Installed later, the capture hooks would be missing on blocks of chunks that are out
+            # of the tree at that time, and would run after the hook that leaves the step at the end
+            # of a container.
             install_capture(self._model)
         placeholders = self.earlier_blocks
         for layer in self._local:
             block = self._model.get_submodule(layer.name)
-            watch_left(
-                layer.name, block, placeholders
-            )  # in front of the hook that may leave the step
+            # Registered before the hook that may leave the step.
+            watch_left(layer.name, block, placeholders)
             block.register_forward_pre_hook(
                 eager(block, partial(self._boundary.arguments, layer)), with_kwargs=True
             )

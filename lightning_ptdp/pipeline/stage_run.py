@@ -1,4 +1,4 @@
-"""State of one run of a stage, and checks of each tensor that its blocks receive from outside."""
+"""State of one run of a stage, and checks of the outside tensors that its blocks receive."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class StageRun:
 
     Attributes:
         stage: The stage.
-        place: Where it stands among the containers.
+        place: Its position among the containers.
         training: Whether gradients flow.
-        received: What entered from the stage before.
-        passes: How often the placeholder of each container's first block was called.
+        received: The crossing received from the stage before.
+        passes: Number of calls of the placeholder of each container's first block.
         container: The container whose blocks are called.
         begun: Whether that container began on this stage, not on an earlier one.
         reached: Whether one of its blocks was called here.
-        output: What the last block returned.
-        past: Of the containers that have ended, what their last blocks returned.
-        outputs, seen, captured: What is collected over the blocks: what they returned, what hooks
-            were given, what transformers kept.
+        output: Output of the last block.
+        past: Outputs of the last blocks of the containers that have ended.
+        outputs, seen, captured: Values collected over the blocks: outputs of blocks, inputs of
+            hooks, and values captured by transformers.
     """
 
     stage: int
@@ -87,12 +87,12 @@ class StageRun:
         self.output = self.received_output(self.received) if self.place.inside else None
 
     def begin_container(self, container: int) -> None:
-        """Blocks of another container are called from now on."""
+        """Start another container, whose blocks are called from now on."""
         self.container, self.begun, self.reached, self.output = container, True, False, None
         self._given.clear()
 
     def end(self) -> None:
-        """Nothing that comes later, such as a recomputation, is of this run."""
+        """End the run: later operations, such as a recomputation, do not belong to it."""
         for origin in (self.lost, self.true, self.unsent):
             origin.over = True
             origin.written.clear()
@@ -106,7 +106,7 @@ class StageRun:
 
     @property
     def collected(self) -> tuple[object, ...] | None:
-        """All that is collected over the blocks up to here; None if nothing is."""
+        """Return everything collected over the blocks up to here; None if there is nothing."""
         captured = (
             {**self.captured, self.container: captured_outputs()}
             if captured_outputs()
@@ -124,14 +124,16 @@ class StageRun:
         return Foreign.mark(torch.empty(0) if tensor is None else tensor.detach(), self.unsent)
 
     def returned_ids(self) -> set[int]:
-        """The tensors that the last block returned."""
+        """Return the ids of the tensors that the last block returned."""
         return {id(tensor) for _, tensor in tensors_in(self.output)}
 
     # ---- one argument ----------------------------------------------------------------------------
 
     def argument(self, name: str, path: Path, tensor: Tensor) -> Tensor:
-        """Return the argument of a local block where the model passes ``tensor``, which no block
-        returned."""
+        """Return the argument of a local block where the model passes ``tensor``.
+
+        No block returned ``tensor``.
+        """
         if self.begun or self.received is None:
             if self._is_lost(tensor):
                 raise lost_argument(name, path, "between" if self.container else "before")
@@ -157,11 +159,11 @@ class StageRun:
         return extra
 
     def check_entrance(self, name: str, given: Sequence[object]) -> None:
-        """The first block that is called on a stage must be given the very tensors that were
-        received.
+        """Check that the stage's first called block receives the very tensors that were received.
 
-        If not, the model computes something between its blocks, which would be computed once more
-        behind the boundary."""
+        Otherwise the model computes something between its blocks, which would be computed once more
+        behind the boundary.
+        """
         if self.begun or self.received is None:
             return
         there = {id(tensor) for value in given for _, tensor in tensors_in(value)}
@@ -170,7 +172,7 @@ class StageRun:
             raise computed_between(name)
 
     def known_extras(self) -> Iterator[tuple[Path, Tensor]]:
-        """Extras that later stages may need, whether or not the next block is given them."""
+        """Yield extras that later stages may need, whether or not the next block receives them."""
         if not self.begun and self.received is not None:
             yield from (
                 (path, self.received.tensors[index]) for path, index in self.received.form.extras
@@ -188,7 +190,7 @@ class StageRun:
                 raise computed_between(name)
             return False
         if self._is_lost(tensor):
-            return False  # where it is needed, it is refused
+            return False  # Refused where it is needed.
         if self._is_foreign(tensor):
             return True
         if not self.needs_gradient(tensor):
@@ -198,7 +200,10 @@ class StageRun:
         return True
 
     def needs_gradient(self, tensor: Tensor) -> bool:
-        """Every stage has its own of a parameter itself, if it is handed around."""
+        """Return True if a gradient must come back for ``tensor``.
+
+        A parameter that is passed as an argument needs none: every stage has its gradient itself.
+        """
         return self.training and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
     def _is_foreign(self, tensor: Tensor) -> bool:

@@ -1,5 +1,7 @@
-"""Status of a rank: noted by the thread that works, published by another thread, shown by the ranks
-that wait for it."""
+"""Status of a rank: written by its main thread, published by a second thread.
+
+Ranks that wait for this rank show it in their messages.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ Phase = Literal["in", "waits in", "after", ""]
 
 
 class LiveStatus:
-    """Current status of this rank. One thread writes and others read; a note is one assignment, so
-    that it costs next to nothing.
+    """Current status of this rank.
+
+    One thread writes and other threads read. A note is one assignment, so that it costs almost
+    nothing.
 
     Attributes:
-        during: What the rank is busy with, such as "step 12"; "" between steps.
-        latest: The last thing that it was busy with.
-        failure: The error that ended it; "" while it lives.
-        raised_at: Where in the user's code.
-        ended: Whether the rank has come to its end, and will say nothing more.
-        note: (phase, action, global rank that is waited for, ``time.monotonic`` of the beginning).
+        during: Current activity of the rank, such as "step 12"; "" between steps.
+        latest: Last activity of the rank.
+        failure: The error that ended it; "" while it is alive.
+        raised_at: Place of the error in the user's code.
+        ended: Whether the rank has ended and will publish no more.
+        note: (phase, action, global rank that is waited for, ``time.monotonic`` at the start).
     """
 
     def __init__(self) -> None:
@@ -39,11 +43,11 @@ class LiveStatus:
         self._beats = itertools.count()
 
     def set(self, phase: Phase, action: Action | str = "", peer: int | None = None) -> None:
-        """Note what begins now."""
+        """Note the start of a phase."""
         self.note = (phase, action, peer, time.monotonic())
 
     def status(self) -> RankStatus:
-        """As of now."""
+        """Return the status at this moment."""
         phase, action, peer, since = self.note
         same = {
             name: getattr(self, name)
@@ -61,10 +65,11 @@ class RankStatus:
 
     Attributes:
         during, latest, failure, raised_at, ended: As in ``LiveStatus``.
-        phase, action, peer: What it was doing, to which action, waiting for, or having received
-            from, which global rank.
-        age_s: How long it had been doing so.
-        beat: Another one every time: who reads it twice knows that the rank lives.
+        phase, action, peer: Phase, its action, and the global rank that it waits for or has
+            received from.
+        age_s: Duration of the phase so far.
+        beat: A number that changes with every status, so that a reader of two statuses sees that
+            the rank is alive.
     """
 
     during: str
@@ -79,17 +84,17 @@ class RankStatus:
     beat: int
 
     def encode(self) -> str:
-        """As text."""
+        """Return the status as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str | bytes) -> RankStatus:
-        """From ``encode``."""
+        """Return the status that ``encode`` wrote."""
         return cls(**json.loads(text))
 
     @property
     def is_done(self) -> bool:
-        """Return True if the rank failed or has ended, so that no more news is expected."""
+        """Return True if the rank failed or has ended, so that no more statuses are expected."""
         return self.ended or bool(self.failure)
 
     def place(self) -> str:
@@ -104,12 +109,13 @@ class RankStatus:
         return f"{self.during}, {self.phase} {self.action}{peer}" if self.phase else self.during
 
     def sentence(self, *, silence_s: float | None, silent_after_s: float) -> str:
-        """For people.
+        """Return the status as a readable phrase.
 
         Args:
-            silence_s: Time since it was heard; None: it is the reader's own, and of now.
-            silent_after_s: Several times the time between publications: a rank that was silent for
-                longer has fallen silent.
+            silence_s: Time since the status was received; None for the reader's own, current
+                status.
+            silent_after_s: Silence after which a rank counts as silent, several times the
+                publication interval.
         """
         silence = silence_s or 0.0
         if self.failure:
@@ -123,12 +129,14 @@ class RankStatus:
 
 
 def cause_first(message: str, explained: str) -> str:
-    """Return an error's message and what each rank did, behind the cause on another rank if one is
-    known."""
+    """Return an error's message and each rank's last action.
+
+    If the cause on another rank is known, it comes first.
+    """
     rest, found, cause = explained.rpartition(f"\n{_CAUSE} ")
     return f"{_CAUSE} {cause}\n{message}\n{rest}" if found else f"{message}\n{explained}".rstrip()
 
 
 def duration(seconds: float) -> str:
-    """ "0.3 s", "29 s"."""
+    """Return a duration as text, such as "0.3 s" or "29 s"."""
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

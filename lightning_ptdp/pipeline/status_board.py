@@ -1,10 +1,10 @@
-"""The ranks' statuses on a board that all can read: one key a rank in the store of the process
-group.
+"""Board of all ranks' statuses: one key per rank in the process group's store.
 
-The store's host may be the very process that is frozen or gone, and a call to it then never
-returns. So no call to the store is made on the thread of the user, nor on one that has to notice
-something: one background thread tells what this rank does and hears what the others do, once in a
-while and on request. What it heard last is kept, and outlives the store."""
+The store's host may be the very process that is frozen or gone, and a call to the store then never
+returns. Therefore neither the user's thread nor a thread that must detect a hang calls the store.
+One background thread publishes this rank's status and reads the statuses of other ranks, at
+intervals and on request. The last statuses are kept and outlive the store.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 __all__ = ["Board", "Bulletin", "Heard"]
 
 _POLL_S = 0.02
-_READS_PER_SECOND = (
-    50_000  # of single keys, by all ranks together, that the store's host should have to serve
-)
+# Reads of single keys, by all ranks together, that the store's host should have to serve.
+_READS_PER_SECOND = 50_000
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The last thing that was heard of a rank.
+    """The last status received from a rank.
 
     Attributes:
-        status: What it told.
-        at: When that was heard, as ``time.monotonic`` of this process: clocks of other machines do
+        status: The status.
+        at: Time of reception, as ``time.monotonic`` of this process. Clocks of other machines do
             not matter.
-        lived: Whether it has told anything before its end. What an earlier training left in this
-            store has not.
+        lived: Whether the rank has published a status before its end. False for a status that an
+            earlier training left in this store.
     """
 
     status: RankStatus
@@ -46,25 +45,24 @@ class Heard:
 
 @dataclass(eq=False)
 class Board:
-    """State and actions of the background thread, which alone writes what it receives.
+    """State and actions of the background thread; only that thread writes received statuses.
 
     Attributes:
-        store: A connection of its own (``Store.clone``), not used by anyone else.
+        store: A connection of its own (``Store.clone``), used by no other object.
         rank: Global rank.
         others: Ranks to listen to.
-        world_size: Decides how often that can be, unless it is asked to listen.
-        progress: What this rank does.
+        world_size: Number of ranks; limits how often the thread listens without a request.
+        progress: Status of this rank.
         interval_s: Time between two publications.
-        requests: Set when they have been served.
-        heard: By rank; an entry is replaced whenever the rank has told something new.
-        answered_at: When the store last answered, as ``time.monotonic``: until then silent ranks
-            were silent by themselves.
-        asking_since: When the call to the store began that has not returned; None: none is under
-            way.
+        requests: Events to set once the request has been served.
+        heard: Last statuses by rank; an entry is replaced for every new status.
+        answered_at: Time of the store's last answer, as ``time.monotonic``. Ranks that were silent
+            before it were silent of their own accord.
+        asking_since: Start of the store call that has not returned yet; None if there is none.
         gone: Whether the store is gone.
     """
 
-    store: Any  # torch's own annotations lack a part of a Store
+    store: Any  # torch's annotations lack a part of a Store
     rank: int
     others: tuple[int, ...]
     world_size: int
@@ -80,17 +78,17 @@ class Board:
 
     @property
     def is_mine(self) -> bool:
-        """False in a forked child, which has neither the thread nor the connection for itself."""
+        """Return False in a forked child, which owns neither the thread nor the connection."""
         return os.getpid() == self._pid
 
     @property
     def unanswered_s(self) -> float:
-        """Return the time in seconds since the store last failed to answer; 0 if it answers."""
+        """Return the time in seconds for which the store has not answered; 0 if it answers."""
         since = self.answered_at if self.gone else self.asking_since
         return 0.0 if since is None else time.monotonic() - since
 
     def serve(self) -> None:
-        """Tell and hear until it is told to end, or the store is gone."""
+        """Publish and listen until the board is closed or the store is gone."""
         request: threading.Event | None = threading.Event()
         listened, listens_every_s = (
             0.0,
@@ -112,7 +110,7 @@ class Board:
                     request = None
             self.store.set(_key(self.rank), self.progress.status().encode())
         except Exception:
-            # Once the store is gone, it will not come back: leave quietly, since every further
+            # Once the store is gone, it does not come back. Return quietly, because every further
             # attempt prints torch's warnings.
             self.gone = True
             if request is not None:
@@ -137,8 +135,10 @@ class Board:
                 self.heard[rank] = Heard(status, time.monotonic(), lived)
 
     def meet(self, topic: str, limit_s: float, answer: list[bool]) -> None:
-        """Put into ``answer`` whether all ranks came to ``topic``; leaves it empty where the store
-        cannot tell."""
+        """Append to ``answer`` whether all ranks joined ``topic``.
+
+        ``answer`` stays empty if the store cannot tell.
+        """
         with contextlib.suppress(Exception):
             topic = f"lightning_ptdp/world/meeting/{topic}"
             everyone, deadline = (
@@ -148,39 +148,44 @@ class Board:
             self.store.set(f"{topic}/{self.rank}", "")
             while not (came := self.store.check(everyone)) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            # Whoever comes to an end first decides for all: one that gave up just before the last
-            # came must not be waited for.
+            # The first rank to finish decides for all ranks: a rank that gave up just before the
+            # last one joined must not be waited for.
             answer.append(
                 self.store.compare_set(f"{topic}/answer", "", str(came)) == str(came).encode()
                 and came
             )
 
     def end(self) -> None:
-        """Have the thread publish once more and end."""
+        """Make the thread publish once more and end."""
         if self.is_mine:
             self.closing.set()
             self.requests.put(threading.Event())
 
 
 class Bulletin:
-    """Publishes what this rank does, and hears the other ranks, until it is closed, garbage, or the
-    store is gone.
+    """Background thread that publishes this rank's status and receives the other ranks'.
+
+    It runs until the bulletin is closed or garbage collected, or until the store is gone.
 
     Attributes:
-        board: What is known.
+        board: The received statuses.
     """
 
     def __init__(self, board: Board) -> None:
         self.board = board
         self._thread = threading.Thread(target=board.serve, name="ptdp bulletin", daemon=True)
         self._thread.start()
-        # The thread has no reference to this object, and ends with it.
+        # The thread holds no reference to this object, and ends with it.
         self._finalizer = weakref.finalize(self, board.end)
         self._finalizer.atexit = False
 
     def exchange(self, limit_s: float) -> bool:
-        """Publish and listen now; whether that was done within ``limit_s``, of which the time
-        counts that the store is silent already. That the store is gone is known at once."""
+        """Publish and listen now.
+
+        Returns:
+            True if both were done within ``limit_s``. Time for which the store has already been
+            silent counts. If the store is gone, the result is False at once.
+        """
         if not self.board.is_mine or not self._thread.is_alive():
             return False
         done = threading.Event()
@@ -188,7 +193,7 @@ class Bulletin:
         return done.wait(max(0.0, limit_s - self.board.unanswered_s)) and not self.board.gone
 
     def hear_all(self, limit_s: float) -> None:
-        """Return when all the others have told something, or after ``limit_s``."""
+        """Wait until all other ranks have published a status, or for ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while (
             time.monotonic() < deadline
@@ -198,8 +203,12 @@ class Bulletin:
             time.sleep(_POLL_S)
 
     def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
-        """The ranks that have neither failed nor ended, and say nothing for ``limit_s``, or had
-        said nothing for ``silent_after_s``; None: the store did not answer for as long."""
+        """Return the ranks that have neither failed nor ended, but are silent.
+
+        A rank is silent if it publishes nothing for ``limit_s``, or had published nothing for
+        ``silent_after_s`` before the call. The result is None if the store did not answer for
+        ``silent_after_s``.
+        """
         began = time.monotonic()
         while True:
             if not self.exchange(silent_after_s):
@@ -215,10 +224,9 @@ class Bulletin:
             time.sleep(_POLL_S)
 
     def all_come(self, topic: str, limit_s: float) -> bool:
-        """Return True if all ranks ask this under the same ``topic``, which is used once, within
-        ``limit_s``.
+        """Return True if all ranks call this with the same ``topic`` within ``limit_s``.
 
-        All that ask get the same answer.
+        A topic is used once. All calling ranks get the same answer.
         """
         if not self.board.is_mine:
             return False
@@ -231,8 +239,10 @@ class Bulletin:
         return answer == [True]
 
     def close(self, limit_s: float = 1.0) -> None:
-        """Publish once more and end the thread; waits for it, but no longer than ``limit_s``: it
-        may hang in a store that is frozen."""
+        """Publish once more, end the thread and wait for it for at most ``limit_s``.
+
+        The thread may hang in a call to a frozen store.
+        """
         if self.board.is_mine and self._finalizer.detach() is not None:
             self.board.end()
             self._thread.join(limit_s)

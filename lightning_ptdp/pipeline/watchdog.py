@@ -1,12 +1,12 @@
-"""Nothing hangs silently: a rank that does not hear from another raises an error that says what
-every rank did last.
+"""Watchdog of a rank: turns a silent hang into an error that reports all last actions.
 
-Each rank notes what it is doing and publishes that twice a second (status_board.py), since a frozen
-process cannot be asked any more. The
-limit itself is that of the process groups: with gloo a wait that is too long raises. With NCCL a
-wait only queues work for the GPU; so there a thread decides by itself that the rank hangs
-(hang_guard.py), says so on stderr, gives the groups up and ends the process, and the launcher the
-others. With gloo it does that only where the error does not come."""
+Each rank notes its current action and publishes it twice a second (status_board.py), because a
+frozen process cannot be asked. The limit is that of the process groups. With gloo, a wait that
+takes too long raises. With NCCL, a wait only queues work for the GPU. There a thread decides by
+itself that the rank hangs (hang_guard.py), reports it on stderr, aborts the groups and ends the
+process; the launcher then ends the other processes. With gloo the thread does that only if the
+error does not come.
+"""
 
 from __future__ import annotations
 
@@ -38,32 +38,31 @@ __all__ = ["Watchdog"]
 _INTERVAL_S = 0.5
 _PUBLISH_LIMIT_S = 1.0
 _ANSWER_LIMIT_S = 2.0
-_ROLL_CALL = 1.5  # intervals in which a rank that lives tells something
+_ROLL_CALL = 1.5  # intervals in which a live rank publishes a status
 _SILENT_INTERVALS = 4
-_RANKS_PER_SECOND = 1000  # publications that the store's host should have to take
-_ALL_WATCHED = (
-    64  # ranks up to which a rank asks for all of them, and not for those of its own groups only
-)
-_REPORT_AT = 0.9  # of the limit: at the whole of it torch may end the process
+_RANKS_PER_SECOND = 1000  # publications that the store's host should have to accept
+# Largest world in which a rank watches all ranks, and not only those of its own groups.
+_ALL_WATCHED = 64
+_REPORT_AT = 0.9  # of the limit: at the whole limit torch may end the process
 
 
 @dataclass(kw_only=True, eq=False)
 class Watchdog(StepObserver):
-    """One rank's watchdog: it knows what this rank does, and can say what the others did last.
+    """Watchdog of one rank: tracks this rank's action and reports the other ranks' actions.
 
     Attributes:
         rank: Global rank.
-        world_size: Without other ranks there is no thread and nothing to say.
-        ranks: Global ranks that this one may wait for; they are listed in explanations, the others
-            counted.
-        limit_s: The process groups' time limit.
+        world_size: Number of ranks; with one rank there is no thread and nothing to report.
+        ranks: Global ranks that this one may wait for. Explanations list them and count the
+            remaining ranks.
+        limit_s: Time limit of the process groups.
         where: Description of this rank's place for messages, "" for none.
         store: A connection to a store for this object alone; None: nothing is published.
         waits_raise: Whether a wait for another rank raises at the limit, as gloo's do. Otherwise
-            stderr is told when this rank has been in one action for 90 % of the limit, and the
-            process is ended when it hangs.
-        interval_s: Time between publications; 0: half a second, more in worlds of over 500 ranks,
-            less for short limits.
+            the watchdog writes to stderr when this rank has been in one action for 90 % of the
+            limit, and ends the process when it hangs.
+        interval_s: Time between publications; 0 means half a second, more in worlds of over 500
+            ranks, less for short limits.
         closed: Whether ``close`` was called.
     """
 
@@ -103,11 +102,12 @@ class Watchdog(StepObserver):
     def create(
         cls, *, mesh: ProcessMesh, limit_s: float, store: dist.Store | None = None
     ) -> Watchdog:
-        """The watchdog of this rank of ``mesh``; the default process group must exist if there is
-        another rank.
+        """Create the watchdog of this rank of ``mesh``.
 
-        ``store`` is a connection for it alone; None: the process group's store is connected to once
-        more, and where it cannot be (a kind of the user's own), what other ranks do is not known.
+        The default process group must exist if there is another rank. ``store`` is a connection for
+        the watchdog alone. If it is None, a new connection to the process group's store is opened.
+        If that is not possible (a store type of the user's own), the other ranks' actions are not
+        known.
         """
         world_size, waits_raise = mesh.layout.world_size, True
         if world_size > 1:
@@ -128,22 +128,23 @@ class Watchdog(StepObserver):
             waits_raise=waits_raise,
         )
         if watchdog._bulletin is not None:
-            # So that of one that is lost at once there is something to say; all come here from
-            # making the mesh together.
+            # Ensures a first status of a rank that is lost at once. All ranks create the watchdog
+            # together, right after the mesh.
             watchdog._bulletin.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
         return watchdog
 
-    # ---- what is told to it ----------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Around everything that a rank does in a step: ``what`` is such as "step 12". May be
-        nested.
+        """Wrap everything that a rank does in a step; ``what`` is such as "step 12".
+
+        It may be nested.
 
         Raises:
-            PeerError: For an error of torch's communication inside, a collective for example. Other
-                errors pass as they are. All of them are published, so that ranks which miss this
-                one can say why.
+            PeerError: An error of torch's communication occurred inside, in a collective for
+                example. Any other error is passed on unchanged. All errors are published, so that
+                ranks which miss this one can name the cause.
         """
         progress = self._progress
         outer, action = progress.during, self._action
@@ -156,7 +157,8 @@ class Watchdog(StepObserver):
             yield
         except BaseException as error:
             if not progress.failure:
-                # Before it is explained, which takes a moment: the others may be about to ask.
+                # Published before the explanation, which takes a moment: other ranks may be about
+                # to ask.
                 self._note_failure(error)
             if not is_communication_error(error):
                 raise
@@ -171,16 +173,16 @@ class Watchdog(StepObserver):
             progress.set("in", action)
 
     def started(self, action: Action) -> None:
-        """Note it."""
+        """Note the start of ``action``."""
         self._action = action
         self._progress.set("in", action)
 
     def waiting(self, what: str, peer: int | None) -> None:
-        """Note it."""
+        """Note the start or the end of a wait."""
         if peer is not None:
             self._progress.set("waits in", what, peer)
         elif self._action is not None:
-            # Where a wait only queues work, this is where the rank may block.
+            # If a wait only queues work, the rank may block here.
             self._progress.set(
                 "in", self._action, None if self.waits_raise else self._progress.note[2]
             )
@@ -188,16 +190,18 @@ class Watchdog(StepObserver):
             self._progress.set("after", what)
 
     def finished(self, action: Action) -> None:
-        """Note it."""
+        """Note the end of ``action``."""
         self._action = None
         self._progress.set("after", action)
 
-    # ---- what it tells ---------------------------------------------------------------------------
+    # ---- reports ---------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """For an error about another rank: what each rank did last, a line each; "" without other
-        ranks. Takes some seconds at most and never raises; the others are told who does not
-        answer."""
+        """Return the last action of each rank, one line per rank, for an error about another rank.
+
+        The result is "" without other ranks. The call takes a few seconds at most and never raises.
+        It also publishes which ranks do not answer.
+        """
         if self.world_size == 1:
             return ""
         if not self._progress.failure:
@@ -207,9 +211,8 @@ class Watchdog(StepObserver):
         if self._progress.failure == LOST and account.missing:
             self._progress.failure = account.lost()
             if self.publish() and self.rank == 0 and not account.is_known():
-                time.sleep(
-                    self.interval_s
-                )  # the store may end with this process: let the others hear it
+                # The store may end with this process: give the other ranks time to read it.
+                time.sleep(self.interval_s)
         return account.text()
 
     def _account(self) -> Account:
@@ -243,8 +246,10 @@ class Watchdog(StepObserver):
         )
 
     def annotate(self, error: BaseException) -> None:
-        """Tell the others of an error that ends the run, and need not have passed through
-        ``during``; add what each rank did last to one of torch's communication."""
+        """Publish an error that ends the run; it need not have passed through ``during``.
+
+        If the error is one of torch's communication, add each rank's last action to it.
+        """
         self._is_over = True
         if not self._progress.failure:
             self._note_failure(error)
@@ -252,8 +257,11 @@ class Watchdog(StepObserver):
             error.add_note(self.explain())
 
     def publish(self) -> bool:
-        """Tell the others now what this rank is doing; whether the store took it within a
-        second."""
+        """Publish this rank's status now.
+
+        Returns:
+            True if the store accepted it within a second.
+        """
         return self._bulletin is not None and self._bulletin.exchange(_PUBLISH_LIMIT_S)
 
     @property
@@ -262,20 +270,20 @@ class Watchdog(StepObserver):
         return bool(self._progress.failure)
 
     def all_come(self, topic: str, *, limit_s: float) -> bool:
-        """Return True if all ranks ask this under the same ``topic``, which is used once, within
-        ``limit_s``.
+        """Return True if all ranks call this with the same ``topic`` within ``limit_s``.
 
-        All that ask get the same answer; False if it cannot be determined.
+        A topic is used once. All calling ranks get the same answer. It is False if it cannot be
+        determined.
         """
         if self.world_size == 1:
             return True
         return self._bulletin is not None and self._bulletin.all_come(topic, limit_s)
 
     def close(self) -> None:
-        """End the threads; call it before the process group is destroyed. Does nothing the second
-        time.
+        """End the threads; call it before the process group is destroyed.
 
-        Errors are still explained afterwards, but of the other ranks nothing is known.
+        A second call does nothing. Errors are still explained afterwards, but the state of the
+        other ranks is then unknown.
         """
         self.closed = self._progress.ended = True
         if self._guard is not None:
@@ -299,7 +307,11 @@ class Watchdog(StepObserver):
     # ---- on the guard's thread -------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Report once where this rank is stuck, and end it if it hangs; whether to look again."""
+        """Report once where this rank is stuck, and end it if it hangs.
+
+        Returns:
+            True if the guard should look again.
+        """
         if self._bulletin is None:
             return False
         board, progress = self._bulletin.board, self._progress
@@ -357,5 +369,5 @@ class Watchdog(StepObserver):
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")  # at once: other ranks write there too
+    sys.stderr.write(f"{text}\n")  # one write: other ranks write to stderr too
     sys.stderr.flush()
