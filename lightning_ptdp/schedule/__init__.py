@@ -1,13 +1,20 @@
-"""Pipeline schedules. A schedule is data: built, proven, timed and drawn here without torch, a
-process or a model.
+"""Pipeline schedules as data, built, proven, timed and drawn without torch.
 
-    schedule = build_schedule("interleaved_1f1b", pipeline_parallel_size=4, virtual_pipeline_size=2,
-    num_microbatches=8) print(schedule.text()) print(simulate(schedule).bubble_fraction)        #
-    3/16
+Neither a process nor a model is needed::
 
-``generators/`` says in which order each rank computes, ``lowering.py`` adds communication,
-``verifier.py`` proves the result, ``schedule_timeline.py`` draws it. The room ``pipeline``, which
-needs torch, executes it."""
+    schedule = build_schedule(
+        "interleaved_1f1b",
+        pipeline_parallel_size=4,
+        virtual_pipeline_size=2,
+        num_microbatches=8,
+    )
+    print(schedule.text())
+    print(simulate(schedule).bubble_fraction)        # 3/16
+
+``generators/`` defines the compute order of each rank. ``lowering.py`` adds communication,
+``verifier.py`` proves the result, and ``schedule_timeline.py`` draws it. The package ``pipeline``,
+which needs torch, executes it.
+"""
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
 from lightning_ptdp.schedule.generators import (

@@ -1,7 +1,7 @@
 """Actions of a rank in one training step, as data.
 
-A schedule is one list of actions a rank. The generator writes it, the verifier proves it, the
-simulator times it, the runtime executes it, and nothing else knows the order. Actions print and
+A schedule is one list of actions per rank. The generator writes it, the verifier proves it, the
+simulator times it and the runtime executes it. No other module defines the order. Actions print and
 parse as ``F3.1`` (kind, stage, microbatch)::
 
     rank 0  F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0
@@ -38,36 +38,41 @@ Direction = Literal["forward", "backward"]
 
 
 class ActionKind(StrEnum):
-    """The eight things that a rank can do; the value is the prefix in the printed form."""
+    """The eight kinds of actions; the value is the prefix in the printed form."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward, or the gradient of the input alone in a schedule that has ``WEIGHT``
-    actions."""
+    """The whole backward, or only the input gradient in a schedule with ``WEIGHT`` actions."""
     WEIGHT = "W"
     """The gradient of the weights, in schedules that split the backward (arXiv 2401.10241)."""
     SEND_FORWARD = "SF"
     """Send this stage's output to the rank of the next stage."""
     RECEIVE_FORWARD = "RF"
-    """Post, without waiting, the receive of this stage's input from the rank of the previous
-    stage."""
+    """Post the receive of this stage's input from the rank of the previous stage; do not wait."""
     SEND_BACKWARD = "SB"
     """Send the gradient of this stage's input to the rank of the previous stage."""
     RECEIVE_BACKWARD = "RB"
-    """Post, without waiting, the receive of the gradient of this stage's output from the rank of
-    the next stage."""
+    """Post the receive of the gradient of this stage's output; do not wait.
+
+    The gradient comes from the rank of the next stage.
+    """
     REDUCE = "R"
-    """Launch the reduction of this stage's gradients over the data-parallel group; it has no
-    microbatch."""
+    """Launch the reduction of this stage's gradients over the data-parallel group.
+
+    It has no microbatch.
+    """
 
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
-"""Actions that occupy a rank. A compute order has no others."""
+"""Actions that occupy a rank; a compute order has no others."""
 
 
 class Message(NamedTuple):
-    """Kinds of the actions that send a computation's result to the stage ``step`` further, if
-    another rank holds it."""
+    """Kinds of the actions that send a computation's result to another rank.
+
+    The result goes to the stage ``step`` further. There are no messages if the same rank holds that
+    stage.
+    """
 
     send: ActionKind
     receive: ActionKind
@@ -87,8 +92,13 @@ _PRINTED = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does: a kind, the stage (global, 0 to p*v-1), and the microbatch
-    (``None`` for a reduce)."""
+    """One action of a rank.
+
+    Attributes:
+        kind: Its kind.
+        stage: Global index of the stage, 0 to p*v-1.
+        microbatch: Index of the microbatch; ``None`` for a reduce.
+    """
 
     kind: ActionKind
     stage: int
@@ -103,7 +113,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action printed as ``text``: ``Action.parse("SF3.1")``.
+        """Return the action printed as ``text``: ``Action.parse("SF3.1")``.
 
         Raises:
             ValueError: ``text`` is not the printed form of an action.
@@ -124,9 +134,9 @@ class Action:
 
 
 class Channel(NamedTuple):
-    """A one-way line between two ranks on which messages keep their order.
+    """One-way connection between two ranks on which messages keep their order.
 
-    At p = 2 with interleaving both ranks send to each other in both directions: four channels.
+    At p = 2 with interleaving, both ranks send to each other in both directions: four channels.
     """
 
     source: int
@@ -136,16 +146,17 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(Stages):
-    """One step of a pipeline: a program (a tuple of actions, communication included) for each of
-    the p ranks.
+    """One step of a pipeline: a program for each of the p ranks.
+
+    A program is a tuple of actions, communication included.
 
     Attributes:
-        name: For logs.
+        name: Name for logs.
         pipeline_parallel_size: p.
-        virtual_pipeline_size: v, stages a rank.
+        virtual_pipeline_size: v, stages per rank.
         num_microbatches: m.
-        programs: What each rank does, in order.
-        placement: Which rank holds which stage (world/stage_placement.py).
+        programs: Actions of each rank, in order.
+        placement: Placement of the stages on the ranks (world/stage_placement.py).
     """
 
     name: str
@@ -169,7 +180,7 @@ class Schedule(Stages):
         )
 
     def channel(self, action: Action) -> Channel:
-        """The channel that a send or receive action uses."""
+        """Return the channel that a send or receive action uses."""
         message = next(
             message
             for message in MESSAGES.values()
@@ -180,35 +191,38 @@ class Schedule(Stages):
         return Channel(self.rank_of(source), self.rank_of(target), message.direction)
 
     def text(self) -> str:
-        """The programs, one line a rank."""
+        """Return the programs as text, one line per rank."""
         return "\n".join(
             f"rank {rank}  " + " ".join(map(str, program))
             for rank, program in enumerate(self.programs)
         )
 
     def describe(self) -> str:
-        """Short form for logs: ``interleaved_1f1b p4 v2 m8``."""
+        """Return a short form for logs: ``interleaved_1f1b p4 v2 m8``."""
         return f"{self.name} p{self.pipeline_parallel_size} v{self.virtual_pipeline_size} m{self.num_microbatches}"
 
 
 def in_flight(program: Iterable[Action]) -> Iterator[int]:
-    """The microbatch activations (of one stage each) that a rank holds, after each action.
+    """Yield the number of activations (of one stage each) that a rank holds after each action.
 
-    One is held from its forward until its backward, or until its weight gradient where the program
-    splits the backward."""
+    An activation is held from its forward until its backward, or until its weight gradient if the
+    program splits the backward.
+    """
     kinds = [action.kind for action in program]
     release = ActionKind.WEIGHT if ActionKind.WEIGHT in kinds else ActionKind.BACKWARD
     return accumulate((kind is ActionKind.FORWARD) - (kind is release) for kind in kinds)
 
 
 def peak_in_flight(program: Iterable[Action]) -> int:
-    """The most microbatch activations (of one stage each) that a rank holds at once."""
+    """Return the maximum number of activations (of one stage each) that a rank holds at once."""
     return max(in_flight(program), default=0)
 
 
 def receives_ahead(schedule: Schedule) -> int:
-    """The most messages of one channel that a rank of ``schedule`` has asked for and not yet taken;
-    at least 1."""
+    """Return the maximum number of open receives of one channel on any rank; at least 1.
+
+    A receive is open from its post until the computation that takes its message.
+    """
     receives = {message.receive: kind for kind, message in MESSAGES.items()}
     most = 1
     for program in schedule.programs:

@@ -1,5 +1,4 @@
-"""From the order of computation to a full program: where the sends, the receives and the gradient
-reductions go."""
+"""Lowering of compute orders to full programs with communication and reductions."""
 
 from __future__ import annotations
 
@@ -17,40 +16,42 @@ _F = ActionKind.FORWARD
 
 
 def lower(order: Schedule) -> Schedule:
-    """Add communication and reductions to the compute orders of all ranks. An order that can run at
-    all gets no deadlock.
+    """Add communication and reductions to the compute orders of all ranks.
 
-    The orders are run on paper first (unit_run.py), with messages that wait for as long as needed.
-    Then
+    An order that can run at all gets no deadlock. The orders are first run with unit times
+    (unit_run.py), where messages wait for as long as needed. The actions are then placed by these
+    rules:
 
-    - a receive is posted one computation ahead of the one that needs it, so that the message
-      travels during that computation; or as soon as its rank has done what it does on paper until
-      the message is sent, if that is earlier. So what happens on paper can happen where a send
-      blocks its rank until the receive is posted, too: each receive is posted before its send;
-    - it is not posted before its rank has done what it does on paper until the message before it on
-      the channel is sent: that one has arrived by then. So what happens on paper can happen where a
-      receive blocks its rank until the one before it on its channel has arrived, as on a GPU whose
-      streams share a hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``);
-    - the receives of a channel are posted in the order of its sends, those of gradients not before
-      the stage's own forward (the gradient has the shape of its result);
-    - a send follows its computation, after the receives of messages that are sent at the same time:
-      posting does not wait, a send may;
+    - A receive is posted one computation ahead of the one that needs it, so that the message
+      travels during that computation. It is posted earlier if the unit-time run sends the message
+      earlier: as soon as the receiving rank has completed the same computations as in the run at
+      that time. Each receive is thus posted before its send. So the run is also possible where a
+      send blocks its rank until the receive is posted.
+    - A receive is not posted before its rank has completed the computations that it completes in
+      the run until the previous message of the channel is sent. The previous message has arrived by
+      then. So the run is also possible where a receive blocks its rank until the previous message
+      of its channel has arrived, as on a GPU whose streams share a hardware queue
+      (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+    - The receives of a channel are posted in the order of its sends. The receive of a gradient is
+      not posted before the stage's own forward (the gradient has the shape of its result).
+    - A send follows its computation, after the receives of messages that are sent at the same time:
+      posting a receive does not wait, a send may.
     - ``REDUCE`` follows the last backward (or weight gradient) of its stage, after the send that a
       neighbour waits for.
 
-    A rank has few receives open at a time: those of the next computations, and of what arrives
-    early. Stages that are
-    neighbours on one rank hand over locally: no actions.
+    A rank has few open receives at a time: those of its next computations, and those of messages
+    that arrive early. Neighbouring stages on one rank pass their results locally, without actions.
 
     Args:
         order: A schedule whose programs are compute orders: forward, backward and weight actions
             only, in any order that runs.
 
     Returns:
-        The same with full programs.
+        The same schedule with full programs.
 
     Raises:
-        ScheduleError: An order is illegal or deadlocks. Completeness is for ``verify_schedule``.
+        ScheduleError: An order is illegal or deadlocks. Completeness is checked by
+            ``verify_schedule``.
     """
     times, ends = run_compute_order(order)
     programs = (
@@ -61,7 +62,7 @@ def lower(order: Schedule) -> Schedule:
 
 
 def compute_order(schedule: Schedule) -> Schedule:
-    """The schedule with its computations alone: what ``lower`` takes."""
+    """Return the schedule with its computations alone, as ``lower`` takes it."""
     programs = tuple(
         tuple(action for action in program if action.kind in COMPUTE)
         for program in schedule.programs
@@ -70,13 +71,16 @@ def compute_order(schedule: Schedule) -> Schedule:
 
 
 _Receive = tuple[int, int, int]
-"""A message to a rank: the slot of its receive (2i is behind the rank's first i computations, 2i +
-1 behind what they send, too), when the message is sent in the run on paper, and the place of the
-computation that needs it. Plain tuples: there are as many as messages."""
+"""A message to a rank: slot of its receive, send time in the unit-time run, and position.
+
+Slot 2i is after the rank's first i computations; slot 2i + 1 is also after their sends. The
+position is that of the computation that needs the message. These are plain tuples, because there is
+one per message.
+"""
 
 
 def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> list[_Receive]:
-    """The receives of ``rank``, in order."""
+    """Return the receives of ``rank``, in order."""
     messages: dict[Channel, list[tuple[int, int, int, int]]] = {}
     steps = {}
     for kind, message in MESSAGES.items():
@@ -96,8 +100,8 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
         sender, forward, queue = step
         microbatch = action.microbatch or 0
         sent = ended[sender + microbatch]
-        # On paper, the rank has ended done_by[sent] computations by then, and receives come before
-        # what is sent at the same time.
+        # In the unit-time run the rank has completed done_by[sent] computations by then. Receives
+        # come before messages that are sent at the same time.
         done = done_by[sent]
         behind_send = done and ends[done - 1] < sent
         latest = min(2 * max(index - 1, 0) + 1, 2 * done + behind_send)
@@ -119,8 +123,7 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
 
 
 def _done_by(ends: list[int]) -> list[int]:
-    """Return the number of ended computations of a rank at each time, up to its last
-    computation."""
+    """Return the number of completed computations of a rank at each time until its last one."""
     done = [0] * ends[0] if ends else [0]
     for count, (end, following) in enumerate(pairwise(ends), start=1):
         done += [count] * (following - end)
@@ -130,9 +133,12 @@ def _done_by(ends: list[int]) -> list[int]:
 def _in_order_of_sends(
     receives: list[tuple[int, int, int, int]], done_by: list[int]
 ) -> list[_Receive]:
-    """The receives of one channel, each as (sent, latest slot, earliest slot, place): none in a
-    later slot than one that is sent later, and none before the rank has done what it does on paper
-    until the one before it is sent."""
+    """Return the receives of one channel in the order of its sends.
+
+    Each input is (sent, latest slot, earliest slot, position). No receive gets a later slot than
+    one that is sent later. No receive gets a slot before its rank has completed the computations
+    that it completes in the unit-time run until the previous message is sent.
+    """
     if not receives:
         return []
     receives.sort()
@@ -143,7 +149,7 @@ def _in_order_of_sends(
 
 
 def _crosses(order: Schedule, source: int, target: int) -> bool:
-    """Return True if a result goes from stage to stage over a channel."""
+    """Return True if a result goes from ``source`` to ``target`` over a channel."""
     return {source, target} <= set(range(order.num_stages)) and order.rank_of(
         source
     ) != order.rank_of(target)

@@ -1,5 +1,7 @@
-"""Which layers are in which stage. Every layer is in exactly one stage, and the order of layers is
-kept."""
+"""Partition of the layers into stages.
+
+Every layer is in exactly one stage, and the order of layers is kept.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import Any
 __all__ = ["check_num_layers", "explicit_partition", "partition_layers"]
 
 Ranges = tuple[tuple[int, int], ...]
-"""Half-open ranges of layers, one a stage."""
+"""Half-open ranges of layers, one per stage."""
 
 
 def check_num_layers(
@@ -22,7 +24,7 @@ def check_num_layers(
     """Check that there is a layer for every stage.
 
     Raises:
-        ValueError: There are fewer layers than p * v; the message proposes what fits.
+        ValueError: There are fewer layers than p * v; the message proposes sizes that fit.
     """
     p, v = pipeline_parallel_size, virtual_pipeline_size
     if num_layers >= p * v:
@@ -44,10 +46,10 @@ def check_num_layers(
 def partition_layers(
     costs: Sequence[float], *, num_stages: int, first_cost: float = 0.0, last_cost: float = 0.0
 ) -> Ranges:
-    """Split layers into contiguous stages so that the most expensive stage is as cheap as possible.
+    """Split layers into contiguous stages with the cheapest possible most expensive stage.
 
-    Among the splits that reach that, the stages are made as even as possible (least sum of
-    squares), then the first and the last stage as cheap as possible, then the later stages get the
+    Among these splits, the stages are made as even as possible (least sum of squares). Then the
+    first and the last stage are made as cheap as possible. Then the later stages get the
     remainders, because earlier ones hold more activations::
 
         partition_layers([1] * 10, num_stages=4)                 ((0, 2), (2, 5), (5, 8), (8, 10))      2 3 3 2
@@ -56,13 +58,13 @@ def partition_layers(
     The arithmetic is exact (0.1 is a tenth), so every rank finds the same split.
 
     Args:
-        costs: Time (or anything additive) of each layer.
+        costs: Time (or any additive cost) of each layer.
         num_stages: p * v.
-        first_cost: What the first stage has beside layers, such as an embedding.
-        last_cost: What the last stage has beside layers, such as an output head.
+        first_cost: Cost of the first stage beside its layers, such as an embedding.
+        last_cost: Cost of the last stage beside its layers, such as an output head.
 
     Returns:
-        One half-open range (first layer, one past the last layer) a stage.
+        One half-open range (first layer, one past the last layer) per stage.
 
     Raises:
         ValueError: Fewer layers than stages, or a cost that is negative or not finite.
@@ -86,7 +88,7 @@ def partition_layers(
                 raise ValueError(f"{name} holds {value!r}: a cost is a finite number, 0 or more")
     first, last, *layers = _as_integers([first_cost, last_cost, *costs])
     sums = [0, *accumulate(layers)]
-    # Each end's extra cost is part of its end layer: no split can separate the two.
+    # The extra cost of each end is part of its end layer: no split can separate the two.
     sums = [0, *(total + first for total in sums[1:-1]), sums[-1] + first + last]
     return _most_even(sums, num_stages, _smallest_limit(sums, num_stages))
 
@@ -94,8 +96,9 @@ def partition_layers(
 def explicit_partition(
     partition: Sequence[int] | Sequence[str], *, layers: Sequence[str], num_stages: int
 ) -> Ranges:
-    """The split that somebody asks for: how many layers each stage has, or with which layer each
-    stage starts::
+    """Return the split that the user gives.
+
+    The user gives the number of layers of each stage, or the first layer of each stage::
 
         explicit_partition([1, 3, 2], layers=names, num_stages=3)                             ((0, 1), (1, 4), (4, 6))
         explicit_partition(["blocks.0", "blocks.1", "blocks.4"], layers=names, num_stages=3)  ((0, 1), (1, 4), (4, 6))
@@ -107,9 +110,9 @@ def explicit_partition(
         num_stages: p * v.
 
     Raises:
-        ValueError: Not one entry a stage, or numbers and names mixed; a number below 1, or numbers
-            that do not add up to the number of layers; an unknown name (with the nearest), a first
-            stage that does not start with the first layer, or names out of order.
+        ValueError: Not one entry per stage, or numbers and names mixed; a number below 1, or
+            numbers that do not add up to the number of layers; an unknown name (with the nearest
+            names), a first stage that does not start with the first layer, or names out of order.
     """
     if len(partition) != num_stages:
         raise ValueError(
@@ -165,8 +168,10 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
 
 
 def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
-    """Position of the layer whose dotted name ends with ``name``. The last component differs
-    between layers, so it is the only one."""
+    """Return the position of the layer whose dotted name ends with ``name``.
+
+    At most one layer matches, because the last component differs between layers.
+    """
     for index, layer in enumerate(layers):
         if layer == name or layer.endswith(f".{name}"):
             return index
@@ -181,16 +186,20 @@ def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
 
 
 def _as_integers(values: Sequence[float]) -> list[int]:
-    """The values times a common factor that makes all of them whole. They are read as printed, so
-    that 3 * 0.1 ties with 0.3."""
+    """Return the values times a common factor that makes all of them whole.
+
+    The values are read as printed, so that 3 * 0.1 ties with 0.3.
+    """
     fractions = [Fraction(repr(float(value))) for value in values]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * scale) for fraction in fractions]
 
 
 def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
-    """The least L for which a split exists whose stages all cost at most L, by bisection over
-    filling stages greedily."""
+    """Return the least L for which a split exists whose stages all cost at most L.
+
+    It is found by bisection; each step fills the stages greedily.
+    """
     num_layers = len(sums) - 1
 
     def possible(limit: int) -> bool:
@@ -198,7 +207,7 @@ def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
         for stage in range(num_stages):
             if sums[start + 1] - sums[start] > limit:
                 return False
-            # Leave one layer for each stage that follows.
+            # Leave one layer for each following stage.
             stop, furthest = start + 1, num_layers - (num_stages - stage - 1)
             while stop < furthest and sums[stop + 1] - sums[start] <= limit:
                 stop += 1
@@ -213,10 +222,13 @@ def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
 
 
 def _most_even(sums: Sequence[int], num_stages: int, limit: int) -> Ranges:
-    """Dynamic programming from the last stage: best[i] is the best way to put layers i onwards into
-    the stages that remain."""
+    """Return the most even split whose stages all cost at most ``limit``.
+
+    Dynamic programming from the last stage: best[i] is the best way to put the layers from i on
+    into the remaining stages.
+    """
     num_layers = len(sums) - 1
-    # (sum of squares, cost of the ends); a choice is the layer after the stage.
+    # Entries are (sum of squares, cost of the ends); a choice is the layer after the stage.
     best: list[tuple[int, int] | None] = [None] * num_layers + [(0, 0)]
     choices: list[dict[int, int]] = []
     for stage in reversed(range(num_stages)):

@@ -1,4 +1,4 @@
-"""Timelines as a trace for https://ui.perfetto.dev or chrome://tracing."""
+"""Export of timelines as a trace for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ KIND_NAMES = {
 
 
 def chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> dict[str, Any]:
-    """Timelines in the Trace Event Format, to be written as JSON; times are taken as seconds.
+    """Return timelines in the Trace Event Format, to be written as JSON.
 
-    Every timeline is a process of the trace, every rank a thread, with a second thread where it has
-    reductions; the activations that a rank holds are a counter.
+    Times are interpreted as seconds. Every timeline is a process of the trace and every rank a
+    thread. A rank with reductions has a second thread. The activations that a rank holds are a
+    counter.
 
     Args:
-        timelines: Simulated or measured.
+        timelines: Simulated or measured timelines.
         titles: Names of the processes; by default the schedules.
     """
     titles = titles or [timeline.schedule.describe() for timeline in timelines]

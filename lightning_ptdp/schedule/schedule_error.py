@@ -11,12 +11,14 @@ __all__ = ["ScheduleError", "schedule_error", "why_illegal"]
 
 
 class ScheduleError(PTDPError, ValueError):
-    """A schedule that is incomplete, out of order, or would hang; the message shows where, with an
-    arrow.
+    """A schedule that is incomplete, out of order, or would hang.
+
+    The message shows the place with an arrow.
 
     Attributes:
-        reason: What is wrong, in one line.
-        marks: Where: rank -> position in its program (the length of the program is its end).
+        reason: The fault, in one line.
+        marks: Place of the fault: rank -> position in its program (the program's length is its
+            end).
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class ScheduleError(PTDPError, ValueError):
 def schedule_error(
     schedule: Schedule, marks: Mapping[int, int], reason: str, *, around: int = 12
 ) -> ScheduleError:
-    """The error with ``around`` actions of the programs before and after each of ``marks``."""
+    """Return an error that shows ``around`` actions before and after each of ``marks``."""
     lines = []
     for rank, program in enumerate(schedule.programs):
         if len(schedule.programs) > 16 and rank not in marks:
@@ -50,7 +52,7 @@ def schedule_error(
 
 
 def why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
-    """Why ``rank`` cannot have an action that the placement of stages does not allow it."""
+    """Return the reason why the placement of stages does not allow ``action`` on ``rank``."""
     last = schedule.num_microbatches - 1
     if action.stage not in range(schedule.num_stages):
         return f"{action} does not exist: stages are 0 to {schedule.num_stages - 1}"

@@ -1,13 +1,16 @@
-"""A schedule as a CSV file: one line a rank, one computation a cell, as it is printed::
+"""CSV files of schedules: one line per rank, one computation per cell in its printed form.
+
+An example::
 
     # two ranks, two microbatches, the backward split
     F0.0,F0.1,,B0.0,W0.0,B0.1,W0.1
     ,F1.0,B1.0,F1.1,B1.1,W1.0,W1.1
 
-``F``, ``B`` and ``W`` are followed by stage.microbatch. Blank cells mean nothing: they may keep the
-columns in step with time. What follows a ``#`` is a comment, and a line without a computation is
-skipped. Communication and reductions are not written; they are added. p is the number of lines; v,
-m and the placement of the stages are found out."""
+``F``, ``B`` and ``W`` are followed by stage.microbatch. Blank cells have no meaning; they can align
+the columns with time. Text after a ``#`` is a comment, and a line without a computation is skipped.
+Communication and reductions are not written in the file; they are added on loading. p is the number
+of lines. v, m and the placement of the stages are inferred.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ __all__ = ["dump_schedule", "load_schedule"]
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Computations of one rank, and their line in the file (from 1)."""
+    """Computations of one rank, and the number of their line in the file (from 1)."""
 
     number: int
     actions: tuple[Action, ...]
@@ -41,9 +44,9 @@ def load_schedule(path: str | Path) -> Schedule:
         path: A CSV file as described above, UTF-8.
 
     Raises:
-        ValueError: The file cannot be read, a cell is not a computation, a rank holds stages that
-            no placement gives it, or something is missing, repeated, or in an order that cannot
-            run; names the file, the line, the action and the mend.
+        ValueError: The file cannot be read; a cell is not a computation; a rank holds stages that
+            no placement gives it; or a computation is missing, repeated, or in an order that cannot
+            run. The message names the file, the line, the action and the fix.
     """
     lines = _read(Path(path))
     _check_once(path, lines)
@@ -74,8 +77,9 @@ def load_schedule(path: str | Path) -> Schedule:
 
 
 def dump_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule's computations to a CSV file, one column a unit of time; ``load_schedule``
-    reads it.
+    """Write a schedule's computations to a CSV file, one column per unit of time.
+
+    ``load_schedule`` reads the file.
 
     Raises:
         ScheduleError: The schedule does not run to its end.
@@ -94,7 +98,7 @@ def dump_schedule(schedule: Schedule, path: str | Path) -> None:
 def _read(path: Path) -> list[_Line]:
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # no text, or no name of a file
+    except (OSError, ValueError) as error:  # not text, or not a valid file name
         raise ValueError(f"{path} cannot be read as a schedule: {error}") from None
     lines = []
     for number, row in enumerate(text.splitlines(), start=1):
@@ -133,7 +137,7 @@ def _check_once(path: str | Path, lines: list[_Line]) -> None:
 
 
 def _count_stages(path: str | Path, lines: list[_Line]) -> int:
-    """p * v; every stage up to the highest is named."""
+    """Return the number of stages, p * v; every stage up to the highest must be named."""
     line, highest = max(
         ((line, action) for line in lines for action in line.actions),
         key=lambda pair: pair[1].stage,
@@ -149,7 +153,7 @@ def _count_stages(path: str | Path, lines: list[_Line]) -> int:
 
 
 def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) -> Schedule:
-    """``order`` with the placement under which every rank holds the stages that its line names."""
+    """Return ``order`` with the placement that gives every rank the stages of its line."""
     p = len(lines)
     if stages % p:
         raise ValueError(

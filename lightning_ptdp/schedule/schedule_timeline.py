@@ -1,7 +1,6 @@
-"""Draw timelines in the style of arXiv 2104.04473, figure 4; ``ptdp timeline`` is the command for
-it.
+"""Drawings of timelines in the style of arXiv 2104.04473, figure 4.
 
-matplotlib is imported only when a picture is drawn.
+The command ``ptdp timeline`` uses them. matplotlib is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Color = tuple[float, float, float]
 _Pair: TypeAlias = "tuple[Axes, Axes | None]"
 """Axes of a timeline and of its memory."""
 
-# The colours of the first and the last chunk of a rank, red green blue; the chunks between are
-# mixed.
+# Colours of the first and the last chunk of a rank (red, green, blue). The chunks between get mixed
+# colours.
 _COLORS: dict[ActionKind, tuple[Color, Color]] = {
     ActionKind.FORWARD: ((0.13, 0.36, 0.66), (0.66, 0.81, 0.94)),
     ActionKind.BACKWARD: ((0.13, 0.50, 0.26), (0.68, 0.87, 0.68)),
@@ -52,16 +51,16 @@ def draw_timelines(
 ) -> None:
     """Write a PNG of timelines above each other on one time axis.
 
-    A row is a rank, a box a computation with the number of its microbatch; chunks go from dark to
-    light. Reductions are a thin lane under the boxes of their rank.
+    A row is a rank. A box is a computation with the number of its microbatch. The colours of the
+    chunks go from dark to light. Reductions are a thin lane under the boxes of their rank.
 
     Args:
-        timelines: Simulated or measured; at least one.
+        timelines: Simulated or measured timelines; at least one.
         path: The file to write.
-        titles: One a timeline; default: the names of the schedules.
-        width: In pixels.
-        memory: Draw the activations that each rank holds too, in microbatches through all stages of
-            a rank.
+        titles: One title per timeline; by default the names of the schedules.
+        width: Width in pixels.
+        memory: Also draw the activations that each rank holds, in microbatches through all stages
+            of a rank.
         measured: Times are seconds, and shown as milliseconds.
 
     Raises:
@@ -90,7 +89,7 @@ def draw_timelines(
 
 
 def _summary(timeline: Timeline, *, measured: bool) -> str:
-    """One line: sizes, step time, bubble and the most activations that a rank holds."""
+    """Return one line: sizes, step time, bubble and the most activations that a rank holds."""
     schedule, v = timeline.schedule, timeline.schedule.virtual_pipeline_size
     time = (
         f"{float(timeline.step_time) * 1e3:.1f} ms"
@@ -108,8 +107,10 @@ def _summary(timeline: Timeline, *, measured: bool) -> str:
 
 
 def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Figure, list[_Pair]]:
-    """A figure with one axes a timeline, and under each one for its memory if asked for; placed by
-    hand, in inches."""
+    """Return a figure with axes for each timeline, and for its memory if requested.
+
+    The axes are placed by hand, in inches.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -134,7 +135,7 @@ def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Fi
 
 
 def _draw_ranks(axes: Axes, timeline: Timeline, points: float) -> None:
-    """The rows of one timeline; ``points`` is the printer's points that a unit of time takes."""
+    """Draw the rows of one timeline; ``points`` is the typographic points per unit of time."""
     ranks = len(timeline.spans)
     for rank, spans in enumerate(timeline.spans):
         axes.broken_barh([(0, float(timeline.step_time))], (rank - 0.46, 0.92), facecolors=_IDLE)
@@ -157,8 +158,10 @@ def _draw_boxes(
     place: tuple[float, float],
     points: float | None,
 ) -> None:
-    """Boxes between the heights (low, low + height); numbered if ``points`` is given and they are
-    large enough."""
+    """Draw boxes between the heights (low, low + height).
+
+    Boxes are numbered if ``points`` is given and they are large enough.
+    """
     origin = float(timeline.origin)
     boxes = [(float(span.start) - origin, float(span.end - span.start)) for span in spans]
     colors = [_color(timeline, span.action.kind, span.action.stage) for span in spans]
@@ -166,8 +169,8 @@ def _draw_boxes(
     axes.broken_barh(
         boxes, place, facecolors=colors, edgecolors="white", linewidth=min(0.7, shortest / 8)
     )
-    # The longest number must fit, so that boxes of one size are all numbered or all empty; a digit
-    # is 0.64 of the font wide.
+    # The longest number must fit, so that boxes of one size are all numbered or all empty. A digit
+    # is 0.64 of the font size wide.
     digits = len(str(timeline.schedule.num_microbatches - 1))
     for span, (start, length), color in zip(spans, boxes, colors, strict=True) if points else ():
         font = min(8.0, 0.9 * length * (points or 0) / (0.64 * digits))
@@ -187,12 +190,15 @@ def _draw_boxes(
 
 
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
-    """One line a rank, the first dark: activations in microbatches through all stages of the
-    rank."""
+    """Draw one line per rank, the first dark.
+
+    The line shows the held activations in microbatches through all stages of the rank.
+    """
     v, origin = timeline.schedule.virtual_pipeline_size, float(timeline.origin)
     curves = timeline.memory()
     for rank, curve in enumerate(curves):
-        # Of several points of one time the last: what ends is gone when the next begins.
+        # Of several points at one time, the last one counts: an activation that ends is released
+        # when the next begins.
         points = {0.0: 0.0} | {float(time) - origin: float(held) / v for time, held in curve.points}
         color = _mixed(_RANK_COLORS, rank / max(len(curves) - 1, 1))
         axes.step(list(points), list(points.values()), where="post", color=color, linewidth=1.0)
@@ -216,7 +222,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 def _finish(
     figure: Figure, all_axes: Sequence[_Pair], timelines: Sequence[Timeline], *, measured: bool
 ) -> None:
-    """The time axis at the bottom, the legend under it, and nothing else."""
+    """Draw the time axis at the bottom and the legend under it, and remove all other axes."""
     flat = [axes for pair in all_axes for axes in pair if axes is not None]
     for axes in flat:
         axes.tick_params(length=0, pad=3)
@@ -250,9 +256,9 @@ def _finish(
 
 
 def _write(figure: Figure, path: str | Path) -> None:
-    """The picture with a palette: a third of the size, and the same to the eye."""
+    """Write the picture with a palette: a third of the size, without a visible difference."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image  # matplotlib needs it too
+    from PIL import Image  # a dependency of matplotlib
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

@@ -1,5 +1,4 @@
-"""Simulation of a schedule: the programs of all ranks are walked with costs, which gives a
-timeline."""
+"""Simulation of a schedule: runs the programs of all ranks with costs into a timeline."""
 
 from __future__ import annotations
 
@@ -22,15 +21,16 @@ class Costs:
     """Durations, in seconds or any other unit; integers and fractions give exact results.
 
     Attributes:
-        forward: One microbatch through one stage: a number for all stages, or one a stage.
-        backward: The same for a backward action (the input gradient alone where the schedule splits
-            the backward).
-        weight: The same for a weight gradient; used only where the schedule splits the backward.
+        forward: One microbatch through one stage: one number for all stages, or one number per
+            stage.
+        backward: The same for a backward action (only the input gradient if the schedule splits the
+            backward).
+        weight: The same for a weight gradient; used only if the schedule splits the backward.
         reduce: The reduction of a stage's gradients over the replicas. It starts at its action and
-            runs beside the computations; the reductions of one rank run one after the other.
-        send: A send occupies its rank for this time. Only messages between ranks are sent.
-        latency: From when a message is both sent and posted until it is there. It does not occupy
-            either rank.
+            runs beside the computations. The reductions of one rank run one after the other.
+        send: Time for which a send occupies its rank. Only messages between ranks are sent.
+        latency: Time from the moment when a message is both sent and posted until it arrives. It
+            does not occupy either rank.
 
     Raises:
         ValueError: A cost is negative.
@@ -51,10 +51,10 @@ class Costs:
                 raise ValueError(f"{name}={value!r} must not be negative")
 
     def by_stage(self, num_stages: int) -> dict[ActionKind, tuple[Number, ...]]:
-        """The cost of each kind of computation, and of the reduction, on each stage.
+        """Return the cost of each kind of computation, and of the reduction, on each stage.
 
         Raises:
-            ValueError: There is not one cost a stage.
+            ValueError: There is not one cost per stage.
         """
         costs: dict[ActionKind, tuple[Number, ...]] = {}
         for kind, name in _FIELDS.items():
@@ -69,16 +69,17 @@ class Costs:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run a schedule on paper. Receives take no time of a rank; a computation waits for its
-    message.
+    """Simulate a schedule.
+
+    Receives take no time of a rank. A computation waits for its message.
 
     Args:
         schedule: The schedule.
         costs: Durations; by default a forward takes 1, a backward 2, messages and reductions 0.
 
     Raises:
-        ScheduleError: The schedule does not run to its end (``verify_schedule`` says why).
-        ValueError: ``costs`` has not one cost a stage.
+        ScheduleError: The schedule does not run to its end (``verify_schedule`` finds the reason).
+        ValueError: ``costs`` does not have one cost per stage.
     """
     costs = costs or Costs()
     each = costs.by_stage(schedule.num_stages)
@@ -94,8 +95,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         missing = next(runs[rank], None)
         if missing is not None:
             waiting[missing] = rank
-        # Whoever waited for a message that is on its way now goes on; each send wakes at most one
-        # rank.
+        # Resume the ranks that waited for a message that has now been sent. Each send wakes at most
+        # one rank.
         ready += [waiting.pop(send) for send in traffic.newly_sent if send in waiting]
         traffic.newly_sent.clear()
     if waiting:
@@ -108,7 +109,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """The messages between all ranks: when each receive was posted, and when each send was done."""
+    """The messages between all ranks: post time of each receive, end time of each send."""
 
     posted: dict[Action, Number] = field(default_factory=dict)
     sent: dict[Action, Number] = field(default_factory=dict)
@@ -123,7 +124,7 @@ def _run(
     spans: list[Span],
     reductions: list[Span],
 ) -> Iterator[Action]:
-    """Run one rank; yields the send that it waits for, wherever that has not happened yet."""
+    """Run one rank; yield each send that it must wait for."""
     clock: Number = 0
     for action in program:
         kind = action.kind
@@ -154,8 +155,10 @@ def _run(
 
 
 def ideal_bubble(schedule: Schedule) -> float:
-    """Bubble time over ideal time (arXiv 2104.04473, section 2.2), of equal stages and free
-    messages; a backward takes twice a forward."""
+    """Return bubble time over ideal time (arXiv 2104.04473, section 2.2).
+
+    Stages are equal and messages take no time. A backward takes twice a forward.
+    """
     return float(
         simulate(schedule, Costs(backward=1 if schedule.splits_backward else 2)).bubble_fraction
     )

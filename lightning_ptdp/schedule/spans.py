@@ -1,5 +1,7 @@
-"""A timeline, simulated or measured: when each rank computed what, and the numbers and curves that
-follow from it."""
+"""Timelines, simulated or measured, and the numbers and curves derived from them.
+
+A timeline holds the start and the end of each computation on each rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ Number = int | float | Fraction
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A computation, or a reduction of gradients, and when it ran."""
+    """A computation, or a reduction of gradients, with its start and end."""
 
     action: Action
     start: Number
@@ -27,26 +29,26 @@ class MemoryCurve:
     """Memory that one rank holds for its backwards, over time.
 
     Attributes:
-        points: (time, held from then on), in order; there may be several of one time.
+        points: (time, held from then on), in order; several points may have the same time.
     """
 
     points: tuple[tuple[Number, int], ...]
 
     @property
     def peak(self) -> int:
-        """The most that is held at once."""
+        """Return the maximum that is held at once."""
         return max((held for _, held in self.points), default=0)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank computed what.
+    """Start and end of each computation on each rank.
 
     Attributes:
-        schedule: What was run.
+        schedule: The schedule that was run.
         spans: The computations of each rank; they are in order and do not overlap.
-        reductions: The reductions of gradients of each rank, which run beside the computations;
-            empty where they take no time.
+        reductions: The gradient reductions of each rank, which run beside the computations; empty
+            if they take no time.
     """
 
     schedule: Schedule
@@ -55,28 +57,29 @@ class Timeline:
 
     @property
     def origin(self) -> Number:
-        """The first start."""
+        """Return the start of the first computation."""
         return min((spans[0].start for spans in self.spans if spans), default=0)
 
     @property
     def step_time(self) -> Number:
-        """From the first start to the last end, that of a reduction included."""
+        """Return the time from the first start to the last end, including reductions."""
         ends = [span.end for spans in (*self.spans, *self.reductions) for span in spans]
         return max(ends, default=0) - self.origin
 
     @property
     def busy(self) -> tuple[Number, ...]:
-        """Time that each rank computes."""
+        """Return the time for which each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> Number:
-        """Time without a computation over computing time, summed over ranks: the papers' bubble
-        time over ideal time where stages cost the same.
+        """Return the time without a computation over the computing time, summed over ranks.
 
-        With unequal stages it counts the waiting for slower stages too, and with reductions those
-        that outlast the computations. It is 0 for no bubble and may exceed 1. Integer and
-        fractional costs give an exact ``Fraction``."""
+        This is the papers' bubble time over ideal time if all stages cost the same. With unequal
+        stages it also counts waiting for slower stages. With reductions it also counts those that
+        outlast the computations. It is 0 for no bubble and may exceed 1. Integer and fractional
+        costs give an exact ``Fraction``.
+        """
         busy = sum(self.busy)
         idle = self.step_time * len(self.spans) - busy
         if not busy:
@@ -89,21 +92,25 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """The most activations (one microbatch through one stage each) that each rank holds at
-        once."""
+        """Return the maximum number of activations that each rank holds at once.
+
+        An activation is one microbatch through one stage.
+        """
         return tuple(peak_in_flight(span.action for span in spans) for spans in self.spans)
 
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """The activations (one microbatch through one stage each) that each rank holds over time:
-        one from the start of its forward to the end of its backward, or of its weight gradient
-        where that is an action of its own."""
+        """Return the number of activations that each rank holds, over time.
+
+        An activation is one microbatch through one stage. It is held from the start of its forward
+        to the end of its backward, or of its weight gradient if that is an action of its own.
+        """
         return tuple(map(_curve, self.spans))
 
     def text(self) -> str:
-        """The timeline in characters: one line a rank, one column for the shortest duration, ``=``
-        while an action goes on.
+        """Return the timeline in characters: one line per rank.
 
-        Durations that are not multiples of the shortest are rounded; reductions are left out.
+        A column is the shortest duration. ``=`` marks the continuation of an action. Durations that
+        are not multiples of the shortest are rounded. Reductions are left out.
         """
         every = [span for spans in self.spans for span in spans]
         unit = min((span.end - span.start for span in every if span.end > span.start), default=1)

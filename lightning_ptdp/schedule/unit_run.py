@@ -1,9 +1,8 @@
-"""The compute orders of all ranks run on paper: every computation takes one unit of time, and
-messages wait for as long as needed.
+"""Unit-time run of the compute orders of all ranks.
 
-That gives all computations one global order, from which lowering.py places communication. Actions
-are numbers here, and in the proof
-(verifier.py): large schedules have millions.
+Every computation takes one unit of time, and messages wait for as long as needed. The run gives all
+computations one global order, from which lowering.py places communication. Actions are numbers here
+and in the proof (verifier.py), because large schedules have millions.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ _NEEDS = {
 
 
 class Numbers:
-    """Numbers of actions: that of kind k, stage s and microbatch i is ``block(k, s) + i``;
-    computations have the smallest numbers.
+    """Numbering of actions.
+
+    The action of kind k, stage s and microbatch i has the number ``block(k, s) + i``. Computations
+    have the smallest numbers.
 
     Args:
         num_stages: p * v.
@@ -38,22 +39,22 @@ class Numbers:
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
 
     def block(self, kind: ActionKind, stage: int) -> int:
-        """The number of a stage's action of the first microbatch."""
+        """Return the number of a stage's action for the first microbatch."""
         return (_POSITION[kind] * self.num_stages + stage) * self.num_microbatches
 
     def number(self, action: Action) -> int:
-        """The number of an action."""
+        """Return the number of an action."""
         return self.block(action.kind, action.stage) + (action.microbatch or 0)
 
     def action(self, number: int) -> Action:
-        """The action of a number."""
+        """Return the action of a number."""
         block, microbatch = divmod(number, self.num_microbatches)
         position, stage = divmod(block, self.num_stages)
         kind = _KINDS[position]
         return Action(kind, stage, None if kind is ActionKind.REDUCE else microbatch)
 
     def needed(self, kind: ActionKind, stage: int) -> Iterator[tuple[ActionKind, int]]:
-        """The computations, as (kind, stage), that one needs on the same microbatch."""
+        """Yield the computations, as (kind, stage), that one needs on the same microbatch."""
         yield from (
             (other, stage + step)
             for other, step in _NEEDS[kind]
@@ -62,7 +63,7 @@ class Numbers:
 
 
 class UnitTimes(Numbers):
-    """When each computation ended, as far as the run has come.
+    """End of each computation, as far as the run has come.
 
     Args:
         num_stages: p * v.
@@ -72,7 +73,7 @@ class UnitTimes(Numbers):
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
         super().__init__(num_stages, num_microbatches)
         self.ends = [0] * (len(COMPUTE) * num_stages * num_microbatches)
-        """When each ended, 1 or later; 0 if it has not run yet."""
+        """End of each computation, 1 or later; 0 if it has not run yet."""
         self.needs = [
             tuple(
                 self.block(*needed) - self.block(kind, stage) for needed in self.needed(kind, stage)
@@ -80,15 +81,14 @@ class UnitTimes(Numbers):
             for kind in COMPUTE
             for stage in range(num_stages)
         ]
-        """For each block in turn, what a computation in it needs: how far that is from its own
-        number."""
+        """For each block in turn, the requirements of its computations as distances in numbers."""
 
     def record(self, action: Action, end: int) -> None:
-        """``action`` ended at ``end`` (1 or later)."""
+        """Record that ``action`` ended at ``end`` (1 or later)."""
         self.ends[self.number(action)] = end
 
     def ready(self, action: Action) -> int | None:
-        """From when on ``action`` can run; None if something that it needs has not run yet."""
+        """Return the earliest start of ``action``; None if a requirement has not run yet."""
         latest, number = 0, self.number(action)
         for distance in self.needs[number // self.num_microbatches]:
             end = self.ends[number + distance]
@@ -107,11 +107,11 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
             only.
 
     Returns:
-        When each computation ends, and the same by rank and position.
+        The end of each computation, and the same by rank and position.
 
     Raises:
         ScheduleError: An action is illegal, on the wrong rank or repeated, or the ranks deadlock;
-            the reason says where.
+            the reason names the place.
     """
     times = UnitTimes(order.num_stages, order.num_microbatches)
     programs, existing = _numbered(order, times)
@@ -149,8 +149,11 @@ def _advance(
     waiting: dict[int, int],
     ready: list[int],
 ) -> int | None:
-    """Run what a rank can run now, and wake who waits for it; what is missing for the next one, or
-    None at the end."""
+    """Run all computations that a rank can run now, and wake the ranks that wait for them.
+
+    Returns:
+        The missing requirement of the next computation, or None at the end.
+    """
     ends, needs, m = times.ends, times.needs, times.num_microbatches
     now = ended[-1] if ended else 0
     for position in range(len(ended), len(program)):
@@ -186,8 +189,10 @@ def _standing_still(
 
 
 def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:
-    """The numbers of all computations in the ranks' orders, and which numbers there are. Every
-    action is a computation that exists, on its rank, once."""
+    """Return the numbers of all computations by rank, and a table of the existing numbers.
+
+    Every action must be a computation that exists, on its rank, once.
+    """
     if len(order.programs) != order.pipeline_parallel_size:
         raise schedule_error(
             order, {}, f"there are {len(order.programs)} compute orders: one a rank is needed"

@@ -1,8 +1,9 @@
 """Proof, before a process exists, that a schedule computes the whole step and cannot hang.
 
-All ranks are run abstractly: an action is a number, and a table says what must have happened before
-it, on its own rank and on the rank at the other end of its channel. The work is linear in the
-number of actions."""
+All ranks are run abstractly. An action is a number. A table lists the actions that must precede it,
+on its own rank and on the rank at the other end of its channel. The work is linear in the number of
+actions.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +29,34 @@ _F, _R = ActionKind.FORWARD, ActionKind.REDUCE
 
 
 def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tuple[int, ...]:
-    """Check a schedule; the peak number of activations in flight on each rank.
+    """Check a schedule and return the peak number of activations in flight on each rank.
 
     A schedule that passes
 
     - is complete: on the stage's own rank, every stage runs each microbatch forward once and, in
       training, backward once (the weight gradient once, if there is any ``WEIGHT`` action), and is
       reduced once after its last gradient;
-    - is ordered: a forward follows that of the previous stage, a backward its own forward and the
-      backward of the next stage; a receive is posted before the action that needs it and a result
-      is sent after it was computed;
+    - is ordered: a forward follows that of the previous stage; a backward follows its own forward
+      and the backward of the next stage; a receive is posted before the action that needs it, and a
+      result is sent after it was computed;
     - is matched: on every channel the receives are posted in the order in which the messages are
       sent;
-    - cannot deadlock, even where a send blocks its rank until the receive is posted at the other
-      end (rendezvous), and a receive until the message before it on its channel is sent: so it is
-      on a GPU whose streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), where
-      nothing starts before what was given earlier. The runtime posts sends and receives without
-      blocking, which only removes waiting: whatever order of events is possible under these rules
-      is possible there.
+    - cannot deadlock, even if a send blocks its rank until the receive is posted at the other end
+      (rendezvous), and a receive blocks until the previous message of its channel is sent. A GPU
+      whose streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) behaves like that:
+      no operation starts before the operations that were queued earlier. The runtime posts sends
+      and receives without blocking, which only removes waiting: every order of events that is
+      possible under these rules is possible there.
 
-    What is not promised: that several channels of a rank may share one communicator of NCCL, which
-    runs in order of issue. There a receive that is posted early holds up the sends behind it until
-    its message comes, and 1F1B and interleaved schedules hang. Give every channel (source,
-    destination, direction) its own.
+    The proof does not hold if several channels of a rank share one NCCL communicator, which runs in
+    order of issue. A receive that is posted early then blocks the sends behind it until its message
+    arrives, and 1F1B and interleaved schedules hang. Every channel (source, destination, direction)
+    needs its own communicator.
 
     Args:
         schedule: The schedule.
-        training: Whether backwards are required; by default, whether the schedule has any action of
-            training.
+        training: Whether backwards are required; by default True if the schedule has any training
+            action.
 
     Raises:
         ScheduleError: A check failed.
@@ -74,44 +75,53 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
 
 
 _NEVER, _ALWAYS = -2, -1
-"""Places behind all actions in the bytes that say what has happened."""
+"""Indices behind all actions in the bytes that mark the actions that have happened."""
 
 
 class _Rule(NamedTuple):
-    """Requirements of an action of one kind and stage, in the numbers of microbatch 0: add the
-    microbatch to each."""
+    """Requirements of an action of one kind and stage.
+
+    They are given as numbers of microbatch 0: add the microbatch to each.
+    """
 
     microbatches: Container[int | None]
     number: int
     here: tuple[int, ...] = ()
-    """Actions of this rank that must come before."""
+    """Actions of this rank that must precede it."""
     there: int | None = None
-    """Action at the other end of the channel that must come before: the computation for a send, the
-    send for a posted receive. A receive also waits for the send of the message before its own."""
+    """Action at the other end of the channel that must precede it.
+
+    For a computation it is the send of its message. For a send it is the posted receive. For a
+    receive it is its own send, for which the channel's next receive waits: a receive itself waits
+    for the send of the channel's previous message.
+    """
     reduced: int = _NEVER
     """The reduction that must not have happened before."""
     queue: list[int] | None = None
-    """The messages of the channel that a send or receive uses, in order: the numbers of their
-    receives."""
+    """Messages of the channel that a send or receive uses, in order.
+
+    They are given as the numbers of their receives.
+    """
     message: int = 0
-    """The receive of what it sends or receives."""
+    """The receive of the message that it sends or receives."""
     before: list[int] | None = None
     """The send of the message that was received last on the channel of a receive."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """The programs in numbers, as far as they have been looked at.
+    """The programs in numbers, as far as they have been examined.
 
     Attributes:
         of: The numbers of actions.
-        happened: Indexed by number: which actions the schedule has.
+        happened: Indexed by number: the actions that the schedule has.
         sent, received: The messages of each channel in the order of their sends, and of their
             receives.
         before: The send of the message that was received last on each channel.
-        rules: One for each action that the placement of stages allows; any other is an error.
-        numbers, needs: By rank, the number of each action, and of the one elsewhere that it waits
-            for.
+        rules: One rule for each action that the placement of stages allows; any other action is an
+            error.
+        numbers, needs: By rank, the number of each action, and the number of the remote action that
+            it waits for.
     """
 
     of: Numbers
@@ -125,7 +135,7 @@ class _Proof:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> _Proof:
-        """With the rules, and nothing looked at yet."""
+        """Create a proof with its rules, before any action is examined."""
         of = Numbers(schedule.num_stages, schedule.num_microbatches)
         proof = cls(
             of, bytearray(len(ActionKind) * schedule.num_stages * schedule.num_microbatches + 2)
@@ -138,8 +148,7 @@ class _Proof:
         return proof
 
     def _rule(self, schedule: Schedule, kind: ActionKind, stage: int) -> None:
-        """Add the rule of a computation and, where it takes the result of another rank, of the
-        messages that bring it."""
+        """Add the rule of a computation and, if it takes a remote result, those of its messages."""
         block, every, here, there = self.of.block, range(schedule.num_microbatches), [], None
         for needed, source in self.of.needed(kind, stage):
             if schedule.rank_of(source) == schedule.rank_of(stage):
@@ -168,8 +177,11 @@ class _Proof:
 
 
 def _check_each_rank(schedule: Schedule) -> _Proof:
-    """Every action is legal, on the right rank, not repeated, after what it needs from its own
-    rank, and before its reduction."""
+    """Check the actions of each rank.
+
+    Every action must be legal, on the right rank, not repeated, after its requirements on its own
+    rank, and before its reduction.
+    """
     proof = _Proof.of_schedule(schedule)
     seen = proof.happened
     for rank, program in enumerate(schedule.programs):
@@ -216,7 +228,7 @@ def _why_wrong(proof: _Proof, rule: _Rule, action: Action) -> str:
 
 
 def _check_complete(schedule: Schedule, proof: _Proof, training: bool) -> None:
-    """Nothing is missing."""
+    """Check that no action is missing."""
     m = schedule.num_microbatches
     for (kind, stage), rule in proof.rules.items():
         wanted = (
@@ -238,8 +250,10 @@ def _check_complete(schedule: Schedule, proof: _Proof, training: bool) -> None:
 
 
 def _check_channels(schedule: Schedule, proof: _Proof) -> None:
-    """On every channel, the messages are received in the order in which they are sent; all of them
-    exist by now."""
+    """Check that the messages of each channel are received in the order of their sends.
+
+    At this point all of them are known to exist.
+    """
     for channel, messages in proof.sent.items():
         pairs = zip(messages, proof.received[channel], strict=True)
         wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -261,8 +275,10 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
 
 
 def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
-    """Run all ranks; the order in which they advance does not matter, as no action disables
-    another."""
+    """Run all ranks to check that they do not deadlock.
+
+    The order in which they advance does not matter, because no action disables another.
+    """
     done = bytearray(len(proof.happened))
     done[_ALWAYS] = 1
     reached = [0] * len(proof.numbers)

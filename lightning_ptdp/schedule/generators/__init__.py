@@ -1,9 +1,10 @@
-"""The schedules: pure functions from (p, v, m) to the order in which each rank computes.
+"""Schedules as pure functions from (p, v, m) to the compute order of each rank.
 
-A compute order has forward, backward and, where the backward is split, weight actions;
+A compute order has forward and backward actions and, if the backward is split, weight actions.
 ``build_schedule`` adds communication (lowering.py) and proves the result (verifier.py). To add a
-schedule: write its function in one of these files and name it in the table of
-``schedule_families.py``, with its closed forms; a user gives a ``CustomSchedule``."""
+schedule, write its function in one of these files, and add it with its closed forms to the table of
+``schedule_families.py``. A user passes a ``CustomSchedule`` instead.
+"""
 
 from lightning_ptdp.schedule.generators.custom import CustomSchedule
 from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v

@@ -1,4 +1,4 @@
-"""A schedule of the user's own."""
+"""User-defined schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["CustomSchedule"]
 
 @dataclass(frozen=True)
 class CustomSchedule:
-    """An order of computation under a name, to be given wherever the name of a schedule is taken::
+    """A named compute order, accepted everywhere in place of the name of a schedule.
+
+    For example::
 
         def order(p, v, m):  # all forwards, then all backwards
             kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -26,13 +28,13 @@ class CustomSchedule:
     of the package.
 
     Attributes:
-        name: For logs and plots.
-        order: From (p, v, m) to the compute order of each rank: forward, backward and, if the
-            backward is split, weight actions, for every microbatch on every stage of the rank. It
-            is called for each m that occurs (a last batch may be shorter). It must be hashable,
-            which functions are, and give the same on every rank; a module-level function, if
-            processes are started with it.
-        placement: Which rank holds which stage.
+        name: Name for logs and plots.
+        order: Function from (p, v, m) to the compute order of each rank: forward, backward and, if
+            the backward is split, weight actions, for every microbatch on every stage of the rank.
+            It is called for each m that occurs (a last batch may be shorter). It must be hashable,
+            which functions are, and must return the same on every rank. If processes are started
+            with it, it must be a module-level function.
+        placement: Placement of the stages on the ranks.
 
     Raises:
         ValueError: The name is empty, the order cannot be called, or the placement is unknown.

@@ -1,5 +1,7 @@
-"""DualPipe cut in half: forwards of one chunk beside backwards of the other (arXiv 2412.19437,
-section 3.2.1)."""
+"""DualPipe cut in half: forwards of one chunk beside backwards of the other.
+
+See arXiv 2412.19437, section 3.2.1.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,18 @@ __all__ = ["dualpipe_v"]
 
 
 def dualpipe_v(p: int, v: int, m: int) -> Orders:
-    """Two chunks in a V; a forward of one chunk and a whole backward of the other go side by side
-    (DualPipeV).
+    """Return DualPipeV: two chunks in a V, a forward of one beside a backward of the other.
 
-    DualPipe feeds microbatches from both ends into two copies of the model; cut in half, its
-    mirrored half is the way back up the V. Weight gradients wait only among the last backwards,
-    where they fill gaps; everywhere else W follows its B at once and is a part of the paper's whole
-    backward.
+    DualPipe feeds microbatches from both ends into two copies of the model. Cut in half, its
+    mirrored half becomes the way back up the V. Weight gradients are deferred only among the last
+    backwards, where they fill gaps. Everywhere else W follows its B at once and is a part of the
+    paper's whole backward.
 
     For m >= 2p a rank holds 2p+1 activations of a chunk each. The paper runs the forward and the
-    backward of a pair at the same time, to hide the messages of expert parallelism; here one
-    follows the other, and each rank's bubble is (p-1)(T_F + T_B - T_W) where T_F = T_B >= T_W. For
-    m < 2p, which the paper leaves out, the order is that of 2p microbatches without those that do
-    not exist. v is 2::
+    backward of a pair at the same time, to hide the messages of expert parallelism. Here one
+    follows the other, and each rank's bubble is (p-1)(T_F + T_B - T_W) if T_F = T_B >= T_W. For m <
+    2p, which the paper leaves out, the order is that of 2p microbatches without those that do not
+    exist. v is 2::
 
         rank 0  F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 F0.6 F7.0 B7.0 W7.0 F7.1 B7.1 W7.1 F7.2 B7.2 W7.2 F7.3
         rank 1       F1.0 F1.1 F1.2 F1.3 F1.4 F6.0 F1.5 F6.1 B6.0 W6.0 F6.2 B6.1 W6.1 F6.3 F1.6 B6.2

@@ -1,4 +1,4 @@
-"""One forward, one backward: 1F1B, and interleaved over several chunks a rank."""
+"""1F1B (one forward, one backward), plain and interleaved over several chunks per rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["interleaved_one_f_one_b", "one_f_one_b"]
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:
-    """A backward as early as possible, then one forward, one backward (PipeDream-flush: arXiv
-    2104.04473, section 2.2.1).
+    """Return 1F1B: backwards as early as possible, then one forward and one backward in turn.
 
-    Bubble over ideal time (p-1)/m; rank r holds min(m, p - r) activations. v is 1::
+    This is PipeDream-flush (arXiv 2104.04473, section 2.2.1). Bubble over ideal time is (p-1)/m.
+    The rank r holds min(m, p - r) activations. v is 1::
 
         rank 0  F0.0 F0.1 F0.2 F0.3                B0.0 F0.4 B0.1 F0.5 B0.2 F0.6 B0.3 F0.7 B0.4      B0.5      B0.6      B0.7
         rank 1       F1.0 F1.1 F1.2           B1.0 F1.3 B1.1 F1.4 B1.2 F1.5 B1.3 F1.6 B1.4 F1.7 B1.5      B1.6      B1.7
@@ -30,25 +30,26 @@ def one_f_one_b(p: int, v: int, m: int) -> Orders:
 
 
 def interleaved_one_f_one_b(p: int, v: int, m: int, group_size: int | None = None) -> Orders:
-    """1F1B over v chunks a rank; a group of microbatches visits every chunk before the next (arXiv
-    2104.04473, section 2.2.2).
+    """Return interleaved 1F1B: 1F1B over v chunks per rank (arXiv 2104.04473, section 2.2.2).
 
-    Bubble over ideal time (p-1)/(v m) for m >= p; with q microbatches in the largest group, rank r
-    holds at most (v-1) q + 2 (p-r-1) + 1 activations, each of a v-th of the rank's layers::
+    A group of microbatches visits every chunk before the next group. Bubble over ideal time is
+    (p-1)/(v m) for m >= p. With q microbatches in the largest group, rank r holds at most (v-1) q +
+    2 (p-r-1) + 1 activations, each of a v-th of the rank's layers::
 
         rank 0  F0.0 F0.1 F0.2 F0.3 F4.0 F4.1 F4.2 F4.3                B4.0      B4.1      B4.2      B4.3 B0.0 B0.1 B0.2 B0.3
         rank 1       F1.0 F1.1 F1.2 F1.3 F5.0 F5.1 F5.2 F5.3      B5.0      B5.1      B5.2      B5.3 B1.0 B1.1 B1.2 B1.3
         rank 2            F2.0 F2.1 F2.2 F2.3 F6.0 F6.1 F6.2 B6.0 F6.3 B6.1      B6.2      B6.3 B2.0 B2.1 B2.2 B2.3
         rank 3                 F3.0 F3.1 F3.2 F3.3 F7.0 B7.0 F7.1 B7.1 F7.2 B7.2 F7.3 B7.3 B3.0 B3.1 B3.2 B3.3
 
-    Any m: the paper takes groups of p and wants p to divide m. Here a remainder is spread over the
-    groups (m = 9, p = 4: groups of 5 and 4), which keeps the paper's bubble for every m >= p. A
-    group of fewer than p would cost time, and can deadlock: the first rank waits for the last one
-    and that for the first.
+    m may be any number. The paper uses groups of p and requires that p divides m. Here a remainder
+    is spread over the groups (m = 9, p = 4: groups of 5 and 4), which keeps the paper's bubble for
+    every m >= p. A group of fewer than p would cost time and could deadlock: the first rank would
+    wait for the last one, and the last one for the first.
 
     ``group_size``, at least p, allows larger groups: up to that many microbatches, as even as
     possible, never fewer than p. A message from chunk to chunk then has more computations to travel
-    in, and more activations are held."""
+    in, and more activations are held.
+    """
     sizes = groups(p, m, group_size)
     return tuple(
         in_groups(

@@ -17,18 +17,18 @@ Orders = tuple[tuple[Action, ...], ...]
 def in_turns(
     stages: Sequence[int], num_microbatches: int, *phases: tuple[str, int]
 ) -> tuple[Action, ...]:
-    """The compute order of one rank from its phases: ``("F0 B1 W", 3)`` is three times what the
-    words say.
+    """Return the compute order of one rank from its phases.
 
-    ``F0`` is the forward and ``B1`` the backward of that chunk on its next microbatch; ``W`` is the
-    weight gradient that has waited longest. What falls on a microbatch that does not exist is left
-    out, so that phases may be written for more
-    microbatches than there are: without the last ones, an order stays possible.
+    The phase ``("F0 B1 W", 3)`` is three times the actions of its words. ``F0`` is the forward and
+    ``B1`` the backward of that chunk on its next microbatch. ``W`` is the weight gradient that has
+    waited longest. Actions of microbatches that do not exist are left out, so that phases may be
+    written for more microbatches than there are. Without its last microbatches an order remains
+    possible.
 
     Args:
         stages: The rank's stages by chunk.
         num_microbatches: m.
-        phases: Words and how often they are repeated.
+        phases: Words and their number of repetitions.
     """
     order: list[Action] = []
     following = {(kind, chunk): 0 for kind in "FB" for chunk in range(len(stages))}
@@ -49,8 +49,10 @@ def in_turns(
 
 
 def groups(p: int, m: int, size: int | None = None) -> list[int]:
-    """The sizes of groups of at most ``size`` microbatches (default p), but never fewer than p if
-    there are as many; the largest first."""
+    """Return the sizes of groups of at most ``size`` microbatches (default p), largest first.
+
+    A group never has fewer than p microbatches if there are as many.
+    """
     count = min(-(-m // (size or p)), max(m // p, 1))
     least, longer = divmod(m, count)
     return [least + (index < longer) for index in range(count)]
@@ -59,9 +61,11 @@ def groups(p: int, m: int, size: int | None = None) -> list[int]:
 def in_groups(
     stages: Sequence[int], m: int, sizes: Sequence[int], *, warmup: int, forwards_only: bool = False
 ) -> tuple[Action, ...]:
-    """The compute order of one rank whose chunks are visited by each group of microbatches before
-    the next: ``warmup`` forwards, then one forward and one backward in turn until the forwards are
-    used up, then backwards."""
+    """Return the compute order of one rank for groups of microbatches.
+
+    Each group visits all chunks before the next group. The order has ``warmup`` forwards, then one
+    forward and one backward in turn until all forwards are used, then the remaining backwards.
+    """
     chunks = range(len(stages))
     forwards = [f"F{chunk}" for size in sizes for chunk in chunks for _ in range(size)]
     backwards = (
@@ -77,15 +81,15 @@ def in_groups(
 def weights_in_gaps(
     orders: Orders, *, num_stages: int, num_microbatches: int, limit: int
 ) -> Orders:
-    """Forwards and backwards in the given order, and weight gradients wherever a rank would
-    otherwise stand still.
+    """Insert weight gradients into orders wherever a rank would otherwise be idle.
 
-    Every action takes one unit of time. A rank that has nothing else to do, or that holds ``limit``
-    activations and comes to a forward, runs the weight gradient that has waited longest.
+    Forwards and backwards keep their order. Every action takes one unit of time. A rank runs the
+    weight gradient that has waited longest if it has no other action to run, or if its next action
+    is a forward and it holds ``limit`` activations.
 
     Args:
-        orders: Without weight actions; they run to their end if a rank never holds more than
-            ``limit``.
+        orders: Orders without weight actions. They must run to their end if no rank ever holds more
+            than ``limit`` activations.
         num_stages: p * v.
         num_microbatches: m.
         limit: Activations (one microbatch through one stage each) that a rank may hold, counted
@@ -110,7 +114,7 @@ class _Rank:
         self.done: list[Action] = []
 
     def step(self, times: UnitTimes, now: int) -> bool:
-        """Run one action from ``now`` to ``now + 1``; False if there is none that can run."""
+        """Run one action from ``now`` to ``now + 1``; return False if none can run."""
         ready = times.ready(self.todo[0]) if self.todo else None
         if (
             ready is not None

@@ -1,5 +1,7 @@
-"""From the name of a schedule and the sizes to a proven ``Schedule``; every mistake is named here,
-with its mend."""
+"""Builder of a proven ``Schedule`` from a schedule's name and sizes.
+
+Errors name the mistake and its fix.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ __all__ = [
 
 
 SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
-"""The names that ``build_schedule`` takes; also taken are ``CustomSchedule`` and the path of a CSV
-file."""
+"""The names that ``build_schedule`` takes.
+
+It also takes a ``CustomSchedule`` and the path of a CSV file.
+"""
 
 
 def build_schedule(
@@ -49,30 +53,31 @@ def build_schedule(
     training: bool = True,
     group_size: Size | None = None,
 ) -> Schedule:
-    """The verified schedule of one step; the same object for the same arguments.
+    """Return the verified schedule of one step; the same object for the same arguments.
 
-    Without a pipeline (p = 1) every schedule of the package is forward and backward in turn, so
+    Without a pipeline (p = 1) every schedule of the package alternates forward and backward, so
     that one microbatch is held at a time.
 
     Args:
         name: One of ``SCHEDULES``, where ``"auto"`` is 1F1B for v = 1 and interleaved 1F1B for v >
             1; a ``CustomSchedule``; or the path of a file ending in ``.csv`` (schedule_file.py),
-            which is read once a process.
+            which is read once per process.
         pipeline_parallel_size: p.
-        virtual_pipeline_size: v, stages a rank.
+        virtual_pipeline_size: v, stages per rank.
         num_microbatches: m, any positive number.
         training: ``False`` gives forwards alone, in the placement of the schedule; the result is
             then named ``"forward_only"``.
-        group_size: For interleaved 1F1B: up to how many microbatches visit a chunk before the next
-            chunk's turn; p or more, by default p. The strategy's ``microbatch_group_size``.
+        group_size: For interleaved 1F1B: maximum number of microbatches that visit a chunk before
+            the next chunk's turn; p or more, by default p. The strategy's
+            ``microbatch_group_size``.
 
     Raises:
-        ValueError: ``check_schedule`` has something to say, or an order of the user's own is
-            incomplete, out of order or deadlocks (then a ``ScheduleError``, with the place marked).
+        ValueError: ``check_schedule`` raises an error, or a user's order is incomplete, out of
+            order or deadlocks (then a ``ScheduleError`` that marks the place).
     """
     check_arguments(build_schedule, locals())
     p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
-    # Evaluation fits any number of microbatches, also where the training schedule does not.
+    # Evaluation accepts any number of microbatches, even if the training schedule does not.
     check_schedule(
         name,
         pipeline_parallel_size=p,
@@ -95,15 +100,16 @@ def check_schedule(
     num_microbatches: Size | None = None,
     group_size: Size | None = None,
 ) -> None:
-    """Check that the sizes fit the schedule, without building it; arguments as for
-    ``build_schedule``.
+    """Check that the sizes fit the schedule, without building it.
+
+    The arguments are those of ``build_schedule``.
 
     Args:
         num_microbatches: m, or None if it is not known yet.
 
     Raises:
-        ValueError: An unknown name, a size that is not a positive integer, or one that the schedule
-            cannot use; the message names the field, the value and the mend.
+        ValueError: An unknown name, a size that is not a positive integer, or a size that the
+            schedule cannot use. The message names the field, the value and the fix.
     """
     check_arguments(check_schedule, locals())
     p, v = pipeline_parallel_size, virtual_pipeline_size
@@ -118,7 +124,7 @@ def check_schedule(
 
 
 def schedule_placement(name: str | CustomSchedule) -> Placement:
-    """Which rank holds which stage under a schedule.
+    """Return the placement of stages on ranks under a schedule.
 
     Raises:
         ValueError: An unknown name, or a file that is not a schedule.
@@ -127,15 +133,18 @@ def schedule_placement(name: str | CustomSchedule) -> Placement:
 
 
 def may_split_backward(name: str | CustomSchedule) -> bool:
-    """Return True if the schedule may compute weight gradients separately, also for a user's
-    schedule, whose actions are not known yet."""
+    """Return True if the schedule may compute weight gradients separately.
+
+    It is also True for a user's schedule, because its actions are not known yet.
+    """
     found = _found(name)
     return found.splits_backward if isinstance(found, Family) else True
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
-    """The only m that a schedule can train with, or None if it takes any: a file is written for one
-    m.
+    """Return the only m that a schedule can train with, or None if it takes any.
+
+    A file is written for one m.
 
     Raises:
         ValueError: A file that is not a schedule.
@@ -144,12 +153,12 @@ def schedule_microbatches(name: str | CustomSchedule) -> int | None:
 
 
 def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str:
-    """Return the name of the schedule that ``build_schedule`` makes, before its sizes are known."""
+    """Return the name of the schedule that ``build_schedule`` makes; the sizes are not needed."""
     return _found(name, virtual_pipeline_size).name
 
 
 def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
-    """Return what is known of a schedule before its sizes; for a file this is the whole schedule.
+    """Return the known part of a schedule before its sizes; for a file the whole schedule.
 
     Raises:
         ValueError: An unknown name, or a file that is not a schedule.
@@ -238,7 +247,7 @@ def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) ->
         )
 
 
-# A run uses few sizes (training, evaluation, a shorter last batch); a large schedule takes some 100
+# A run uses few sizes (training, evaluation, a shorter last batch). A large schedule takes some 100
 # MB.
 @functools.lru_cache(maxsize=8)
 def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
@@ -261,7 +270,7 @@ def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None
 
 @functools.lru_cache(maxsize=8)
 def _forward_only(p: int, v: int, m: int, placement: Placement) -> Schedule:
-    # Without a pipeline there is one stage, and no V to go round.
+    # Without a pipeline there is one stage, and no V.
     orders = forward_only(p, v, m, placement if v > 1 else "loop")
     return _proven(Schedule("forward_only", p, v, m, orders, placement), training=False)
 
@@ -274,8 +283,11 @@ def _proven(order: Schedule, *, training: bool) -> Schedule:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A large schedule is millions of objects that all stay: each collection of garbage would look
-    at all of them again."""
+    """Disable garbage collection for the duration of the context.
+
+    A large schedule has millions of objects that all stay alive, and each collection would visit
+    all of them again.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,9 @@
-"""The schedules of the package, by name: the order, the stages that it can use, and what it costs
-in closed forms.
+"""The schedules of the package by name: order, allowed stages, and costs in closed form.
 
-For hundreds of layouts there is no time to build schedules; the formulas are held against the
-simulator in the tests. A unit is one rank's forward of one microbatch through all of its stages,
-and its backward."""
+Building schedules for hundreds of layouts would take too long. The tests compare the formulas with
+the simulator. A unit is one rank's forward of one microbatch through all of its stages, and its
+backward.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ __all__ = ["FAMILIES", "INTERLEAVED", "ClosedForm", "Family"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedForm:
-    """A schedule's costs in formulas of p, v and m.
+    """Costs of a schedule as formulas of p, v and m.
 
     Attributes:
-        least: p -> from how many microbatches on the formulas hold; with fewer the schedule has no
-            advantage over 1F1B.
-        held: (p, v, m, rank) -> the most activations (a microbatch in one stage) that the rank
-            holds; at least as many.
-        bubble: (p, v, F, B, W) -> idle seconds of a rank in a step, where a rank's whole forward,
-            whole backward and the weight gradients in it take F, B and W.
-        waits: (p, v, m) -> how many messages the step waits for.
+        least: p -> smallest number of microbatches for which the formulas hold; with fewer the
+            schedule has no advantage over 1F1B.
+        held: (p, v, m, rank) -> maximum number of activations (a microbatch in one stage) that the
+            rank holds; an upper bound.
+        bubble: (p, v, F, B, W) -> idle seconds of a rank in a step. F, B and W are the times of the
+            rank's whole forward, of its whole backward, and of the weight gradients in that
+            backward.
+        waits: (p, v, m) -> number of messages that the step waits for.
     """
 
     least: Callable[[int], int] = lambda p: 1
@@ -46,13 +47,13 @@ class ClosedForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(CustomSchedule):
-    """A schedule of the package, before its sizes.
+    """A schedule of the package, before its sizes are known.
 
     Attributes:
-        chunks: The stages a rank that it can use.
-        otherwise: What to use where the stages do not fit.
+        chunks: Number of stages per rank that it can use.
+        otherwise: Schedule to use instead if the stages do not fit.
         splits_backward: Whether weight gradients are actions of their own.
-        cost: In closed forms.
+        cost: Costs in closed form.
     """
 
     chunks: Literal["any", "one", "two", "several"] = "any"
@@ -68,13 +69,13 @@ def _waits_1f1b(p: int, v: int, m: int) -> float:
 
 
 def _held_interleaved(p: int, v: int, m: int, rank: int) -> int:
-    # Microbatches visit a chunk in groups of p; what is left over makes one group larger.
+    # Microbatches visit a chunk in groups of p; the remainder makes one group larger.
     return min(v * m, (p + m % p) * (v - 1) + 2 * (p - rank - 1) + 1)
 
 
 def _bubble_dualpipe_v(p: int, v: int, forward: float, backward: float, weight: float) -> float:
-    # The paper's (p - 1) (T_F + T_B - T_W) of a chunk, and what is left of backwards that are
-    # longer than the forwards beside them.
+    # The paper's (p - 1) (T_F + T_B - T_W) of a chunk, plus the excess of backwards that are longer
+    # than the forwards beside them.
     longer = (p - 1) * (backward - weight - forward) - forward
     return ((p - 1) * max(0.0, forward + backward - 2 * weight) + max(0.0, longer)) / 2
 
@@ -168,4 +169,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         )
     }
 )
-"""By name, in the order in which messages list them."""
+"""Schedules by name, in the order in which messages list them."""

@@ -1,5 +1,7 @@
-"""Zero bubble: the gradient of the weights is nobody's input, so it can wait for a gap (arXiv
-2401.10241)."""
+"""Zero-bubble schedules, which defer weight gradients into gaps (arXiv 2401.10241).
+
+No other computation needs the weight gradients as input.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ __all__ = ["zb_h1", "zb_v"]
 
 
 def zb_h1(p: int, v: int, m: int) -> Orders:
-    """1F1B in the memory of 1F1B with a third of its bubble (section 3, figure 3 top).
+    """Return ZB-H1: 1F1B with the same memory and a third of the bubble.
 
-    Rank r keeps r weight gradients waiting. So every rank holds min(m, p) activations, counted
-    until W, and the gradients of the inputs go up the pipeline without waiting for W. Bubble a rank
-    (p-1)(T_F + T_B - T_W) for m >= p and T_W <= T_F, T_B; that of 1F1B, whose backward is B and W
-    in one, is (p-1)(T_F + T_B + T_W). v is 1::
+    See section 3 and figure 3 (top). The rank r keeps r weight gradients waiting. So every rank
+    holds min(m, p) activations, counted until W, and the input gradients go up the pipeline without
+    waiting for W. The bubble per rank is (p-1)(T_F + T_B - T_W) for m >= p and T_W <= T_F, T_B.
+    That of 1F1B, whose backward is B and W in one, is (p-1)(T_F + T_B + T_W). v is 1::
 
         rank 0  F0.0 F0.1 F0.2 F0.3                B0.0 W0.0 F0.4 B0.1 W0.1 F0.5 B0.2 W0.2 B0.3 W0.3 B0.4 W0.4 B0.5 W0.5
         rank 1       F1.0 F1.1 F1.2           B1.0 F1.3 B1.1 W1.0 F1.4 B1.2 W1.1 F1.5 B1.3 W1.2 B1.4 W1.3 B1.5 W1.4 W1.5
@@ -39,14 +41,13 @@ def zb_h1(p: int, v: int, m: int) -> Orders:
 
 
 def zb_v(p: int, v: int, m: int) -> Orders:
-    """Two chunks in a V, and nothing idle between a rank's first and last action (section 6, figure
-    8).
+    """Return ZB-V: two chunks in a V, without idle time inside (section 6, figure 8).
 
     The last stage is on the first rank, so that backwards start there at once. Weight gradients
     fill the gaps. With T_F = T_B = T_W and m >= 2p-1, a rank never waits between its first and its
-    last action. The step takes 6 m + p-1 units for all m >= p, and nothing takes less: the last
-    rank cannot start before p-1. A rank holds at most 2p activations of a chunk
-    each, counted until W: as much as 1F1B. v is 2::
+    last action. The step takes 6 m + p-1 units for all m >= p, which is the minimum: the last rank
+    cannot start before p-1. A rank holds at most 2p activations of a chunk each, counted until W:
+    as much as 1F1B. v is 2::
 
         rank 0  F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 F0.6 F7.0 B7.0 W7.0 F7.1 B7.1 W7.1 F7.2 B7.2 W7.2 F7.3
         rank 1       F1.0 F1.1 F1.2 F1.3 F1.4 F6.0 F1.5 F6.1 B6.0 W6.0 F6.2 B6.1 W6.1 F6.3 B6.2 W6.2
