@@ -1,5 +1,8 @@
-"""Facts about a batch on which ranks agree before its step: the same samples in a replica, and how
-unevenly labels count."""
+"""Agreement of the ranks about a batch before its step.
+
+All ranks of a replica must have the same samples. The ranks also compare how unevenly labels are
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,17 @@ __all__ = ["BatchAgreement"]
 
 
 class BatchAgreement:
-    """Collects numbers of each batch, and keeps what all ranks found in them.
+    """Collects numbers of each batch, and keeps the results that all ranks agree on.
 
     Args:
         mesh: This rank's place.
-        sizes: Returns the samples of a batch's microbatches; raises ValueError for a batch that
-            cannot be cut.
+        sizes: Returns the numbers of samples in a batch's microbatches; raises ValueError for a
+            batch that cannot be split.
         device: This rank's device.
 
     Attributes:
-        expected_tokens: Tokens that a replica's batch may have, the largest of all replicas.
+        expected_tokens: Expected number of tokens in a replica's batch, the largest of all
+            replicas.
     """
 
     def __init__(
@@ -43,10 +47,10 @@ class BatchAgreement:
         self.expected_tokens = 0
 
     def collect(self, batch: Nested, *, training: bool) -> Tensor | None:
-        """Return numbers of which ``take`` wants the maximum over ranks: the world in training, a
-        replica in evaluation.
+        """Return the numbers whose maximum over ranks ``take`` expects.
 
-        None means that no rank needs those of another.
+        In training the maximum is over the world, in evaluation over a replica. None means that no
+        rank needs the numbers of another.
         """
         layout, parts = self._mesh.layout, list[Tensor]()
         if layout.model_parallel_size > 1:
@@ -57,7 +61,7 @@ class BatchAgreement:
         if training and layout.world_size > 1:
             try:
                 sizes = self._sizes(batch)
-            except ValueError:  # the step refuses a batch that cannot be cut
+            except ValueError:  # the step itself refuses such a batch
                 sizes = ()
             tokens = expected_tokens(batch, sum(sizes))
             parts.append(torch.tensor([tokens]).to(self._device, non_blocking=True))
@@ -65,10 +69,10 @@ class BatchAgreement:
         return torch.cat(parts) if parts else None
 
     def take(self, numbers: Sequence[int], *, training: bool) -> None:
-        """Take the maximum over the ranks.
+        """Take the maximum of the numbers over the ranks.
 
         Raises:
-            BatchMismatchError: On all ranks: those of a replica read different batches.
+            BatchMismatchError: On all ranks: the ranks of a replica read different batches.
         """
         if training and numbers:
             *numbers, self.expected_tokens, most, least = numbers
@@ -76,14 +80,15 @@ class BatchAgreement:
         check_same_batch(numbers)
 
     def collect_alone(self, batch: Nested, sizes: Sequence[int]) -> Tensor | None:
-        """Return the spread of labels for one process, which agrees with nobody; None once it has
-        been told."""
+        """Return the spread of labels for a single process; None after the warning was issued."""
         self.expected_tokens = expected_tokens(batch, sum(sizes))
         return None if self._told else label_spread(batch, sizes, device=self._device)
 
     def note_spread(self, spread: Sequence[float]) -> None:
-        """Keep whether labels count unevenly, from values of ``label_spread``; an empty one says
-        nothing."""
+        """Record whether labels are unevenly ignored, from values of ``label_spread``.
+
+        An empty ``spread`` is ignored.
+        """
         if spread:
             self._is_uneven |= is_uneven(*spread)
 

@@ -1,5 +1,7 @@
-"""Reports of the ranks of a context group, each about its slice of the sequence, merged into the
-report of one process."""
+"""Merging of the reports of a context group, each for one slice of the sequence.
+
+The merged report equals that of one process.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,24 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["PartReports", "whole_outputs"]
 
 
-_CAPACITY = 64  # numbers that are gathered without asking who logs how many
+_CAPACITY = 64  # numbers gathered at once, before the ranks know how many values each logs
 
 
 class PartReports:
-    """Makes the loss and the logged values of this rank's slice those of the whole sequence, in
-    place, on the device; collective.
+    """Converts this rank's loss and logged values to those of the whole sequence.
+
+    This rank has one slice of the sequence. The conversion is in place and on the device. It is
+    collective.
 
     Args:
-        report: Of this rank. Losses that count their tokens are left alone: they are summed with
-            the replicas'.
-        weight: This rank's share in its logged values, (): its tokens, or what stands for them.
+        report: Report of this rank. Losses that count their tokens are left unchanged: they are
+            summed together with the replicas' losses.
+        weight: This rank's share in its logged values, (): its number of tokens, or a substitute.
         group: The context group.
-        device: Where collectives take their tensors.
+        device: Device of tensors in collectives.
 
     Attributes:
-        numbers: (n) float64, to be read and given to ``read``.
+        numbers: (n) float64, to be read from the device and passed to ``read``.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class PartReports:
             *sizes,
         ]
         own = numbers_on(device, numbers)
-        # A rank that logs other names must find others in the same collective.
+        # A rank that logs other names must still find the other ranks in the same collective.
         everyone = _gather(
             torch.nn.functional.pad(own[:_CAPACITY], (0, max(0, _CAPACITY - len(own)))), group
         )
@@ -72,7 +76,7 @@ class PartReports:
         self.numbers = torch.cat([everyone[:, 0], of_ranks, totals])
 
     def read(self, report: StepReport, numbers: Sequence[float]) -> list[float]:
-        """Tell ``report`` what was read; returns the ranks' weights.
+        """Store the numbers in ``report`` and return the ranks' weights.
 
         Raises:
             ContextParallelError: The ranks logged different names.
@@ -99,7 +103,7 @@ class PartReports:
 
 
 def _gather(own: Tensor, group: Group) -> Tensor:
-    """Everyone's numbers, (n) -> (c, n)."""
+    """Return the numbers of all ranks, (n) -> (c, n)."""
     everyone = own.new_empty((group.size * own.numel(),))
     all_gather_single(everyone, own.contiguous(), group.handle)
     return everyone.view(group.size, -1)
@@ -114,22 +118,21 @@ def whole_outputs(
     group: Group,
     device: torch.device,
 ) -> Nested:
-    """A step's outputs for the whole sequence; collective.
+    """Return a step's outputs for the whole sequence; collective.
 
-    Tensors (b, s/c, ...) are put together along time. Floating-point scalars are averaged by the
-    ranks' weights. Whatever else is a tensor must be equal on all ranks.
+    Tensors (b, s/c, ...) are joined along time. Floating-point scalars are averaged with the ranks'
+    weights. Every other tensor must be equal on all ranks.
 
     Args:
         outputs: Nested mappings and sequences of this rank.
         length: s, tokens of the whole sequence.
         weights: The ranks' shares in averages.
-        tokens: What ``num_tokens`` is for the whole sequence, if the step counts them.
+        tokens: Value of ``num_tokens`` for the whole sequence, if the step counts them.
         group: The context group.
-        device: Where collectives take their tensors.
+        device: Device of tensors in collectives.
 
     Raises:
-        ContextParallelError: A tensor is neither, so that nothing can be said about the whole
-            sequence.
+        ContextParallelError: A tensor can be neither joined nor averaged and differs between ranks.
     """
 
     of_ranks = numbers_on(device, weights)

@@ -1,5 +1,7 @@
-"""One forward of the whole model for the tokens that come next, outside of the user's steps:
-through all stages, and known on all ranks."""
+"""One forward of the whole model for the next tokens, outside of the user's steps.
+
+It runs through all stages, and all ranks receive the tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ __all__ = ["Decoding"]
 
 @dataclass(kw_only=True, eq=False)
 class Decoding:
-    """A forward; the pipeline runtime calls it as the schedule says.
+    """A forward; the pipeline runtime calls it in the order of the schedule.
 
     Attributes:
-        call: Runs the model as a stage; on the last one it returns the logits (b, V).
-        choose: From whole logits to the tokens (b) int64.
-        key: Forwards of one key have hidden states of the same shape.
-        context: Around the model.
+        call: Runs the model as a stage; on the last stage it returns the logits (b, V).
+        choose: Maps whole logits to the tokens (b) int64.
+        key: Forwards with the same key have hidden states of the same shape.
+        context: Context around the model.
     """
 
     call: Callable[[int], Tensor]
@@ -45,13 +47,14 @@ class Decoding:
         mesh: ProcessMesh,
         device: torch.device,
     ) -> Tensor:
-        """The tokens, the same on all ranks of a replica; collective over them, or where replicas
-        share experts over the world.
+        """Return the tokens, the same on all ranks of a replica.
 
-        Of what surrounds a forward there is nothing: it draws nothing, and every rank of a context
-        group has the whole sequence."""
+        The call is collective over the replica, or over the world if replicas share experts. The
+        forward has no surroundings: it draws no random numbers, and every rank of a context group
+        has the whole sequence.
+        """
         replace(runtime, surroundings=Surroundings()).run(schedule, self)
-        # Replicas that share experts go on together as well.
+        # Replicas that share experts must continue together as well.
         group, last = (
             mesh.world if mesh.layout.blocked else mesh.group("model"),
             mesh.layout.last_stage_rank,
@@ -62,18 +65,18 @@ class Decoding:
             else self._tokens
         )
         if group.size > 1:
-            # Also among the ranks that have them: no two may go on with different ones, whatever
-            # their kernels round.
+            # Ranks that already have tokens take part too: rounding differs between kernels, and no
+            # two ranks may continue with different tokens.
             source = next(
                 rank for rank in group.ranks if mesh.layout.coordinates(rank)["pipeline"] == last
             )
             dist.broadcast(tokens, source, group=group.handle)
         return tokens
 
-    # ---- what the runtime asks -------------------------------------------------------------------
+    # ---- called by the runtime -------------------------------------------------------------------
 
     def begin(self, stage: int, microbatch: int) -> Forward:
-        """The forward of a stage."""
+        """Return the forward of a stage."""
         return Forward(hook="predict_step", stage=stage, microbatch=microbatch)
 
     def signature(self, microbatch: int) -> Hashable:
@@ -81,19 +84,19 @@ class Decoding:
         return "decoding", self.key
 
     def forward(self, forward: Forward) -> Tensor:
-        """Run it."""
+        """Run the forward."""
         with self.context():
             return self.call(forward.stage)
 
     def finish(self, forward: Forward, output: Tensor) -> None:
-        """Choose; where logits are split over the vocabulary, of those of the last place."""
+        """Choose the tokens; logits that are split over the vocabulary are gathered first."""
         self._tokens = self.choose(gather_full(output).float())
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
-        """There are none."""
+        """Do nothing: there are no gradients."""
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """There are none."""
+        """Do nothing: there are no gradients."""
 
     def reduce(self, stage: int) -> None:
-        """There is nothing to reduce."""
+        """Do nothing: there are no gradients."""

@@ -1,5 +1,4 @@
-"""Runs batches: straight through Lightning's own loop where nothing is cut, under a schedule where
-it is."""
+"""Engine: runs batches through Lightning's loop, or under a schedule if the model is cut."""
 
 from __future__ import annotations
 
@@ -54,14 +53,14 @@ class Engine:
     Args:
         config: The strategy's options.
         mesh: This rank's place and groups.
-        parallel: The LightningModule, already this rank's part.
-        surroundings: What surrounds a forward.
-        watchdog: Notes what this rank does.
+        parallel: The LightningModule, already reduced to this rank's part.
+        surroundings: Context managers around a forward.
+        watchdog: Notes the actions of this rank.
         seed: Seed of the run.
         device: This rank's device.
 
     Attributes:
-        observers: Are told of every action, wait and reduction.
+        observers: Receive an event for every action, wait and reduction.
         optimization: This rank's gradients, their checks, and the weight of its loss.
         gradients: Those of ``optimization``.
         agreement: Facts about a batch on which the ranks agree before its step.
@@ -114,7 +113,7 @@ class Engine:
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
         self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
         self._inspection = Inspection(config=config, mesh=mesh, module=module, owners=self._owners)
-        self._accumulated = False  # the batch before did not complete an optimizer step
+        self._accumulated = False  # the previous batch did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
 
@@ -134,11 +133,11 @@ class Engine:
         clears: bool,
         loss_scale: Tensor | float = 1.0,
     ) -> Nested:
-        """One batch of one replica.
+        """Run one batch of one replica.
 
         Args:
             context: The precision plugin's context for one call of the user's step.
-            args: What Lightning passes to ``training_step``, the batch first.
+            args: Arguments of ``training_step`` from Lightning, the batch first.
             clears: Lightning will clear all gradients before the backward.
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's
                 gradients keep.
@@ -153,13 +152,15 @@ class Engine:
         return self._straight_step("training_step", context, args)
 
     def broadcast_buffers(self) -> None:
-        """Give all replicas the buffers of the first one, if the user wants that; collective over
-        the replicas."""
+        """Broadcast the first replica's buffers to all replicas, if the option is set.
+
+        The call is collective over the replicas.
+        """
         if self._config.broadcast_buffers:
             self._buffers.broadcast()
 
     def _check_kept(self) -> None:
-        """Compare what every stage keeps, at batches 1, 2, 4, 8 and so on."""
+        """Compare the modules that every stage keeps, at batches 1, 2, 4, 8 and so on."""
         batch, kept = self._step("training_step"), self._parallel.kept
         if kept and batch and batch & (batch - 1) == 0:
             self.gradients.parameters_needed()
@@ -198,7 +199,7 @@ class Engine:
         self.optimization.factor = 1 / self._mesh.group("replica_sum").size
         self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
-            # Lightning will not run the backward; those of the batches before stay
+            # Lightning will not run the backward; the gradients of the earlier batches stay.
             self.gradients.install()
             return None
         return self._training_output(report)
@@ -216,8 +217,10 @@ class Engine:
     # ---- evaluation ------------------------------------------------------------------------------
 
     def evaluation_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
-        """``validation_step``, ``test_step`` or ``predict_step`` on one batch; never touches
-        gradients."""
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` on one batch.
+
+        Gradients are never changed.
+        """
         self.gradients.parameters_needed()
         if not self._config.cuts_forward:
             return self._straight_step(hook, context, args)
@@ -232,10 +235,13 @@ class Engine:
         rows: int,
         key: Hashable,
     ) -> Tensor:
-        """The next token of each row, (b) int64, on all ranks of a replica (see ``Decoding``)."""
+        """Return the next token of each row, (b) int64, on all ranks of a replica.
+
+        See ``Decoding``.
+        """
         self.gradients.parameters_needed()
         decoding = Decoding(call=call, choose=choose, key=key, context=context)
-        # What is compiled would be compiled again for every length.
+        # Compiled code would be compiled again for every length.
         eager = (
             contextlib.nullcontext()
             if self._config.compile == "none"
@@ -248,29 +254,30 @@ class Engine:
             )
 
     def compare_lengths(self, length: int | None) -> bool:
-        """Return True if the replicas evaluate the same number of batches, so that they may
-        communicate after each; collective over the replicas. ``length`` is this rank's number; None
-        if its loader has no length."""
+        """Return True if the replicas evaluate the same number of batches.
+
+        In that case they may communicate after each batch. The call is collective over the
+        replicas. ``length`` is this rank's number of batches; None if its loader has no length.
+        """
         same = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
         self._replicas_in_step &= same
         return same
 
     def _sizes(self, batch: Nested) -> tuple[int, ...]:
-        """Samples of the microbatches."""
+        """Return the numbers of samples in the microbatches."""
         samples = batch_size(batch)
         return microbatch_sizes(samples, self._config.microbatches(samples))
 
     # ---- shared ----------------------------------------------------------------------------------
 
     def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
-        """The user's step on the whole batch, whose backward, if there is one, is Lightning's."""
+        """Run the user's step on the whole batch; a backward is left to Lightning."""
         training, group, recorder = (
             hook == "training_step",
             self._mesh.group("replica_sum"),
             LogRecorder(self._module),
         )
-        # With other ranks around, random numbers may not depend on what this process happened to
-        # draw before.
+        # With other ranks, random numbers must not depend on this process's earlier draws.
         draws = self._mesh.layout.world_size > 1
         seed = (
             derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank))
@@ -316,8 +323,10 @@ class Engine:
         return output
 
     def _run(self, job: LightningJob, hook: str) -> StepReport:
-        """The user's step under a schedule, which runs the backward too; what it logged goes to
-        Lightning."""
+        """Run the user's step, including its backward, under a schedule.
+
+        The logged values are passed to Lightning.
+        """
         self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
         pipeline, last, own = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
         if pipeline.rank == last:
@@ -331,7 +340,7 @@ class Engine:
         return report
 
     def _weigh(self, report: StepReport) -> None:
-        """Make the numbers of this replica those of all."""
+        """Replace the numbers of this replica with those of all replicas."""
         assert isinstance(report.weight, Tensor)
         group = self._mesh.group("replica_sum")
         report.weight, report.loss = weigh_over_replicas(
@@ -339,8 +348,7 @@ class Engine:
         )
 
     def _weighs(self, hook: str) -> bool:
-        """Return True if the replicas' logged values are averaged by their number of tokens in this
-        step."""
+        """Return True if this step's logged values are averaged over replicas by token count."""
         if hook == "training_step":
             return self._mesh.group("replica_sum").size > 1 and self.optimization.manual is None
         return self._replicas_in_step and hook != "predict_step"
@@ -353,7 +361,7 @@ class Engine:
         except ValueError:
             if hook == "training_step":
                 raise
-            sizes = (1,)  # an evaluation batch that cannot be cut is run whole
+            sizes = (1,)  # an evaluation batch that cannot be split runs whole
         return LightningJob(
             module=self._module,
             hook=hook,
@@ -379,7 +387,6 @@ class Engine:
         )
 
     def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
-        batches = [
-            number for number in args[1:] if isinstance(number, int)
-        ]  # of an evaluation, and its loader
+        # The batch index of an evaluation, and the index of its loader.
+        batches = [number for number in args[1:] if isinstance(number, int)]
         return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))

@@ -1,5 +1,7 @@
-"""Optimizers that evaluate the loss several times in a step, and move between two points by what
-they see."""
+"""Support for optimizers that evaluate the loss several times in a step.
+
+Such an optimizer moves between two points depending on the losses.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ Closure = Callable[[], Tensor | None]
 
 
 def may_evaluate_again(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer may call its closure more than once; of torch's own, only LBFGS
-    does."""
+    """Return True if the optimizer may call its closure more than once.
+
+    Of torch's own optimizers, only LBFGS does.
+    """
     return (
         isinstance(optimizer, torch.optim.LBFGS)
         or type(optimizer).__module__.partition(".")[0] != "torch"
@@ -31,15 +35,15 @@ def may_evaluate_again(optimizer: Optimizer) -> bool:
 def check_evaluates_again(
     optimizer: Optimizer, layout: ParallelLayout, *, steps_on_copies: bool
 ) -> None:
-    """Check that such an optimizer gets on every rank what it would get on one device.
+    """Check that such an optimizer gets the same values on every rank as on one device.
 
     Args:
-        optimizer: It evaluates more than once in a step.
+        optimizer: An optimizer that evaluates more than once in a step.
         layout: The degrees of parallelism.
-        steps_on_copies: The model sees what it stepped on after the step only.
+        steps_on_copies: The model receives the new values only after the step.
 
     Raises:
-        ValueError: It does not; names the optimizer, the reason and what works.
+        ValueError: It does not; the message names the optimizer, the reason and a fix.
     """
     name = type(optimizer).__name__
     if layout.world_size > layout.num_replicas:
@@ -62,14 +66,13 @@ def check_evaluates_again(
 def counted_evaluations(
     closure: Closure, *, scaled: Callable[[Tensor], Tensor], group: Group, again: Callable[[], None]
 ) -> Closure:
-    """The closure as such an optimizer calls it: all ranks see the same loss, and so take the same
-    path.
+    """Return a closure with the same loss on all ranks, so that all ranks take the same path.
 
     Args:
-        closure: Lightning's; returns the loss of this replica, or None.
-        scaled: What this replica's loss adds to that of all replicas.
+        closure: Lightning's closure; returns the loss of this replica, or None.
+        scaled: Returns the contribution of this replica's loss to the total over replicas.
         group: The replicas.
-        again: Is called before every evaluation but the first of a step.
+        again: Called before every evaluation of a step except the first.
     """
     evaluations = itertools.count()
 

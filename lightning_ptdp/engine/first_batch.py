@@ -1,5 +1,7 @@
-"""Inspection of the first batch of a fit that microbatches or replicas divide, on the ranks that
-warn."""
+"""Inspection of the first batch of a fit that microbatches or replicas divide.
+
+It runs on the ranks that warn.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Inspection:
         config: The strategy's options.
         mesh: This rank's place and groups.
         module: This rank's part of the LightningModule.
-        owners: What the step may leave something on.
+        owners: Modules on which the step may leave state.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Inspection:
         """Prepare the inspection of a batch, if it is the first that is divided.
 
         Returns:
-            The state of the module before the batch, where the step may change it; else None.
+            The state of the module before the batch if the step may change it, else None.
         """
         recomputes = self._config.recompute in ("full", "selective")
         changes, replicas = job.count > 1 or recomputes, self._mesh.group("replica_sum").size
@@ -63,9 +65,11 @@ class Inspection:
         return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
 
     def watched(self, batch: Nested) -> Context:
-        """Return the context of a step on a replica's whole batch, which warns of reductions over
-        its samples."""
-        with contextlib.suppress(ValueError):  # of a batch that does not tell its number of samples
+        """Return the context of a step on a replica's whole batch.
+
+        It warns of reductions over the samples of the batch.
+        """
+        with contextlib.suppress(ValueError):  # batch without a number of samples
             if self._config.compile == "none":
                 return watch_samples(self._module, batch_size(batch), replicas=True)
         return contextlib.nullcontext()

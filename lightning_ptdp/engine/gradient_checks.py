@@ -1,9 +1,9 @@
-"""Looking at a step's gradients: which are missing, and where the first NaN or Inf came from.
+"""Checks of a step's gradients: unused parameters, and the origin of the first NaN or Inf.
 
-With ``check_finite`` every backward leaves a number behind, the sum of this rank's gradients so
-far, that nobody reads unless the
-gradient of the step turns out not to be finite: no microbatch waits for the device, and all that is
-sent is a norm and a flag."""
+With ``check_finite`` every backward stores one number, the sum of this rank's gradients so far. It
+is read only if the gradient of the step turns out not to be finite. No microbatch waits for the
+device, and only a norm and a flag are communicated.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class NonFiniteError(PTDPError, RuntimeError):
 
 
 class GradientChecks(StepObserver):
-    """Observes the actions of a step, and judges its gradients.
+    """Observes the actions of a step and checks its gradients.
 
     Args:
-        action: What to do with a step that is not finite.
+        action: Action for a step that is not finite.
         mesh: This rank's place.
-        gradients: This rank's.
+        gradients: This rank's gradients.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class GradientChecks(StepObserver):
         self._notes: list[tuple[int, Tensor]] = []
         self._mixed = self._told = False
 
-    # ---- what it is told -------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def began(self, schedule: Schedule) -> None:
-        """A step begins."""
+        """Discard the notes of the previous step."""
         self._notes, self._mixed = [], False
 
     def finished(self, action: Action) -> None:
-        """Note the sum, until a reduction mixes in what other replicas have."""
+        """Note the sum of the gradients, until a reduction adds those of other replicas."""
         if (
             self._action is None
             or self._mixed
@@ -69,20 +69,20 @@ class GradientChecks(StepObserver):
                 self._notes.append((action.microbatch, torch.stack(sums).sum()))
 
     def reducing(self, stage: int | None, work: object) -> None:
-        """From here on the gradients are not this rank's alone."""
+        """Stop taking notes: from here on the gradients include those of other ranks."""
         self._mixed = True
 
-    # ---- what it says ----------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def complete(
         self, optimizer: Optimizer, *, losses: Sequence[Tensor], norm: Callable[[], Tensor] | None
     ) -> None:
-        """The gradients of a step are complete.
+        """Check the complete gradients of a step.
 
         Args:
-            optimizer: Whose step is skipped, if need be.
-            losses: Of the microbatches, on the rank that has them.
-            norm: Computes the norm over all ranks; None where a loss scale judges the gradients.
+            optimizer: Its step is skipped if necessary.
+            losses: Losses of the microbatches, on the rank that has them.
+            norm: Computes the norm over all ranks; None if a loss scale checks the gradients.
 
         Raises:
             NonFiniteError: With ``check_finite="raise"``, on all ranks: a loss or gradient is not
@@ -107,7 +107,7 @@ class GradientChecks(StepObserver):
         optimizer.zero_grad()
 
     def _explain(self, losses: Sequence[Tensor]) -> str:
-        """The first of everything that is not finite; collective over the world."""
+        """Return a message with the first value that is not finite; collective over the world."""
         loss = next((index for index, value in enumerate(losses) if not value.isfinite()), None)
         backward = next((index for index, value in self._notes if not value.isfinite()), None)
         gradient = min(

@@ -1,5 +1,8 @@
-"""Labels that count in a batch: how many there may be, and whether the parts of a batch that weigh
-the same have equally many."""
+"""Counts of the labels in a batch that are not ignored.
+
+They give the expected number of tokens, and show if equally weighted parts of a batch have
+different numbers of labels.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ _PARTS = 1_000_000
 
 
 def expected_tokens(batch: Nested, samples: int) -> int:
-    """Return a number of tokens that a batch of this form may have: the elements of its largest
-    tensor of integers."""
+    """Return the expected number of tokens in a batch of this form.
+
+    It is the number of elements of the batch's largest tensor of integers.
+    """
     sizes = [
         tensor.numel()
         for _, tensor in named_tensors(batch)
@@ -29,18 +34,19 @@ def expected_tokens(batch: Nested, samples: int) -> int:
 
 
 def power_above(number: float) -> float:
-    """Return the least power of two that is not below ``number``, by which a division is exact."""
+    """Return the least power of two that is not below ``number``; division by it is exact."""
     return 2.0 ** math.ceil(math.log2(max(number, 1)))
 
 
 def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -> Tensor:
-    """The most labels a sample that count in a microbatch, and the negative of the least, in
-    millionths, (2) int64 on ``device``.
+    """Return the most labels per sample in a microbatch, and the negative of the least.
+
+    Ignored labels do not count. The values are in millionths, (2) int64 on ``device``.
 
     Args:
         batch: The whole batch.
-        sizes: Samples of its microbatches.
-        device: Where the result is wanted.
+        sizes: Numbers of samples in its microbatches.
+        device: Device of the result.
     """
     found = _labels(batch, sum(sizes)) if sizes else None
     if found is None:
@@ -60,8 +66,8 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
 
 
 def is_uneven(most: float, negative_least: float) -> bool:
-    """Return True if ``label_spread``, or its maximum over ranks, tells of unequal numbers."""
-    return most + negative_least > 1  # rounded
+    """Return True if ``label_spread``, or its maximum over ranks, shows unequal numbers."""
+    return most + negative_least > 1  # tolerates rounding
 
 
 def describe_uneven(batch: Nested, samples: int) -> str:
@@ -78,7 +84,7 @@ def describe_uneven(batch: Nested, samples: int) -> str:
 
 
 def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
-    """The tensor that seems to hold labels: by its name, else the last one of integers."""
+    """Return the tensor that seems to hold labels: by its name, else the last one of integers."""
     found = [
         (name, tensor)
         for name, tensor in named_tensors(batch)

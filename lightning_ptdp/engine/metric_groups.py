@@ -1,5 +1,7 @@
-"""torchmetrics objects under model parallelism: their states are summed over replicas only, and
-their values are the batch's."""
+"""torchmetrics objects under model parallelism.
+
+Their states are summed over replicas only, and their values are those of the batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ __all__ = ["BatchMetrics", "scope_metrics"]
 
 
 def _never() -> bool:
-    """A metric with a single replica has nobody to sum with."""
+    """Return False: a metric with a single replica has no other rank to sum with."""
     return False
 
 
@@ -30,12 +32,13 @@ def _metrics(module: nn.Module) -> Iterator[Metric]:
 
 
 def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
-    """Let the module's metrics sum over the replicas instead of the world, where a replica's ranks
-    hold equal states.
+    """Make the module's metrics sum over the replicas instead of the world.
+
+    The ranks of a replica hold equal states.
 
     Returns:
-        A function that undoes it: a metric that holds a process group can neither be copied nor
-            pickled.
+        A function that undoes it. It is needed because a metric that holds a process group can
+        neither be copied nor pickled.
     """
     group = mesh.group("replica_sum")
     saved = [(m, m.process_group, m.distributed_available_fn) for m in _metrics(module)]
@@ -53,31 +56,30 @@ def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
 
 
 class BatchMetrics:
-    """Values of the metrics that a step called, over the whole batch: what Lightning logs with
-    ``on_step=True``.
+    """Values over the whole batch of the metrics that a step called.
 
-    A metric that is called gives the value of what it was called with, which is a microbatch or a
-    slice of one. A copy of it sees all of them.
+    Lightning logs these values with ``on_step=True``. A called metric returns the value of its
+    inputs, which are a microbatch or a slice of one. A copy of the metric receives all inputs.
 
     Args:
         module: The LightningModule.
-        context: Ranks that see other slices of the same batch.
+        context: Ranks that have other slices of the same batch.
     """
 
     def __init__(self, module: nn.Module, context: Group) -> None:
-        # By identity: metrics compare and hash by what they hold.
+        # Keyed by identity: metrics compare and hash by their states.
         self._metrics, self._context = {id(metric): metric for metric in _metrics(module)}, context
         self._copies: dict[int, Metric] = {}
         self._called: dict[int, None] = {}
         self._busy = False
 
     def __deepcopy__(self, memo: object) -> BatchMetrics:
-        """Itself: it belongs to the metrics of the run, and to no copy of them."""
+        """Return self: it belongs to the metrics of the run, not to copies of them."""
         return self
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the step on one microbatch."""
+        """Record metric calls during the step on one microbatch."""
         handles = [
             metric.register_forward_hook(self._forwarded, with_kwargs=True)
             for metric in self._metrics.values()
@@ -89,8 +91,10 @@ class BatchMetrics:
                 handle.remove()
 
     def settle(self) -> None:
-        """All microbatches have run: let the metrics that were called hold the batch's values;
-        collective over the context group."""
+        """Set the values of the called metrics to those of the whole batch.
+
+        Call it after all microbatches have run. It is collective over the context group.
+        """
         called, self._called = self._called, {}
         for key in called:
             self._metrics[key]._forward_cache = self._copies[key].compute()
@@ -112,7 +116,7 @@ class BatchMetrics:
             self._busy = False
 
     def _empty_copy(self, metric: Metric) -> Metric:
-        # Neither process groups nor values with a graph can be copied, and states need not be.
+        # Process groups and values with a graph cannot be copied; states need not be.
         instead: dict[int, object] = {}
         for inner in _metrics(metric):
             instead.update(

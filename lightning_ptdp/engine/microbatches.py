@@ -1,5 +1,4 @@
-"""Cutting a batch into microbatches along its first dimension, and putting the outputs together
-again."""
+"""Splitting of a batch into microbatches along dimension 0, and merging of the outputs."""
 
 from __future__ import annotations
 
@@ -19,16 +18,20 @@ _T = TypeVar("_T")
 
 
 def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
-    """``samples`` split as evenly as possible into at most ``count`` microbatches, the larger ones
-    first."""
+    """Split ``samples`` as evenly as possible into at most ``count`` microbatches.
+
+    The larger microbatches come first.
+    """
     count = min(samples, count)
     share, rest = divmod(samples, count)
     return tuple(share + (i < rest) for i in range(count))
 
 
 def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
-    """One batch a microbatch; tensors are views. Scalars and tensors of first dimension 1 are
-    passed whole."""
+    """Return one batch per microbatch; tensors are views.
+
+    Scalars and tensors of first dimension 1 are passed whole.
+    """
     total, ends = sum(sizes), [0, *accumulate(sizes)]
 
     def cut(window: slice, tensor: Tensor) -> Tensor:
@@ -46,18 +49,19 @@ def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
 
 
 def signature(batch: Nested) -> Hashable:
-    """Shapes and dtypes of the tensors of a (micro)batch."""
+    """Return the shapes and dtypes of the tensors of a (micro)batch."""
     return tuple((tuple(t.shape), t.dtype) for t in iterate_tensors(batch))
 
 
 def merge_outputs(
     outputs: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
 ) -> Nested:
-    """One output from those of the microbatches.
+    """Merge the outputs of the microbatches into one output.
 
-    Tensors with the samples along dimension 0 are concatenated, scalars averaged with ``weights``,
-    lists of samples joined; anything else must be equal in all microbatches, or comes back as the
-    list of all."""
+    Tensors with the samples along dimension 0 are concatenated, scalars are averaged with
+    ``weights``, and lists of samples are joined. A value of any other kind must be equal in all
+    microbatches; otherwise the list of all values is returned.
+    """
     first = outputs[0]
     if len(outputs) == 1:
         return first
@@ -97,6 +101,6 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
         [w / total if total else 1 / len(values) for w in weights], dtype=torch.float64
     )
     scale = scale.to(stacked.device, non_blocking=True)
-    # A microbatch without a single counted token weighs nothing, whatever its value (its mean may
-    # be 0/0).
+    # A microbatch without a counted token has no weight, regardless of its value (its mean may be
+    # 0/0).
     return torch.where(scale > 0, stacked * scale, torch.zeros_like(stacked)).sum().to(dtype)

@@ -1,4 +1,4 @@
-"""Optimization behind a forward: gradients, their checks, and the weight of this replica's loss."""
+"""Optimization after a forward: gradients, their checks, and the weight of the loss."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Optimization:
     Args:
         config: The strategy's options.
         mesh: This rank's place and groups.
-        parallel: The LightningModule, already this rank's part.
-        observers: Are told of every reduction.
+        parallel: The LightningModule, already reduced to this rank's part.
+        observers: Receive an event for every reduction.
         device: This rank's device.
 
     Attributes:
-        gradients: This rank's gradients, and what the optimizer steps on.
+        gradients: This rank's gradients, and the tensors that the optimizer steps on.
         manual: The gradients under manual optimization of several replicas.
-        losses: Losses of the last batch's microbatches, on the rank that has them; times their
-            tokens where these are counted.
+        losses: Losses of the last batch's microbatches, on the rank that has them; multiplied by
+            their tokens if these are counted.
         factor: Weight of this replica's loss in the mean over replicas.
     """
 
@@ -76,15 +76,15 @@ class Optimization:
         self._checks: GradientChecks | None = None
 
     def prepare(self, optimizer: Optimizer, *, overlaps: bool = False) -> None:
-        """Make what keeps and sums gradients, and give the optimizer what it steps on.
+        """Create the gradient stores, and pass the optimizer the tensors that it steps on.
 
         Raises:
-            ValueError: The module has trainable parameters that were not there when it was cut, or
-                the optimizer one that it has not; names them. Or the optimizer needs more than a
-                rank has.
+            ValueError: The module has trainable parameters that did not exist when it was cut, or
+                the optimizer has a parameter that the module does not have; the message names them.
+                Or the optimizer needs more than a rank has.
         """
-        # What is frozen and made late is the same on all replicas, but a part that nobody has
-        # placed where the model is cut.
+        # Frozen parameters that are created late are the same on all replicas, but they have no
+        # placement if the model is cut.
         self._parallel.check(frozen=self._mesh.layout.divides_model)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
         if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
@@ -103,13 +103,13 @@ class Optimization:
             self.manual = ManualGradients(self._parallel.module, replicas, self._device)
 
     def manual_backward(self) -> Context:
-        """Around one backward of manual optimization."""
+        """Return the context of one backward of manual optimization."""
         if self.manual is None:
             return contextlib.nullcontext()
         return self.manual.backward(accumulates=self.gradients.accumulates)
 
     def evaluations(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """The closure of a step, for ``optimizer`` to call."""
+        """Return the closure of a step, for ``optimizer`` to call."""
         if not may_evaluate_again(optimizer):
             return closure
         check: Callable[[], None] = partial(self._check_evaluates_again, optimizer)
@@ -123,7 +123,7 @@ class Optimization:
         )
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss of a step with this replica's weight in the mean over replicas."""
+        """Return the loss of a step, scaled by this replica's weight in the mean over replicas."""
         if self._mesh.group("replica_sum").size == 1:
             return loss
         return (
@@ -133,8 +133,10 @@ class Optimization:
         )
 
     def check(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """The gradients of a batch are there; if they are those of a step, look at them (see
-        ``GradientChecks.complete``)."""
+        """Check the gradients of a batch if they complete a step.
+
+        See ``GradientChecks.complete``.
+        """
         if self._checks is not None and not self.gradients.accumulates:
             self._checks.complete(
                 optimizer, losses=self.losses, norm=None if scaled else self.gradients.norm

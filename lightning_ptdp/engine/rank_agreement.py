@@ -1,4 +1,4 @@
-"""Checks that ranks which must see the same thing do."""
+"""Checks that ranks with the same data or parameters agree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 65536
-"""Elements of a tensor that are read; a larger one is read in equal steps."""
+"""Elements of a tensor that are read; a larger tensor is read in equal steps."""
 _MASK = 2**62 - 1
 _NOTHING = -(2**63)
 _ROUNDING = 1e-5
@@ -34,15 +34,15 @@ class BatchMismatchError(PTDPError, RuntimeError):
 
 
 class KeptModuleError(PTDPError, RuntimeError):
-    """A module that every pipeline stage keeps has become another one on each."""
+    """A module that every pipeline stage keeps differs between the stages."""
 
 
 def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: torch.device) -> None:
     """Compare the parameters of modules that every stage keeps; collective over the stages.
 
     Raises:
-        KeptModuleError: They differ. An average of the model's weights does, which each stage forms
-            with the weights that it has.
+        KeptModuleError: They differ. This happens with an average of the model's weights, which
+            each stage forms with its own weights only.
     """
     low = torch.stack(
         [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
@@ -65,11 +65,11 @@ def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: tor
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
-    """Checksum of a batch, (2 * replicas) int64 on ``device``: its maximum over ranks says whether
-    each replica's ranks have the same.
+    """Return the checksum of a batch, (2 * replicas) int64 on ``device``.
 
-    Sums of integers, because those of floating-point numbers may depend on the order in which a
-    device adds."""
+    Its maximum over ranks shows whether each replica's ranks have the same batch. The sums are of
+    integers, because sums of floating-point numbers may depend on the order in which a device adds.
+    """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in iterate_tensors(batch):
         total = total * 1_000_003 + _checksum(tensor).to(device, non_blocking=True)
@@ -93,8 +93,8 @@ def check_same_batch(agreed: Sequence[int]) -> None:
     """Check the maximum over ranks of ``batch_sums``.
 
     Raises:
-        BatchMismatchError: On all ranks: those of a replica read different batches, which would
-            silently train on nonsense.
+        BatchMismatchError: On all ranks: the ranks of a replica read different batches, which would
+            silently make the training meaningless.
     """
     for replica, (high, low) in enumerate(zip(agreed[::2], agreed[1::2], strict=True)):
         if high != -low:
@@ -108,7 +108,7 @@ def check_same_batch(agreed: Sequence[int]) -> None:
 
 
 def is_same_length(length: int | None, *, group: Group, device: torch.device) -> bool:
-    """Return True if the members' loaders are known to give the same number of batches; collective.
+    """Return True if all loaders are known to give the same number of batches; collective.
 
     Args:
         length: Batches of this rank's loader; None if it has no length.

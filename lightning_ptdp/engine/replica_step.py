@@ -1,5 +1,7 @@
-"""One step of one replica: microbatches through the schedule, the user's own step on each, one
-report for Lightning."""
+"""One step of one replica: the user's step on each microbatch, one report for Lightning.
+
+The microbatches run in the order of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ __all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens"]
 
 
 def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
-    """Loss of a training step's output, and the number of tokens that it is the mean of, if the
-    output says so; both stay on the device, since waiting for a value would stall the pipeline.
+    """Return the loss of a training step's output, and the number of tokens in its mean.
+
+    The number is None if the output does not give it. Both stay on the device, because waiting for
+    a value would stall the pipeline.
 
     Raises:
         ValueError: The output is neither a tensor nor a mapping with a "loss".
@@ -66,42 +70,44 @@ def num_tokens(output: Nested) -> Tensor | None:
 
 
 def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
-    """``loss``, or zero where it weighs nothing: a mean over no tokens may be 0/0, which no weight
-    of zero makes a number."""
+    """Return ``loss``, or zero where ``weight`` is zero.
+
+    A mean over no tokens may be 0/0. Select, do not multiply: 0 * NaN is NaN.
+    """
     return torch.where(weight > 0, loss, torch.zeros_like(loss))
 
 
 @dataclass(kw_only=True, eq=False)
 class LightningJob:
-    """Runs a LightningModule's step on microbatches; the pipeline runtime calls it as the schedule
-    says.
+    """Runs a LightningModule's step on microbatches, called by the pipeline runtime.
 
     Attributes:
         module: The LightningModule.
         hook: "training_step", "validation_step", "test_step" or "predict_step".
-        microbatches: One batch each.
-        sizes: Samples of each.
-        arguments: What Lightning passes after the batch.
+        microbatches: One batch per microbatch.
+        sizes: Number of samples in each microbatch.
+        arguments: Arguments from Lightning after the batch.
         context: The precision plugin's context for one call of the step.
-        step: Tells training steps apart.
-        seed: What random numbers depend on: (run, hook, step).
+        step: Number of the training step.
+        seed: Seed of random numbers: (run, hook, step).
         replica: Number of the replica.
-        device: Where the model is.
+        device: Device of the model.
         stages: Number of stages.
-        metrics: Where metrics that the step calls get their values of the whole batch.
-        owners: What the step may leave something on.
-        buckets: Who is told when gradients are complete, if anybody is.
-        expected_tokens: By what a loss that counts its tokens is divided, beside the multiplication
+        metrics: Sets the values over the whole batch of the metrics that the step calls.
+        owners: Modules on which the step may leave state.
+        buckets: Gradient buckets to notify when gradients are complete; None if there are none.
+        expected_tokens: Divisor of a loss that counts its tokens, in addition to the multiplication
             by them; a power of two.
-        spread: Numbers of labels to read with the report (``label_spread``), if anybody wants them.
-        inspects: Look at the first loss and name what microbatches change about it.
-        watches: Look at the functions of the first microbatch, too.
-        scale: Factor on every loss that does not count its tokens, on top of the microbatch's share
-            of the samples.
+        spread: Numbers of labels to read with the report (``label_spread``); None if they are not
+            needed.
+        inspects: Inspect the losses and warn of effects of microbatches on them.
+        watches: Also inspect the functions called in the first microbatch.
+        scale: Factor on every loss that does not count its tokens, in addition to the microbatch's
+            share of the samples.
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
-        may_skip: The step may return None for the whole batch, which then teaches nothing.
-        losses: Of the microbatches that this rank has seen the end of.
+        may_skip: The step may return None for the whole batch, which then has no effect.
+        losses: Losses of the microbatches whose last stage ran on this rank.
         skipped: The step returned None for all microbatches so far.
     """
 
@@ -146,16 +152,18 @@ class LightningJob:
 
     @property
     def count(self) -> int:
-        """Number of microbatches."""
+        """Return the number of microbatches."""
         return len(self.sizes)
 
     def signature(self, microbatch: int) -> Hashable:
-        """Shapes and dtypes of the microbatch, and whether gradients flow (which may change a
-        hidden state's dtype)."""
+        """Return the hook and the shapes and dtypes of the microbatch.
+
+        The hook decides whether gradients flow, which may change a hidden state's dtype.
+        """
         return self.hook, signature(self.microbatches[microbatch])
 
     def begin(self, stage: int, microbatch: int) -> Forward:
-        """The user's step on one microbatch is about to run."""
+        """Return the forward of the user's step on one microbatch."""
         return Forward(
             hook=self.hook,
             step=self.step,
@@ -166,7 +174,7 @@ class LightningJob:
         )
 
     def forward(self, forward: Forward) -> Nested:
-        """Run it."""
+        """Run the user's step on the microbatch."""
         step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
         watched: Context = contextlib.nullcontext()
         if self.watches and forward.microbatch == 0 and forward.stage == self.stages - 1:
@@ -178,8 +186,7 @@ class LightningJob:
 
     @contextlib.contextmanager
     def _kept_state(self, forward: Forward) -> Iterator[None]:
-        """Keep the changes that the step makes on the module if this run is the one of the last
-        stage."""
+        """Keep the step's changes of the module only if this is the last stage's run."""
         if forward.stage == self.stages - 1:
             if self._before is None and self.stages > 1:
                 self._before = StepState(self.owners)
@@ -194,8 +201,10 @@ class LightningJob:
             before.restore()
 
     def finish(self, forward: Forward, output: Nested) -> Tensor | None:
-        """Keep the output; when training, the loss to differentiate: scaled, and weighted by
-        samples or tokens."""
+        """Keep the output and, in training, return the loss to differentiate.
+
+        The loss is scaled, and weighted by samples or tokens.
+        """
         microbatch, part = forward.microbatch, forward.part
         self._part = part
         if self.training and self._is_skipped(output):
@@ -220,9 +229,9 @@ class LightningJob:
         self.losses.append(loss.detach())
         if tokens is None:
             return loss * (self.sizes[microbatch] / sum(self.sizes) * self.scale * self.loss_scale)
-        # Tokens are only all counted when the last microbatch has run: their sum is divided out of
-        # the gradients at the end. Until then the expected number keeps the gradients as large as
-        # one process has them, which matters in float16.
+        # All tokens are counted only after the last microbatch has run: their sum is divided out of
+        # the gradients at the end. Until then, the expected number keeps the gradients at the
+        # magnitude of one process, which matters in float16.
         return loss * (tokens * (self.loss_scale / self.expected_tokens))
 
     def _inspect(self, loss: Tensor) -> None:
@@ -250,21 +259,23 @@ class LightningJob:
             self.buckets.arm(stage, awaited)
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """A bucket may be full, if its reductions have been armed."""
+        """Notify the buckets: one may be full, if its reductions have been armed."""
         if self.buckets is not None:
             self.buckets.complete(parameter)
 
     def reduce(self, stage: int) -> None:
-        """Start what is left of this stage's reductions."""
+        """Start the remaining reductions of this stage."""
         if self.reduces and self.buckets is not None:
             self.buckets.reduce(stage)
 
     def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
-        """Return the last stage's report after all microbatches have run; waits for the device
-        once.
+        """Return the last stage's report after all microbatches have run.
+
+        It waits for the device once.
 
         Args:
-            weigh: Makes the numbers of a report that counts its tokens those of all replicas.
+            weigh: Replaces the numbers of a report that counts its tokens with those of all
+                replicas.
         """
         counted, part = all(tokens is not None for tokens in self._tokens), self._part
         weights = numbers_on(self.device, self._tokens if counted else self.sizes)
@@ -316,8 +327,11 @@ class LightningJob:
     def _read(
         self, report: StepReport, shares: Tensor, parts: PartReports | None
     ) -> tuple[list[float], list[float]]:
-        """Wait for the report's numbers, in place; the weights of the microbatches, and of the
-        ranks that saw other parts of them."""
+        """Read the report's numbers from the device into the report.
+
+        Returns:
+            The weights of the microbatches, and of the ranks that have other parts of them.
+        """
         spread = [] if self.spread is None else [*self.spread]
         own = numbers_on(
             self.device,
@@ -365,6 +379,6 @@ class LightningJob:
 
 
 def _detached(output: Nested) -> Nested:
-    """The output without graph, with logits that are split over the vocabulary put together."""
+    """Return the output without graph; logits that are split over the vocabulary are gathered."""
     with torch.no_grad():
         return map_tensors(gather_full(output), torch.Tensor.detach)

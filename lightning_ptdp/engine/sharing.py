@@ -1,8 +1,7 @@
-"""A report on its way from the last stage to the others.
+"""Broadcast of a report from the last stage to the other stages.
 
-Numbers, wherever they stand, travel as one small tensor, tensors as they are; names, options and
-forms are only sent again when they
-change: to send an object is to wait for the device several times.
+All numbers of a report travel as one small tensor. Tensors travel as they are. Names, options and
+forms are sent only when they change, because sending an object waits for the device several times.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["ReportMemory", "pack", "share_report", "unpack"]
 
 _T = TypeVar("_T")
 
-_CAPACITY = 62  # values that fit into the fixed-size message; longer reports take a second one
+_CAPACITY = 62  # values that fit into the fixed-size message; longer reports need a second one
 _EXACT = 2**53  # integers up to here are exact in float64
 
 
@@ -43,7 +42,7 @@ class _TensorPlace:
     """Placeholder for a tensor in a form.
 
     Attributes:
-        on_cpu: It stays on the CPU, wherever the ranks' devices are.
+        on_cpu: It stays on the CPU, regardless of the ranks' devices.
     """
 
     shape: tuple[int, ...]
@@ -53,13 +52,13 @@ class _TensorPlace:
 
 @dataclass(frozen=True)
 class _Form:
-    """Content of a report beside numbers and tensors.
+    """Content of a report except numbers and tensors.
 
     Attributes:
-        rows: Of each log call its name, options and metric.
+        rows: Name, options and metric of each log call.
         rest: Outputs and changes, packed.
-        places: Of their tensors.
-        numbers: How many numbers stand in them.
+        places: Placeholders of their tensors.
+        numbers: Count of their numbers.
     """
 
     rows: list[tuple[str, dict[str, Any], str | None]]
@@ -76,8 +75,10 @@ def share_report(
     memory: ReportMemory,
     device: torch.device,
 ) -> StepReport:
-    """Broadcast the report of ``source``, the member with the last stage, over the pipeline group;
-    the others give None."""
+    """Broadcast the report of ``source`` over the pipeline group.
+
+    ``source`` is the member with the last stage. All other members pass None.
+    """
     if group.size == 1:
         assert report is not None
         return report
@@ -95,7 +96,7 @@ def share_report(
         memory.form = form
     head = head.to(device, non_blocking=True)
     dist.broadcast(head, source, group=group.handle)
-    if report is None:  # the source knows, and need not read its device
+    if report is None:  # the source has the values, and need not read its device
         loss, weight, counted, form_changed, *numbers = head.tolist()
     if form_changed:
         memory.form = _broadcast_object(memory.form, source, group)
@@ -159,7 +160,7 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, value: object) -> str | None:
         if type(value) is float or (type(value) is int and abs(value) <= _EXACT):
             self.numbers.append(value)
-            # no number, which would be asked for an id too
+            # a string: a number would be asked for an id too
             return f"{type(value).__name__} {len(self.numbers) - 1}"
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return None
@@ -183,11 +184,12 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(value: object) -> tuple[bytes, list[Tensor], list[float]]:
-    """The form of ``value``, its tensors and its numbers; collective over the tensor group where
-    tensors are split over the vocabulary.
+    """Return the form of ``value``, its tensors and its numbers.
+
+    The call is collective over the tensor group if tensors are split over the vocabulary.
 
     Raises:
-        Exception: Whatever pickle raises for what cannot be sent.
+        Exception: Any exception of pickle for a value that cannot be sent.
     """
     file = io.BytesIO()
     packer = _Packer(file)
@@ -208,8 +210,10 @@ def _broadcast_tensors(
     group: Group,
     device: torch.device,
 ) -> list[Tensor]:
-    """The tensors of rank ``source``, which the others give none of, each with memory of its own;
-    collective."""
+    """Return the tensors of rank ``source``, each with memory of its own; collective.
+
+    All other ranks pass no tensors.
+    """
     received = []
     for index, place in enumerate(places):
         tensor = (
@@ -218,8 +222,8 @@ def _broadcast_tensors(
             else torch.empty(place.shape, dtype=place.dtype, device=device)
         )
         if tensor.numel():
-            # As bytes: no backend takes every dtype.
-            # A tensor of one element may have any stride, and is contiguous all the same.
+            # Sent as bytes, because no backend takes every dtype. A tensor of one element may have
+            # any stride and still be contiguous.
             flat = tensor.flatten().as_strided((tensor.numel(),), (1,))
             dist.broadcast(flat.view(torch.uint8), source, group=group.handle)
         received.append(tensor)

@@ -1,8 +1,9 @@
-"""Habits of a step whose result depends on microbatches or replicas, found in the first batch of a
-fit and told once by name.
+"""Detection of steps whose result depends on microbatches or replicas.
 
-Nothing is computed for it: tensors know how often they were written, a loss knows the operations
-that it ends with, and torch tells which functions are called."""
+It runs in the first batch of a fit, and each finding is reported once by name. It needs no
+computation: tensors have a version counter, a loss has its last operations in the graph, and torch
+reports the called functions.
+"""
 
 from __future__ import annotations
 
@@ -51,20 +52,20 @@ _DIM_AT = {"norm": 2, "normalize": 2} | dict.fromkeys(
     ),
     1,
 )
-"""Functions that reduce dimensions -> the position at which they take these."""
+"""Functions that reduce dimensions -> position of their dimension argument."""
 _ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
 
 
 class StepHabits:
-    """The tensors of a module before a batch.
+    """Snapshot of the tensors of a module before a batch.
 
     Args:
         module: This rank's part of the LightningModule.
-        owners: What the step may leave something on.
+        owners: Modules on which the step may leave state.
         recomputes: Blocks run again in the backward.
-        tells_own: Name the LightningModule's own attributes too, which all stages hold.
+        tells_own: Also name the LightningModule's own attributes, which all stages hold.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class StepHabits:
         self._state = StepState([owner for owner in owners if tells_own and not owner.name])
 
     def warn_of_writes(self, count: int) -> None:
-        """Name what the step has written, in ``count`` microbatches."""
+        """Warn of the tensors that the step has written in ``count`` microbatches."""
         written = dict.fromkeys(self._written(known=() if self._recomputes else _NORMS))
         if not written:
             return
@@ -112,7 +113,7 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
     """Warn of a loss that is a sum, or that compares samples with each other.
 
     Args:
-        loss: Of one microbatch, or of one replica's batch.
+        loss: Loss of one microbatch, or of one replica's batch.
         replicas: Whether only replicas divide the batch.
     """
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
@@ -139,11 +140,10 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
 
 @contextlib.contextmanager
 def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterator[None]:
-    """Warn of the first line inside that reduces ``samples`` samples to one value each feature, as
-    hand-written normalization does.
+    """Warn of the first line inside that reduces the samples to one value per feature.
 
-    A module with compiled parts is not watched, because they would be compiled again for the next
-    microbatch.
+    Hand-written normalization does this. A module with compiled parts is not watched, because they
+    would be compiled again for the next microbatch.
 
     Args:
         module: The LightningModule whose step runs inside.
@@ -171,7 +171,7 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
 
 
 class _Reductions(TorchFunctionMode):
-    """Notes the first function that reduces dimension 0 of several, where the samples are.
+    """Notes the first function that reduces dimension 0 of several, that of the samples.
 
     Attributes:
         place: File, line and function.
@@ -205,7 +205,7 @@ class _Reductions(TorchFunctionMode):
 
 
 def _users_line() -> str:
-    """Return the file and line of the innermost code that is neither torch's nor this file's."""
+    """Return the file and line of the innermost code outside of torch and this file."""
     frame, torchs = inspect.currentframe(), os.path.dirname(torch.__file__)
     while frame is not None and frame.f_code.co_filename.startswith((torchs, __file__)):
         frame = frame.f_back
@@ -217,8 +217,10 @@ def _users_line() -> str:
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:
-    """Return the number by which the loss was divided last, if it was, such as the sum of a
-    mask."""
+    """Return the number by which the loss was divided last, such as the sum of a mask.
+
+    The result is None if there is no such division.
+    """
     nodes = [
         node
         for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"})
@@ -231,8 +233,10 @@ def divisor_of(loss: Tensor) -> Tensor | None:
 
 
 def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
-    """Warn if the losses of equally large microbatches are means over unequally many values; reads
-    the divisors."""
+    """Warn if equally large microbatches take means over different numbers of values.
+
+    The divisors are read from the device.
+    """
     found = [float(divisor) for divisor in divisors if divisor is not None]
     if len(found) == len(divisors) and max(found) - min(found) > _ROUNDING * abs(
         max(found, key=abs)
@@ -253,7 +257,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
-    """Yield the operations that the loss ends with, behind those that keep its meaning."""
+    """Yield the last operations of the loss, behind those that keep its meaning."""
     if node is None:
         return
     if node.name() not in through:
@@ -268,8 +272,10 @@ def _is_sum(node: Any) -> bool:
 
 
 def _compares_samples(node: Any) -> bool:
-    """Return True for a cross-entropy over the samples themselves, of one view each or of two (as
-    NT-Xent, without the own logit)."""
+    """Return True for a cross-entropy over the samples themselves.
+
+    Each sample has one view, or two (as in NT-Xent, without the sample's own logit).
+    """
     if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
         return False
     target: Tensor = node._saved_target

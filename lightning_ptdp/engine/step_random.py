@@ -1,15 +1,17 @@
 """Random numbers of the user's step, the same in every layout.
 
-A microbatch has one stream outside of the repeated blocks, which every stage draws from alike, and
-one for each block::
+A microbatch has one stream outside of the repeated blocks, which is the same on every stage, and
+one stream for each block::
 
     outside   mask, noise, mixup, embedding's dropout   |            |            |   behind the blocks
     block 0                                             |  dropout   |            |
     block 1                                             |            |  dropout   |
 
-So a stage that lacks a block loses nothing of the outer stream. Streams are seeded by (run, hook,
-step, microbatch of all replicas, block). The generators of torch, numpy and Python are switched;
-the latter two in blocks only where the blocks' code knows them, because their states are large."""
+A stage without a block therefore keeps its place in the outer stream. Streams are seeded by (run,
+hook, step, microbatch of all replicas, block). The generators of torch, numpy and Python are
+switched. Those of numpy and Python have large states, so in blocks they are switched only if the
+blocks' code uses them.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,12 @@ class StepRandomness(Surrounding):
     """Seeds a forward and the blocks in it.
 
     Args:
-        blocks: Number in the whole model -> name, of the blocks that are here, and of other modules
-            with a stream of their own.
+        blocks: Number in the whole model -> name, for the local blocks and for other modules with a
+            stream of their own.
         module: This rank's part of the LightningModule.
-        absent: What stands for blocks of earlier stages.
-        place: What distinguishes the ranks whose blocks see other slices of the sequence.
-        device: Whose generator is switched besides the CPU's.
+        absent: Placeholders for blocks of earlier stages.
+        place: Coordinates that distinguish ranks whose blocks have other slices of the sequence.
+        device: Device whose generator is switched in addition to the CPU's.
     """
 
     def __init__(
@@ -77,16 +79,15 @@ class StepRandomness(Surrounding):
         self._forward: Forward | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Follow the calls of the blocks."""
+        """Register hooks on the blocks, and return a function that removes them."""
         undo = contextlib.ExitStack()
         for number, name in self._blocks.items():
             if _is_inside_graph(module, name):
-                continue  # hooks would break the graph: its blocks draw from the stream around it
+                # Hooks would break the graph: its blocks draw from the stream around it.
+                continue
             block = module.get_submodule(name)
-            enter, leave = (
-                partial(self._enter, number),
-                partial(self._leave),
-            )  # a method cannot be marked as untraced
+            # Partials, because a method cannot be marked as untraced.
+            enter, leave = partial(self._enter, number), partial(self._leave)
             if is_compiled(block):
                 enter, leave = untraced(enter), untraced(leave)
             undo.enter_context(block.register_forward_pre_hook(enter, prepend=True))
@@ -112,7 +113,7 @@ class StepRandomness(Surrounding):
             yield
         finally:
             self._seed, self._forward, forward.draws_alike = None, None, False
-            del self._outer[1:]  # of a block that a stage leaves by an exception
+            del self._outer[1:]  # states of a block that a stage left by an exception
             self._switch_back()
 
     def _enter(self, number: int, *_: object) -> None:
@@ -137,7 +138,7 @@ class StepRandomness(Surrounding):
             bits = _NUMPY.get_bit_generator()
             if depth == len(self._bits):
                 self._bits.append(np.random.MT19937())
-            # To change generators is 100 times as fast as to save and restore the state of one.
+            # Switching generators is 100 times as fast as saving and restoring the state of one.
             _NUMPY.set_bit_generator(self._bits[depth])
             np.random.seed(seed % 2**32)
         else:
@@ -192,8 +193,10 @@ def _is_inside_graph(module: nn.Module, block: str) -> bool:
 
 
 def _pass(*_: object) -> None:
-    """Forget the second one of a pair of normal numbers that numpy draws together, as where the
-    generator is changed."""
+    """Drop the second of a pair of normal numbers that numpy draws together.
+
+    Switching the generator drops it too.
+    """
     _NUMPY.set_bit_generator(_NUMPY.get_bit_generator())
 
 
@@ -203,8 +206,10 @@ def _set_host_states(numpy: Any, python: Any) -> None:
 
 
 def _defined_in(block: nn.Module) -> set[str]:
-    """Names of the Python modules that define the classes of a block, and of what its modules
-    hold."""
+    """Return the names of the Python modules that define the classes in a block.
+
+    This includes the classes of the attributes of the block's modules.
+    """
     held = [value for module in block.modules() for value in (module, *vars(module).values())]
     kinds = {kind for value in held for kind in type(value).__mro__}
     return {
@@ -213,8 +218,7 @@ def _defined_in(block: nn.Module) -> set[str]:
 
 
 def _known_by(name: str) -> Iterator[ModuleType]:
-    """Yield ``random`` and ``numpy`` if the Python module ``name`` knows them or a function of
-    theirs."""
+    """Yield ``random`` and ``numpy`` if module ``name`` holds them or one of their functions."""
     for value in vars(sys.modules.get(name, object)).values():
         try:
             origin = (
@@ -224,7 +228,7 @@ def _known_by(name: str) -> Iterator[ModuleType]:
             )
             owner = getattr(value, "__self__", None)
         except Exception:
-            continue  # a stand-in for an optional package that is not installed
+            continue  # placeholder of an optional package that is not installed
         if origin == "random" or isinstance(owner, random.Random):
             yield random
         elif origin.partition(".")[0] == "numpy":

@@ -1,10 +1,10 @@
-"""Results of a step for Lightning: the loss, ``self.log`` calls and outputs, made on the last stage
-and needed on every rank.
+"""Results of a step for Lightning: the loss, ``self.log`` calls and outputs.
 
-The last stage records the calls of every microbatch; afterwards they are put together over the
-microbatches, sent to the other stages (sharing.py) and replayed everywhere, so that loggers, the
-progress bar, ModelCheckpoint and EarlyStopping see the same on all ranks.
-Whoever reads a value waits for the device: all is computed there, and read in one go at the end.
+They are made on the last stage and needed on every rank. The last stage records the calls of every
+microbatch. Afterwards the calls are combined over the microbatches, sent to the other stages
+(sharing.py) and replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and
+EarlyStopping get the same values on all ranks. Reading a value waits for the device, so all values
+are computed on the device and read together at the end.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class LogCall:
     """One ``self.log(name, value, **options)``.
 
     Attributes:
-        value: A number, a tensor of one element or a Metric object; None where ``metric`` stands
-            for it.
+        value: A number, a tensor of one element or a Metric object; None if ``metric`` is set.
         metric: Attribute path of a Metric object on the module.
     """
 
@@ -60,7 +59,7 @@ class LogCall:
 
     @property
     def reduction(self) -> str:
-        """Its ``reduce_fx``: "mean", "sum", "min" or "max", or what else was given."""
+        """Return its ``reduce_fx``: "mean", "sum", "min", "max", or another function's name."""
         asked = self.options.get("reduce_fx", "mean")
         name: str = getattr(asked, "__name__", str(asked)).lower()
         return "mean" if name == "avg" else name
@@ -75,8 +74,9 @@ class LogCall:
 
 @dataclass
 class StepReport:
-    """Everything that the last stage says about a step. Numbers are tensors () of float64 on the
-    device until they are read.
+    """Report of the last stage about a step.
+
+    Numbers are tensors () of float64 on the device until they are read.
 
     Attributes:
         loss: Sum over microbatches of weight times loss.
@@ -84,8 +84,8 @@ class StepReport:
         counted: Whether the weights are token counts that the step returned.
         calls: Recorded and averaged ``self.log`` calls.
         extras: Picklable outputs beside the loss, or None.
-        changes: What the step left on the module.
-        spread: Numbers of labels, if asked for; stays on this rank.
+        changes: Changes that the step made on the module.
+        spread: Numbers of labels, if requested; stays on this rank.
     """
 
     loss: Tensor | float = 0.0
@@ -98,7 +98,7 @@ class StepReport:
 
 
 class LogRecorder:
-    """Stands in for ``LightningModule.log`` while a microbatch runs."""
+    """Replacement of ``LightningModule.log`` while a microbatch runs."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -108,8 +108,8 @@ class LogRecorder:
         """Record a call.
 
         Raises:
-            ValueError: As Lightning's, in the line that logs: the value is no number, tensor of one
-                element or metric.
+            ValueError: Like Lightning's error, in the line that logs: the value is no number,
+                tensor of one element or metric.
         """
         if not isinstance(value, Number | Tensor) and not is_metric(value):
             raise ValueError(
@@ -144,11 +144,11 @@ class LogRecorder:
 
 
 def replay(calls: Sequence[LogCall], module: LightningModule) -> None:
-    """Hand the calls to Lightning."""
+    """Pass the calls to Lightning."""
     for call in calls:
         value = call.value if call.metric is None else module.get_submodule(call.metric)
         if isinstance(value, float):
-            # Stays here, where whoever looks at it need not wait, if Lightning does not share it.
+            # It stays on the CPU, where reading it does not wait, unless Lightning shares it.
             device = module.device if call.options.get("sync_dist") else "cpu"
             value = torch.tensor(value).to(device, non_blocking=True)
         module.log(call.name, value, **call.options)
@@ -163,24 +163,26 @@ def average_calls(
     counted: bool = False,
     losses: Tensor | None = None,
 ) -> list[LogCall]:
-    """One call for each call that the microbatches made: weighted mean of the values, or their sum,
-    least or largest as ``reduce_fx`` asks. A ``batch_size`` that the calls give is added up, since
-    Lightning weights the batches of an epoch by it.
+    """Combine the calls of the microbatches into one call each.
+
+    The value is the weighted mean of the values, or their sum, minimum or maximum as ``reduce_fx``
+    requests. If the calls give a ``batch_size``, it is summed, because Lightning weights the
+    batches of an epoch by it.
 
     Args:
         recorded: Calls of every microbatch, in order.
-        numbers: What they log, one microbatch after the other, (m * calls) float64; anything for a
-            metric.
+        numbers: The logged values, one microbatch after the other, (m * calls) float64; any value
+            for a metric.
         weights: Weight of every microbatch, (m) float64.
-        metric_path: Attribute path of a Metric object on the module.
+        metric_path: Returns the attribute path of a Metric object on the module.
         counted: Whether the weights are token counts.
-        losses: Of the microbatches, (m) float64, where they are means over these tokens. What logs
-            them is weighted by tokens, whatever its ``batch_size`` says; another call that gives
-            one, such as a mean over samples, is weighted by it.
+        losses: Losses of the microbatches, (m) float64, if they are means over these tokens. A call
+            that logs them is weighted by tokens, regardless of its ``batch_size``. Another call
+            that gives a ``batch_size``, such as a mean over samples, is weighted by that.
 
     Raises:
-        ValueError: The microbatches logged different names, or one asks for a reduction that
-            Lightning has not.
+        ValueError: The microbatches logged different names, or a call requests a reduction that
+            Lightning does not have.
     """
     names = [[call.name for call in calls] for calls in recorded]
     if any(other != names[0] for other in names):
@@ -204,7 +206,7 @@ def average_calls(
         if is_metric(first.value):
             merged.append(LogCall(first.name, None, options, metric_path(first.value)))
             continue
-        # By name, since a function may not be picklable.
+        # Stored by name, because a function may not be picklable.
         reduction = first.reduction
         if reduction not in _REDUCTIONS:
             raise ValueError(
@@ -218,15 +220,19 @@ def average_calls(
 
 
 def _shares_of(values: Tensor, losses: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
-    """Return ``tokens`` if the values are the losses, else ``own``; without reading them from the
-    device."""
+    """Return ``tokens`` if the values are the losses, else ``own``.
+
+    The values are not read from the device.
+    """
     is_loss = (torch.isclose(values, losses) | (tokens == 0)).all()
     return torch.where(is_loss, tokens, own)
 
 
 def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:
-    """Numbers and tensors of one element as (n) float64 on ``device``, without waiting for it; 0
-    for what is neither."""
+    """Return numbers and tensors of one element as (n) float64 on ``device``.
+
+    The call does not wait for the device. A value that is neither becomes 0.
+    """
     numbers = torch.tensor(
         [float(v) if isinstance(v, Real) else 0.0 for v in values], dtype=torch.float64
     )
@@ -245,7 +251,7 @@ def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:
 
 
 def read_numbers(*rows: Tensor) -> list[list[float]]:
-    """Rows of a device, (n) float64 each, in one go."""
+    """Read rows, (n) float64 each, from the device in one transfer."""
     numbers = iter(torch.cat(rows).tolist())
     return [list(islice(numbers, row.numel())) for row in rows]
 
@@ -258,13 +264,14 @@ def is_metric(value: object) -> bool:
 def weigh_over_replicas(
     calls: list[LogCall], weight: Tensor, loss: Tensor | float = 0.0, *, group: Group
 ) -> Tensor:
-    """Make the logged means that are shared over replicas those of all replicas' tokens, without
-    reading values from the device; collective. All replicas then log the same value, which is what
-    Lightning's own mean over them leaves.
+    """Average the logged means that are shared over replicas by the replicas' tokens.
+
+    Values are not read from the device. The call is collective. All replicas then log the same
+    value, which Lightning's own mean over replicas leaves unchanged.
 
     Args:
-        calls: Of this replica, changed in place.
-        weight: Tokens that it counted, ().
+        calls: Calls of this replica, changed in place.
+        weight: Number of tokens that it counted, ().
         loss: Its sum over them.
         group: The replicas.
 
@@ -287,12 +294,14 @@ def weigh_over_replicas(
 
 
 def reduce_values(values: Tensor, weights: Tensor, reduction: str) -> Tensor:
-    """Combine values logged by parts of a step, (n), to one value, (): their weighted mean, sum,
-    minimum or maximum."""
+    """Combine values logged by parts of a step, (n), into one value, ().
+
+    The result is their weighted mean, sum, minimum or maximum.
+    """
     if reduction != "mean":
         return _REDUCTIONS[reduction](values)
     total = weights.sum()
-    # What weighs nothing may be 0/0.
+    # A value without weight may be 0/0.
     return torch.where(
         total != 0, torch.where(weights != 0, values * weights, 0.0).sum() / total, values.mean()
     )

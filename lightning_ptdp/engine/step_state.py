@@ -1,13 +1,13 @@
-"""Changes that a step makes on the module: attributes and metrics that only the last stage's run of
-the step changed.
+"""Tracking of the changes that a step makes on the module.
 
-The user's step runs once on every stage, and only the last run gets to its end. So what the other
-runs changed on the way is put back, and what the last stage's run changed is told to the other
-ranks as a list of changes: a list that grew is sent as its new items.
+The user's step runs once on every stage, and only the last stage's run completes. Changes of the
+other runs are undone. Changes of the last stage's run are sent to the other ranks as a list: of a
+list that grew, only the new items are sent.
 
-Watched are the LightningModule's own attributes and buffers, and its torchmetrics objects: numbers,
-strings, tensors and arrays, in lists, dictionaries and plain objects. Of containers with more than
-``_WATCHED`` items only what is added at the end is seen."""
+The LightningModule's own attributes and buffers, and its torchmetrics objects, are watched:
+numbers, strings, tensors and arrays, in lists, dictionaries and plain objects. In containers with
+more than ``_WATCHED`` items, only items added at the end are found.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Owner:
     """A module whose attributes are watched.
 
     Attributes:
-        name: Dotted, "" for the LightningModule.
+        name: Dotted name, "" for the LightningModule.
         ignored: Attributes that are not state of the user's.
     """
 
@@ -68,8 +68,11 @@ class Owner:
     ignored: frozenset[str]
 
     def attributes(self) -> dict[str, object]:
-        """Watched attributes and buffers; containers that a class holds for all of its objects are
-        appended to as if they were."""
+        """Return the watched attributes and buffers.
+
+        Containers on a class, shared by all of its objects, are included, because a step may append
+        to them.
+        """
         found = (_class_containers(type(self.module)) if not self.name else {}) | vars(self.module)
         return {
             name: value for name, value in found.items() if name not in self.ignored
@@ -91,7 +94,7 @@ def _is_of_a_library(kind: type) -> bool:
 
 
 def find_owners(module: nn.Module) -> list[Owner]:
-    """The LightningModule itself and its metrics, wherever they are in it."""
+    """Return the LightningModule itself and all metrics inside it."""
     from torchmetrics import Metric, MetricCollection, SumMetric
 
     base = next(
@@ -102,7 +105,7 @@ def find_owners(module: nn.Module) -> list[Owner]:
         for n, child in module.named_modules()
         if n and isinstance(child, (Metric, MetricCollection))
     ]
-    # What every metric has is how it works, not what it has seen.
+    # Attributes of every metric are its configuration, not its state.
     ignored = _attributes_of(SumMetric) - _OF_METRICS - {"sum_value"}
     return [
         Owner("", module, _attributes_of(base) | _NOT_STATE),
@@ -117,11 +120,13 @@ def _attributes_of(kind: type) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """One change: ``path`` is the name of an owner, that of its attribute, and keys into that.
+    """One change.
 
     Attributes:
-        how: "set", "extend" (a list or dictionary, by items at its end), "delete", or "alias": what
-            ``value``, a path, leads to.
+        path: Name of an owner, name of its attribute, and keys into the attribute.
+        how: "set", "extend" (a list or dictionary, by items at its end), "delete", or "alias" (to
+            the object at the path ``value``).
+        value: The new value, the new items, or a path.
     """
 
     path: Path
@@ -130,7 +135,7 @@ class Change:
 
     @property
     def name(self) -> str:
-        """As the user wrote it."""
+        """Return the path as written in the user's code."""
         owner, attribute, *keys = self.path
         return ".".join(part for part in ("self", owner, attribute) if part) + "".join(
             f"[{key!r}]" for key in keys
@@ -139,12 +144,12 @@ class Change:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A value as it was.
+    """A value at the time of the snapshot.
 
     Attributes:
-        mark: The version of a tensor; a copy of an array or set; the items of a deque that drops
-            some; how many items another container had.
-        items: What a container held, by key; None if that was too much.
+        mark: The version of a tensor; a copy of an array or set; the items of a deque with a
+            maximum length; the number of items of another container.
+        items: Items of a container, by key; None if there were too many.
     """
 
     value: Any
@@ -153,7 +158,7 @@ class _Seen:
 
 
 class StepState:
-    """Snapshot of the watched attributes, to compare with later."""
+    """Snapshot of the watched attributes, for a later comparison."""
 
     def __init__(self, owners: Sequence[Owner]) -> None:
         self._seen = [
@@ -169,8 +174,10 @@ class StepState:
         return search.found
 
     def restore(self) -> None:
-        """Put back what was added, removed or bound to something else; a tensor that was changed in
-        place stays as it is."""
+        """Undo additions, removals and new bindings.
+
+        A tensor that was changed in place stays changed.
+        """
         for owner, seen in self._seen:
             now = owner.attributes()
             for name in _added(seen, now):
@@ -218,20 +225,20 @@ def _is_object(value: object) -> bool:
 
 
 class _Search:
-    """Collects changes; what is met again under another name is told as an alias."""
+    """Collects changes; a repeated object is recorded as an alias."""
 
     def __init__(self) -> None:
         self.found: list[Change] = []
         self._met: dict[int, tuple[Path, bool]] = {}
 
     def mapping(self, seen: Mapping[Any, _Seen], now: Mapping[Any, object], path: Path) -> None:
-        """Compare what a module, an object or a dictionary held with what it holds."""
+        """Compare the earlier content of a module, object or dictionary with its content now."""
         self.found += [Change((*path, key), "delete") for key in seen if key not in now]
         for key, value in now.items():
             self.value(seen.get(key), value, (*path, key))
 
     def value(self, seen: _Seen | None, now: object, path: Path) -> None:
-        """Compare one value with what it was; None: it was not there."""
+        """Compare one value with its earlier one; None if it did not exist."""
         rebound = seen is None or now is not seen.value
         if id(now) in self._met:
             first, changed = self._met[id(now)]
@@ -260,8 +267,10 @@ class _Search:
         return seen.mark is not None and self._container(seen, now, path)
 
     def _container(self, seen: _Seen, now: Any, path: Path) -> bool:
-        """Return True if a container has to be sent as a whole, because it lost items of which no
-        record exists."""
+        """Return True if a container has to be sent as a whole.
+
+        That is the case if it lost items that were not recorded.
+        """
         ordered = isinstance(now, (list, deque))
         if not ordered and seen.items is not None:
             self.mapping(seen.items, now if isinstance(now, dict) else vars(now), path)
@@ -333,10 +342,10 @@ def _restore(before: _Seen) -> None:
 
 
 def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
-    """Do to ``module`` what another rank's ``StepState.changes`` told.
+    """Apply the changes of another rank's ``StepState.changes`` to ``module``.
 
     Raises:
-        ValueError: An attribute is not what it is there.
+        ValueError: An attribute differs from that of the other rank.
     """
     for change in changes:
         try:
