@@ -1,5 +1,4 @@
-"""Which rank does what: the degrees of parallelism, where every rank stands, who holds which stage,
-and the process groups."""
+"""Degrees of parallelism, coordinates of ranks, placement of stages, and process groups."""
 
 from lightning_ptdp.world.layout import Axis, ParallelLayout
 from lightning_ptdp.world.stage_placement import Placement

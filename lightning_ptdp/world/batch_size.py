@@ -1,7 +1,8 @@
-"""The arithmetic of batches, in one place: global batch = b * m * d, and its ramp-up over samples.
+"""Batch-size arithmetic: global batch = b * m * d, and its ramp-up over samples.
 
 b is the micro-batch size, m the number of microbatches of a replica's step, d the number of
-replicas (arXiv 2104.04473, section 2.2)."""
+replicas (arXiv 2104.04473, section 2.2).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ class BatchPlan:
 
     @property
     def replica_batch(self) -> int:
-        """Samples that one replica reads for a step: b * m."""
+        """Return the number of samples that one replica reads for a step: b * m."""
         return self.micro_batch_size * self.num_microbatches
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step: b * m * d."""
+        """Return the number of samples of a step: b * m * d."""
         return self.replica_batch * self.data_parallel_size
 
     @classmethod
@@ -51,11 +52,13 @@ class BatchPlan:
         micro_batch_size: Size | None = None,
         num_microbatches: Size | None = None,
     ) -> BatchPlan:
-        """The plan from any two of the global batch, b and m; all three must agree.
+        """Return the plan from any two of the global batch, b and m.
+
+        If all three are given, they must agree.
 
         Raises:
-            ValueError: Fewer than two are given, one is not positive, or they do not divide; names
-                what would work.
+            ValueError: Fewer than two are given, one is not positive, or they do not divide; the
+                message names values that would work.
         """
         check_arguments(BatchPlan.derive, locals())
         if (
@@ -106,7 +109,7 @@ class BatchPlan:
 
 
 def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> int:
-    """``global_batch_size / (value * replicas)``."""
+    """Return ``global_batch_size / (value * replicas)``."""
     unit = value * replicas
     if global_batch_size % unit == 0:
         return global_batch_size // unit
@@ -122,19 +125,18 @@ def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class RampUp:
-    """A global batch that grows from ``start`` to ``stop`` in equal steps over the first
-    ``samples`` samples.
+    """Global batch that grows from ``start`` to ``stop`` in equal steps.
 
-    GPT-3 grew it from 32 k to 3.2 M tokens over the first 4 to 12 billion (arXiv 2005.14165,
-    section 2.3). The size of a step depends on nothing but the samples consumed before it, so that
-    the position in the data is one number in every layout. With ``start`` equal to ``stop`` the
-    size is constant.
+    The ramp takes the first ``samples`` samples. GPT-3 grew its batch from 32 k to 3.2 M tokens
+    over the first 4 to 12 billion (arXiv 2005.14165, section 2.3). The size of a step depends only
+    on the samples consumed before it, so that the position in the data is one number in every
+    layout. With ``start`` equal to ``stop`` the size is constant.
 
     Attributes:
         start: Global batch of the first step.
         stop: Global batch after the ramp.
-        increment: By how much it grows at once.
-        samples: Over how many samples.
+        increment: Growth of the batch at once.
+        samples: Samples over which it grows.
 
     Raises:
         ValueError: A field is not positive, ``stop`` is smaller than ``start``, or the increment
@@ -170,11 +172,11 @@ class RampUp:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All global batches, in their order."""
+        """Return all global batches, in their order."""
         return tuple(range(self.start, self.stop + 1, self.increment))
 
     def plans(self, *, data_parallel_size: int, micro_batch_size: int) -> tuple[BatchPlan, ...]:
-        """The plan of every size.
+        """Return the plan of every size.
 
         Raises:
             ValueError: A size is not divisible by ``micro_batch_size * data_parallel_size``.
@@ -189,14 +191,16 @@ class RampUp:
         )
 
     def global_batch(self, consumed: int) -> int:
-        """The size of the step that begins after ``consumed`` samples."""
+        """Return the size of the step that begins after ``consumed`` samples."""
         return self.start + self.increment * min(
             self._growths, consumed * self._growths // self.samples
         )
 
     def stretch(self, consumed: int) -> tuple[int, int | None]:
-        """The size of the step that begins after ``consumed`` samples, and how many steps from
-        there on have it (None: all)."""
+        """Return the size of the step after ``consumed`` samples, and the number of such steps.
+
+        The number counts the steps of this size from there on (None: all).
+        """
         size = self.global_batch(consumed)
         if size == self.stop:
             return size, None
@@ -204,7 +208,7 @@ class RampUp:
         return size, -(-(grows_at - consumed) // size)
 
     def consumed(self, steps: int, *, start: int = 0) -> int:
-        """Samples that ``steps`` steps take, the first of which begins after ``start`` samples."""
+        """Return the samples of ``steps`` steps, the first after ``start`` samples."""
         end = start
         while steps:
             size, alike = self.stretch(end)
@@ -213,8 +217,10 @@ class RampUp:
         return end - start
 
     def steps(self, samples: int, *, start: int = 0) -> int:
-        """Whole steps that ``samples`` samples are enough for, the first of which begins after
-        ``start`` samples."""
+        """Return the number of whole steps in ``samples`` samples.
+
+        The first step begins after ``start`` samples.
+        """
         steps = 0
         while True:
             size, alike = self.stretch(start)
@@ -224,20 +230,21 @@ class RampUp:
             steps, start, samples = steps + alike, start + alike * size, samples - alike * size
 
     def epoch_steps(self, consumed: int, *, samples: int) -> int:
-        """Steps of the epoch in which the step after ``consumed`` samples is.
+        """Return the steps of the epoch that contains the step after ``consumed`` samples.
 
-        An epoch has as many whole steps as ``samples`` samples, the size of the data, are enough
-        for; the next one begins where it ends."""
+        An epoch has as many whole steps as fit into ``samples`` samples, the size of the data. The
+        next epoch begins where it ends.
+        """
         for first, steps in self._epochs(samples):
             if (
                 consumed < first + self.consumed(steps, start=first)
                 or self.global_batch(first) == self.stop
             ):
                 return steps
-        raise AssertionError  # there is no end of epochs
+        raise AssertionError  # the iterator of epochs is infinite
 
     def steps_of_epochs(self, epochs: int, *, samples: int) -> int:
-        """Steps of the first ``epochs`` epochs over data of ``samples`` samples."""
+        """Return the steps of the first ``epochs`` epochs over data of ``samples`` samples."""
         return sum(steps for _, steps in islice(self._epochs(samples), epochs))
 
     def _epochs(self, samples: int) -> Iterator[tuple[int, int]]:

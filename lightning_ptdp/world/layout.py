@@ -1,9 +1,8 @@
-"""Which rank does what: the table of axes, the degrees of parallelism, the coordinates of every
-rank, and the process groups.
+"""Layout of the ranks: axes, degrees of parallelism, coordinates and group members.
 
-Ranks are laid out as an array ``(pipeline, data, context, tensor)`` in row-major order: tensor
-parallelism is innermost, so that it stays inside a node, and pipeline parallelism outermost, so
-that its small messages cross nodes (arXiv 2104.04473, section 3.2)::
+Ranks are laid out as an array ``(pipeline, data, context, tensor)`` in row-major order. Tensor
+parallelism is innermost, so that it stays inside a node. Pipeline parallelism is outermost, so that
+its small messages cross nodes (arXiv 2104.04473, section 3.2)::
 
     p=2 d=2 t=2          data 0        data 1
     pipeline 0           0   1         2   3
@@ -29,18 +28,19 @@ Reads = Literal["same", "tokens", "samples"]
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A way of dividing the work. Its degree is the layout's ``<name>_parallel_size``.
+    """A way of dividing the work; its degree is the layout's ``<name>_parallel_size``.
 
     Attributes:
-        name: What it divides.
-        letter: Of its degree in short forms.
-        place: In the order of the ranks: those of the axis with the greatest one are neighbours.
-        reads: What its ranks read of a batch: the same, other tokens of the same samples, or other
-            samples.
-        always_told: Also where its degree is 1.
+        name: Part that it divides.
+        letter: Letter of its degree in short forms.
+        place: Position in the order of the ranks: those of the axis with the greatest place are
+            neighbours.
+        reads: Part of a batch that its ranks read: the same, other tokens of the same samples, or
+            other samples.
+        always_told: Name it even if its degree is 1.
         within: A set of axes (``SETS``) whose ranks it takes in blocks, instead of multiplying the
-            ranks: what is split over a block is held once by each. The ranks with one's place in
-            the other blocks are ``<name>_replicas``.
+            ranks. Each block holds once all that is split over the axis. The ranks with the same
+            place in the other blocks are ``<name>_replicas``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Axis:
 
     @property
     def others(self) -> str:
-        """The ranks with one's place in the other blocks."""
+        """Return the name of the group of ranks with the same place in the other blocks."""
         return f"{self.name}_replicas"
 
 
@@ -69,22 +69,29 @@ SETS: Mapping[str, tuple[Reads, ...]] = {
     "model": ("same", "tokens"),
     "shards": ("same",),
 }
-"""Sets of axes, by what their ranks read: the replicas, those over which every gradient is summed,
-one replica's, and those that hold the parameters once."""
+"""Sets of axes, by the part of a batch that their ranks read.
+
+They are the replicas, the ranks over which every gradient is summed, the ranks of one replica, and
+the ranks that hold the parameters once.
+"""
 
 _TRIED = 100_000
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of ``number``, in ascending order; of one above 10^10 those that are at most
-    100,000, and what they leave."""
+    """Return the divisors of ``number``, in ascending order.
+
+    For a number above 10^10, these are the divisors of at most 100,000 and their quotients.
+    """
     small = [k for k in range(1, min(math.isqrt(number), _TRIED) + 1) if number % k == 0]
     return sorted({*small, *(number // k for k in small)})
 
 
 def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
-    """The divisors of ``number`` closest to ``wanted``, in ascending order: what an error message
-    proposes."""
+    """Return the divisors of ``number`` closest to ``wanted``, in ascending order.
+
+    Error messages propose them.
+    """
     return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
 
 
@@ -98,17 +105,18 @@ class ParallelLayout(Stages):
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks that a pipeline rank holds (interleaving).
         context_parallel_size: c, ranks that share one sequence along time.
-        expert_parallel_size: e, ranks, of those of data and context parallelism, that share the
-            experts of a mixture.
+        expert_parallel_size: e, ranks of data and context parallelism over which the experts of a
+            mixture are distributed.
         expert_tensor_parallel_size: Tensor-parallel ranks over which each expert is split: 1 or t.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
-        placement: Which rank holds which stage (stage_placement.py); decided by the schedule.
+        placement: Placement of the stages on the ranks (stage_placement.py); decided by the
+            schedule.
 
-    The data-parallel size d is what remains of the world: ``world_size / (t * p * c)``.
+    The data-parallel size d is the remainder of the world: ``world_size / (t * p * c)``.
 
     Attributes:
-        axes: The table of axes, in the order in which they are told.
+        axes: The table of axes, in the order in which messages name them.
 
     Raises:
         ValueError: A degree is not a positive integer, the world size is not a multiple of t*p*c, e
@@ -165,8 +173,10 @@ class ParallelLayout(Stages):
 
     @classmethod
     def options(cls) -> dict[str, int | bool]:
-        """Return the options of a layout with their defaults: the degrees, and
-        ``sequence_parallel``."""
+        """Return the options of a layout with their defaults.
+
+        They are the degrees and ``sequence_parallel``.
+        """
         return {
             field.name: getattr(cls, field.name)
             for field in fields(cls)
@@ -175,11 +185,12 @@ class ParallelLayout(Stages):
 
     @classmethod
     def chosen(cls, options: Mapping[str, Any], *, world_size: int) -> ParallelLayout:
-        """The layout on ``world_size`` processes of a strategy that has these options, among
-        others.
+        """Return the layout on ``world_size`` processes of a strategy with these options.
+
+        Other options are ignored.
 
         Raises:
-            ValueError: As of the constructor.
+            ValueError: The constructor refuses the options.
         """
         return cls(
             world_size=world_size,
@@ -188,31 +199,34 @@ class ParallelLayout(Stages):
 
     @property
     def data_parallel_size(self) -> int:
-        """d, what the other axes leave of the world."""
+        """Return d, the part of the world that the other axes leave."""
         return self.world_size // math.prod(
             self.size(axis.name) for axis in self._dimensions if axis.name != "data"
         )
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that read the samples of one replica."""
+        """Return the number of ranks that read the samples of one replica."""
         return self.size("model")
 
     @property
     def divides_model(self) -> bool:
-        """Return True if a rank holds, or sees, only a part of what one process would."""
+        """Return True if a rank holds or reads only a part of the model or data of one process."""
         return self.size("model") > 1 or self.size("shards") > 1
 
     @property
     def blocked(self) -> tuple[Axis, ...]:
-        """The axes, of more than one rank, that take the ranks of others in blocks."""
+        """Return the axes with more than one rank that take the ranks of other axes in blocks."""
         return tuple(
             axis for axis in self.axes if axis.within is not None and self.size(axis.name) > 1
         )
 
     def summed(self, sharded: Sequence[str]) -> tuple[str, ...]:
-        """The axes, and ranks of other blocks, over which the gradient of what is split over the
-        axes ``sharded`` is a sum: those whose ranks read something else."""
+        """Return the axes over which the gradient of a parameter is a sum.
+
+        The parameter is split over the axes ``sharded``. The result names axes, or ranks of other
+        blocks, whose ranks read another part of the batch.
+        """
         others = tuple(axis.others for axis in self.blocked if axis.name in sharded)
         return others or tuple(
             axis.name
@@ -222,15 +236,15 @@ class ParallelLayout(Stages):
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that read other samples."""
+        """Return the number of ranks that read other samples."""
         return self.size("replicas")
 
     def replica(self, rank: int) -> int:
-        """Which replica ``rank`` belongs to."""
+        """Return the index of the replica that ``rank`` belongs to."""
         return self.group_of("replicas", rank).index(rank)
 
     def size(self, axis: str) -> int:
-        """Ranks on an axis, or a set of axes (``SETS``)."""
+        """Return the number of ranks on an axis, or a set of axes (``SETS``)."""
         if axis in SETS:
             blocks = (
                 math.prod(self.size(each.name) for each in self.blocked) if axis == "shards" else 1
@@ -244,7 +258,7 @@ class ParallelLayout(Stages):
 
     @property
     def last_stage_rank(self) -> int:
-        """The pipeline rank on which the loss is computed."""
+        """Return the pipeline rank on which the loss is computed."""
         return self.rank_of(self.num_stages - 1)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -261,20 +275,24 @@ class ParallelLayout(Stages):
         return {name: values[name] for name in self._order}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at ``coordinates``."""
+        """Return the rank at ``coordinates``."""
         rank = 0
         for name in self._order:
             rank = rank * self.size(name) + coordinates[name]
         return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of an axis, or of a set of axes (``SETS``), each in the order of that axis;
-        every rank is in exactly one."""
+        """Return all groups of an axis, or of a set of axes (``SETS``).
+
+        Each group is in the order of that axis. Every rank is in exactly one group.
+        """
         return tuple(dict.fromkeys(self.group_of(axis, rank) for rank in range(self.world_size)))
 
     def group_of(self, axis: str | Sequence[str], rank: int) -> tuple[int, ...]:
-        """The group of an axis, a set, or several axes that contains ``rank``, computed without
-        listing the others."""
+        """Return the group that contains ``rank``, of an axis, a set, or several axes.
+
+        It is computed without listing the other groups.
+        """
         if (blocked := self._blocked(axis)) is not None:
             whole, size = self.group_of(blocked.within or (), rank), self.size(blocked.name)
             first, place = divmod(whole.index(rank), size)
@@ -293,8 +311,10 @@ class ParallelLayout(Stages):
         )
 
     def stride(self, axis: str) -> int:
-        """Return the distance between the ranks of neighbours on an axis, or on the innermost of a
-        set."""
+        """Return the distance between the ranks of neighbours on an axis.
+
+        For a set of axes, this is the distance on its innermost axis.
+        """
         if (blocked := self._blocked(axis)) is not None:
             return self.stride(blocked.within or "") * (
                 1 if axis == blocked.name else self.size(blocked.name)
@@ -303,11 +323,11 @@ class ParallelLayout(Stages):
         return math.prod(map(self.size, order[order.index(moving[-1]) + 1 :]))
 
     def told(self) -> tuple[Axis, ...]:
-        """The axes that summaries name."""
+        """Return the axes that summaries name."""
         return tuple(axis for axis in self.axes if axis.always_told or self.size(axis.name) > 1)
 
     def describe(self) -> str:
-        """Short form for logs: ``t2 p2 v2 d1``."""
+        """Return a short form for logs: ``t2 p2 v2 d1``."""
         chunks = (
             {"pipeline": f" v{self.virtual_pipeline_size}"}
             if self.virtual_pipeline_size > 1
@@ -328,7 +348,7 @@ class ParallelLayout(Stages):
 
     @property
     def _dimensions(self) -> tuple[Axis, ...]:
-        """The axes whose degrees multiply to the world."""
+        """Return the axes whose degrees multiply to the world size."""
         return tuple(axis for axis in self.axes if axis.within is None)
 
     def _moving(self, axis: str | Sequence[str]) -> list[str]:
@@ -341,8 +361,10 @@ class ParallelLayout(Stages):
         return [name for name in self._order if name in axis]
 
     def _blocked(self, axis: str | Sequence[str]) -> Axis | None:
-        """The axis that takes ranks in blocks, if ``axis`` is that one or the ranks of its other
-        blocks."""
+        """Return the axis that takes ranks in blocks and to which ``axis`` belongs.
+
+        ``axis`` is the name of that axis, or of the ranks in its other blocks.
+        """
         name = axis if isinstance(axis, str) else axis[0] if len(axis) == 1 else ""
         return next(
             (row for row in self.axes if row.within is not None and name in (row.name, row.others)),

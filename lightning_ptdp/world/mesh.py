@@ -1,9 +1,10 @@
-"""The process groups of one rank, made from a layout and connected at once.
+"""Process groups of one rank, created from a layout and connected at once.
 
 NCCL connects lazily: the first collective of a group, and the first message between two ranks,
-block the *host* until every peer comes
-to the same call. Inside a step no rank may wait like that: it would wait for a gradient whose
-activation it has not sent yet. So whatever is made here is used once before it is handed out."""
+block the *host* until every peer makes the same call. Inside a step no rank may wait like that: it
+would wait for a gradient whose activation it has not sent yet. Therefore every group and channel is
+used once before it is returned.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ __all__ = ["Group", "ProcessMesh"]
 _CPU = torch.device("cpu")
 _CHANNEL = "channel"
 _URGENT = frozenset({"tensor", "context", "expert", _CHANNEL})
-"""Whose communication the next computation waits for: a GPU runs it before computation that is
-queued already. Reductions have time."""
+"""Groups whose communication the next computation waits for.
+
+A GPU runs it before computation that is already queued. Reductions are not urgent.
+"""
 _ALONE = frozenset({"context", "expert"})
-"""The urgent ones among the ranks of reductions."""
+"""Urgent groups whose ranks also take part in reductions."""
 
 
 class LostHandle:
-    """In the place of a process group that was pickled."""
+    """Replacement for the handle of a process group that was pickled."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -43,13 +46,13 @@ class LostHandle:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as its member sees it.
+    """A process group from the view of one member.
 
     Attributes:
-        handle: What ``torch.distributed`` calls take as ``group``; None where the group is one
-            rank, which needs no communication at all.
+        handle: Value of ``group`` in calls of ``torch.distributed``; None if the group has one
+            rank, which needs no communication.
         ranks: Global ranks of the members, in the order of the axis.
-        rank: This process's place in ``ranks``.
+        rank: Position of this process in ``ranks``.
     """
 
     handle: Any = None
@@ -58,7 +61,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
     @property
@@ -69,17 +72,19 @@ class Group:
 
     @classmethod
     def named(cls, name: str) -> Group:
-        """The group of that name."""
+        """Return the group of that name."""
         handle = resolve_group(name)
         return cls(handle, tuple(dist.get_process_group_ranks(handle)), dist.get_rank(handle))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process group cannot be pickled; what is unpickled can be looked at, but not
-        communicate."""
+        """Replace the process group, which cannot be pickled.
+
+        An unpickled group can be inspected, but cannot communicate.
+        """
         return Group, (self.handle if self.handle is None else LostHandle(), self.ranks, self.rank)
 
     def __deepcopy__(self, memo: Any) -> Group:
-        """Itself: the copy of a module talks to the same ranks, over what this process has once."""
+        """Return self: the copy of a module uses the process group that this process has once."""
         return self
 
 
@@ -87,10 +92,11 @@ class Group:
 class ProcessMesh:
     """This rank's coordinates and its group on every axis and set of axes.
 
-    Every rank only takes part in making the groups that it belongs to, so the cost does not grow
-    with the world. torch finds the members of such a group by its ranks and by *how many groups
-    each of them has made before*; so all ranks must make equally many, in the same order. Where
-    only some ranks need a group, the others make one among themselves."""
+    Every rank takes part only in creating the groups that it belongs to, so the cost does not grow
+    with the world. torch identifies such a group by its ranks and by *the number of groups that
+    each of them has created before*. Therefore all ranks must create the same number of groups, in
+    the same order. If only some ranks need a group, the other ranks create one among themselves.
+    """
 
     layout: ParallelLayout
     rank: int = 0
@@ -109,16 +115,17 @@ class ProcessMesh:
         device: torch.device = _CPU,
         channel_ctas: int | None = None,
     ) -> ProcessMesh:
-        """Make and connect the groups; collective over the world. The default process group must
-        exist if the world has two ranks.
+        """Create and connect the groups; collective over the world.
+
+        The default process group must exist if the world has two ranks or more.
 
         Args:
             layout: The degrees of parallelism.
             rank: This process.
             timeout: Limit of every wait for another rank.
-            device: Whose tensors the groups exchange.
-            channel_ctas: Thread blocks of the GPU that NCCL may use for a message between stages at
-                most; None: NCCL decides.
+            device: Device of the tensors that the groups exchange.
+            channel_ctas: Maximum number of the GPU's thread blocks that NCCL may use for a message
+                between stages; None: NCCL decides.
         """
         groups: dict[str, Group] = {}
         if layout.world_size > 1:
@@ -130,8 +137,8 @@ class ProcessMesh:
             *(row.others for row in layout.blocked),
         ):
             ranks = layout.group_of(axis, rank)
-            # What the computation waits for shares a communicator with nobody whose large gradient
-            # buckets it would wait behind.
+            # An urgent group shares no communicator with reductions, because it would wait behind
+            # their large gradient buckets.
             key = (axis if axis in _ALONE else "shared", ranks)
             if key not in made:
                 made[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
@@ -154,15 +161,15 @@ class ProcessMesh:
         )
 
     def group(self, axis: str) -> Group:
-        """This rank's group on an axis, or a set of axes (``layout.SETS``)."""
+        """Return this rank's group on an axis, or a set of axes (``layout.SETS``)."""
         return self.groups[axis]
 
     def subgroup(self, axis: str, places: tuple[int, ...]) -> Group:
-        """The group of the members of an axis at ``places`` (ascending, this rank's among them),
-        made on first use.
+        """Return the group of an axis's members at ``places``, created on first use.
 
-        Collective over the axis: its ranks must divide it among groups, and do so equally often and
-        in the same order."""
+        The places are ascending and include this rank's. The call is collective over the axis: its
+        ranks must divide the axis into groups, and must do so equally often and in the same order.
+        """
         whole = self.group(axis)
         if len(places) == whole.size:
             return whole
@@ -170,18 +177,19 @@ class ProcessMesh:
 
     @property
     def world(self) -> Group:
-        """All ranks."""
+        """Return the group of all ranks."""
         size = self.layout.world_size
         return Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), self.rank)
 
     def levels(self, axes: tuple[str, ...], nodes: int) -> tuple[Group, Group]:
-        """The ranks of several axes together in two levels: this rank's group inside its node, and
-        those with its place in the others.
+        """Return two groups: this rank's node, and the ranks with its place in the other nodes.
 
-        Neighbours share a node. Collective over the world at the first call: every rank must ask
-        for the same numbers in the same order. With one node the first group is all of them."""
+        Together they cover the ranks of several axes in two levels. Neighbours share a node. The
+        call is collective over the world the first time: every rank must request the same numbers
+        in the same order. With one node the first group has all ranks.
+        """
         ranks = self.layout.group_of(axes, self.rank)
-        names = (*SETS, *axes)  # the sets first: context parallelism shares its group with nobody
+        names = (*SETS, *axes)  # sets first: context parallelism does not share its group
         whole = next(group for group in map(self.group, names) if group.ranks == ranks)
         if nodes == 1:
             return whole, Group(None, (self.rank,), 0)
@@ -193,7 +201,7 @@ class ProcessMesh:
         return first, self._made(f"{axes}/{nodes}/between", between)
 
     def _made(self, key: str, ranks: tuple[int, ...]) -> Group:
-        """The group of ``ranks``, made on first use."""
+        """Return the group of ``ranks``, created on first use."""
         if key not in self.groups:
             self.groups[key] = Group(
                 _new_group(ranks, self.timeout, self.device, key), ranks, ranks.index(self.rank)
@@ -204,8 +212,10 @@ class ProcessMesh:
 def _new_group(
     ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device, axis: str
 ) -> Any:
-    """A connected group. Ranks that make one at the same time are in disjoint groups, so that none
-    waits for another's."""
+    """Return a connected group.
+
+    Groups that ranks create at the same time are disjoint, so that no group waits for another.
+    """
     group = _unconnected_group(ranks, timeout, axis)
     if len(ranks) > 1:
         _connect(group, device)
@@ -232,8 +242,10 @@ def _connect(group: Any, device: torch.device) -> None:
 
 
 def _connect_channel(source: int, target: int, rank: int, group: Any, device: torch.device) -> None:
-    """One element along the channel: NCCL keeps a connection of its own for messages, which a
-    collective does not make."""
+    """Send one element along the channel.
+
+    NCCL has a separate connection for messages, which a collective does not create.
+    """
     element = torch.zeros(1, device=device)
     if rank == source:
         dist.send(element, target, group=group)
@@ -248,15 +260,15 @@ def _channels(
     device: torch.device,
     max_ctas: int | None,
 ) -> dict[tuple[int, int, str], Any]:
-    """A communicator for each (source, destination, direction) between the ranks of neighbouring
-    stages.
+    """Return a communicator for each (source, destination, direction) of neighbouring stages.
 
-    Sends and receives on one NCCL communicator run in the order in which they were issued: with two
-    directions of traffic on one, ranks that each send before they receive wait for each other
-    forever (p = 2 most easily: there the next rank and the previous one are the same). So every
-    channel has its own. They are made, and connected, in rounds of disjoint pairs, in which no rank
-    can wait for one of another pair; a rank that no pair of a round needs makes a group of itself,
-    to have made equally many."""
+    Sends and receives on one NCCL communicator run in the order in which they were issued. With two
+    directions of traffic on one communicator, ranks that each send before they receive wait for
+    each other for ever (most easily at p = 2, where the next and the previous rank are the same).
+    Therefore every channel has its own communicator. They are created and connected in rounds of
+    disjoint pairs, in which no rank can wait for a rank of another pair. A rank without a pair in a
+    round creates a group of itself, so that all ranks create the same number of groups.
+    """
     ranks = layout.group_of("pipeline", rank)
     channels: dict[tuple[int, int, str], Any] = {}
     for turn in _rounds(layout):
@@ -271,8 +283,10 @@ def _channels(
 
 
 def _rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
-    """The channels between pipeline ranks (source, destination, direction), so that no rank is
-    twice in a round."""
+    """Return rounds of the channels between pipeline ranks, with no rank twice in a round.
+
+    A channel is (source, destination, direction).
+    """
     ends = [
         (layout.rank_of_stage(stage), layout.rank_of_stage(stage + 1))
         for stage in range(layout.num_stages - 1)

@@ -1,5 +1,8 @@
-"""Addresses at which ranks meet, and interfaces on which they listen: on one machine loopback
-alone, whatever its name resolves to."""
+"""Rendezvous addresses of the ranks, and the network interfaces on which they listen.
+
+On one machine the ranks use the loopback interface only, regardless of the machine's name
+resolution.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def meeting_store(
     address: str, port: int, *, keeps: bool, one_machine: bool, limit: timedelta
 ) -> dist.Store:
-    """The store at ``address``; rank 0 ``keeps`` it, unless torchrun does.
+    """Return the store at ``address``; rank 0 ``keeps`` it, unless torchrun does.
 
-    torch's own listens on all interfaces, even for an address of one of them.
+    torch's own store listens on all interfaces, even if its address belongs to one of them.
 
     Raises:
-        DistNetworkError: It cannot be kept there, or cannot be reached within ``limit``.
+        DistNetworkError: The store cannot be kept there, or cannot be reached within ``limit``.
     """
     if not (keeps and one_machine):
         return dist.TCPStore(address, port, is_master=keeps, wait_for_workers=False, timeout=limit)
@@ -50,8 +53,9 @@ def meeting_store(
 
 
 def listen_on_loopback() -> list[str]:
-    """Have gloo and NCCL, which read it from the environment, listen on this machine's own
-    interface, unless the user chose one.
+    """Make gloo and NCCL listen on the loopback interface, unless the user chose one.
+
+    Both read the interface from the environment.
 
     Returns:
         The variables that were set, for ``listen_anywhere``.
@@ -63,12 +67,14 @@ def listen_on_loopback() -> list[str]:
 
 
 def listen_anywhere(chosen: list[str]) -> None:
-    """Take back what ``listen_on_loopback`` has set."""
+    """Remove the variables that ``listen_on_loopback`` has set."""
     for name in chosen:
         os.environ.pop(name, None)
 
 
 def torchrun_keeps_store() -> bool:
-    """Return True if torchrun's agent keeps the store, which it tells its ranks by this
-    variable."""
+    """Return True if torchrun's agent keeps the store.
+
+    The agent sets this variable for its ranks.
+    """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,8 +1,8 @@
-"""Placement of pipeline stages: which rank holds which of the p * v stages.
+"""Placement of the p * v pipeline stages on the pipeline ranks.
 
 ``loop``: rank r holds the stages r, r+p, r+2p, … (arXiv 2104.04473, section 2.2). ``v``: the second
-chunk runs back, so that rank r holds the stages r and 2p-1-r, and the last stage is with the first
-one (arXiv 2401.10241, section 6)::
+chunk runs back, so that rank r holds the stages r and 2p-1-r, and the last stage is on the rank of
+the first one (arXiv 2401.10241, section 6)::
 
     p = 4, v = 2       rank 0    rank 1    rank 2    rank 3
     loop               0  4      1  5      2  6      3  7
@@ -28,35 +28,35 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages, p * v."""
+        """Return the number of pipeline stages, p * v."""
         return self.pipeline_parallel_size * self.virtual_pipeline_size
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds ``stage``."""
+        """Return the pipeline rank that holds ``stage``."""
         turn, rank = divmod(stage, self.pipeline_parallel_size)
         return (
             self.pipeline_parallel_size - 1 - rank if self.placement == "v" and turn % 2 else rank
         )
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds, in ascending order: one a chunk."""
+        """Return the stages that a pipeline rank holds, in ascending order: one per chunk."""
         return stages_of_rank(
             self.pipeline_parallel_size, self.virtual_pipeline_size, pipeline_rank, self.placement
         )
 
 
 def stages_of_rank(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:
-    """The stages that pipeline rank ``rank`` holds, in ascending order: one a chunk."""
+    """Return the stages that pipeline rank ``rank`` holds, in ascending order: one per chunk."""
     return tuple(
         turn * p + (p - 1 - rank if placement == "v" and turn % 2 else rank) for turn in range(v)
     )
 
 
 def check_interleaving(pipeline_parallel_size: int, virtual_pipeline_size: int) -> None:
-    """Check that several stages a rank are those of a pipeline.
+    """Check that several stages per rank belong to a pipeline.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no pipeline.
     """
     if virtual_pipeline_size > 1 and pipeline_parallel_size == 1:
         raise ValueError(
