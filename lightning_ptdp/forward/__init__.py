@@ -1,4 +1,3 @@
-"""Replacement and surroundings of a module's forward, and the matrix product with its deferred
-weight gradient."""
+"""Replacement and surroundings of a module's forward, and deferred weight gradients."""
 
 __all__: list[str] = []

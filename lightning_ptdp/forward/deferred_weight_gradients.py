@@ -1,15 +1,16 @@
-"""The backward of a matrix product in two halves: the input's gradient at once, the weight's
-gradient when the schedule has time.
+"""Deferred weight gradients: the backward of a matrix product in two halves.
 
-Zero-bubble schedules (arXiv 2401.10241, section 3) put the weight gradients of a microbatch into an
-action of their own. The gradient of y = x W^T with respect to W needs only x and the gradient of y,
-so a linear layer can keep these two and hand the product in later; the rest of the graph is freed
-in between.
+The input's gradient is computed at once. The weight's gradient is computed when the schedule has
+time. Zero-bubble schedules (arXiv 2401.10241, section 3) put the weight gradients of a microbatch
+into an action of their own. The gradient of y = x W^T with respect to W needs only x and the
+gradient of y, so a linear layer can keep these two and compute the product later. The rest of the
+graph is freed in between.
 
-Nothing in a model has to change: while a forward runs under ``intercepting``, products with a
-parameter (``F.linear``, ``torch.addmm`` and ``torch.matmul``) become ones that know how to wait.
-Gradients of other operations (norms, embeddings) are cheap and stay in the first half. So a model
-that this file understands only in part, or not at all, still gets the right gradients."""
+The model needs no change. While a forward runs under ``intercepting``, products with a parameter
+(``F.linear``, ``torch.addmm`` and ``torch.matmul``) are replaced by products that can wait.
+Gradients of other operations (norms, embeddings) are cheap and stay in the first half. A model that
+this file recognizes only in part, or not at all, therefore still gets the right gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +39,26 @@ from lightning_ptdp.shims.torch import has_gradient_hooks, has_saved_tensor_hook
 __all__ = ["Operand", "Products", "WeightGradients", "multiply"]
 
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
-"""A tensor, or a function that starts to fetch it and returns what waits for it."""
+"""A tensor, or a function that starts to fetch it and returns a function that waits."""
 Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]
-"""``MatrixProduct``, or another that is made of the same."""
+"""``MatrixProduct``, or another class with the same constructor."""
 
 
 Start = Callable[[], Callable[[], None]]
-"""Starts to fetch what a gradient needs; returns what waits for that and adds to the parameter's
-gradient."""
+"""Starts to fetch the inputs of a gradient.
+
+The returned function waits for them and adds to the parameter's gradient.
+"""
 
 
 @dataclass(eq=False)
 class WeightGradients(Surrounding):
     """Deferred weight gradients of one rank, by (stage, microbatch).
 
-    A module of one's own takes part if it has an attribute ``weight_gradients`` (None at first):
-    when the schedule splits the backward it is set to this object, and the module's autograd
-    function may call ``defer`` where ``waits`` is true."""
+    A user's module takes part if it has an attribute ``weight_gradients`` (None at first). When the
+    schedule splits the backward, the attribute is set to this object. The module's autograd
+    function may then call ``defer`` if ``waits`` is true.
+    """
 
     _kept: dict[Hashable, list[tuple[Tensor, Start]]] = field(default_factory=dict)
     _collecting: list[tuple[Tensor, Start]] | None = None
@@ -67,26 +71,32 @@ class WeightGradients(Surrounding):
 
     @contextlib.contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """While the backward of ``key`` runs; autograd may run it on another thread."""
-        self._collecting = self._kept[key] = []  # what a failed step left is forgotten
+        """Collect deferred gradients while the backward of ``key`` runs.
+
+        Autograd may run it on another thread.
+        """
+        # Entries that a failed step left are discarded.
+        self._collecting = self._kept[key] = []
         try:
             yield
         finally:
             self._collecting = None
 
     def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Add ``compute()`` (shape and dtype of the parameter) to the parameter's gradient
-        later."""
+        """Add ``compute()`` to the parameter's gradient later.
+
+        The result of ``compute()`` has the shape and dtype of the parameter.
+        """
         self._defer(parameter, lambda: lambda: add_to_gradient(parameter, compute()))
 
     def defer_product(self, product: MatrixProduct, grad: Tensor, x: Operand) -> None:
         """Add the product's weight gradient later.
 
         Args:
-            product: Whose weight is the parameter.
+            product: Its weight is the parameter.
             grad: (..., o), the output's gradient.
-            x: (..., i), the input. What has to be gathered is started while the product before
-                runs.
+            x: (..., i), the input. An input that has to be gathered is requested while the previous
+                product runs.
         """
 
         def start() -> Callable[[], None]:
@@ -102,14 +112,14 @@ class WeightGradients(Surrounding):
         self._collecting.append((parameter, start))
 
     def parameters(self, key: Hashable) -> list[Tensor]:
-        """Whose gradients ``run(key)`` adds to."""
+        """Return the parameters whose gradients ``run(key)`` adds to."""
         return list(dict.fromkeys(parameter for parameter, _ in self._kept.get(key, ())))
 
     def run(self, key: Hashable, done: Callable[[Tensor], None] | None = None) -> None:
-        """Compute what the backward of ``key`` deferred, in its order.
+        """Compute the gradients that the backward of ``key`` deferred, in its order.
 
         Args:
-            key: Of ``collecting``.
+            key: Key of ``collecting``.
             done: Called with each parameter after the last addition to its gradient.
         """
         entries = deque(self._kept.pop(key, ()))
@@ -126,7 +136,7 @@ class WeightGradients(Surrounding):
                     done(parameter)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Let modules that know how to defer do so."""
+        """Set this object on modules that can defer, and return a function that removes it."""
         takers: list[Any] = [
             child for child in module.modules() if "weight_gradients" in vars(child)
         ]
@@ -140,19 +150,22 @@ class WeightGradients(Surrounding):
         return detach
 
     def around(self, forward: Forward) -> Context:
-        """Let the products of a forward wait whose backward comes in two halves."""
+        """Defer the products of a forward if its backward comes in two halves."""
         if not forward.splits_backward:
             return contextlib.nullcontext()
         forward.deferred = self
         return self.intercepting()
 
     def intercepting(self) -> TorchFunctionMode:
-        """Around a forward whose weight gradients shall wait."""
+        """Return the context of a forward whose weight gradients are deferred."""
         return _Intercept(self)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """A product inside somebody else's checkpoint does not wait: its recomputation would run
-        without ``intercepting``."""
+        """Return the contexts in which a recomputed forward may defer.
+
+        A product inside another library's checkpoint does not wait, because its recomputation would
+        run without ``intercepting``.
+        """
         return (self._within_recomputation(), self._again()) if forward.deferred is self else None
 
     @contextlib.contextmanager
@@ -175,7 +188,7 @@ class WeightGradients(Surrounding):
 
 
 class _Intercept(TorchFunctionMode):
-    """Sends products with a parameter through ``_Product``; everything else goes its way."""
+    """Replaces products with a parameter by ``_Product``; other calls are unchanged."""
 
     def __init__(self, store: WeightGradients) -> None:
         super().__init__()
@@ -220,8 +233,11 @@ _READERS: dict[Any, Callable[..., Operands | None]] = {
 
 
 def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
-    """A parameter's gradient may come later if nobody watches it arrive; other tensors' gradients
-    are needed further down."""
+    """Return True if the parameter's gradient may come later.
+
+    Nothing may observe its arrival. Gradients of tensors other than parameters are needed further
+    down.
+    """
     if not (
         torch.is_grad_enabled() and type(x) is Tensor and x.dim() > 1 and x.is_floating_point()
     ):
@@ -244,8 +260,10 @@ def multiply(
     transposed: bool = False,
     store: WeightGradients | None = None,
 ) -> Tensor:
-    """x W^T + bias, under autocast in its dtype; the gradients of a parameter may wait in
-    ``store``."""
+    """Return x W^T + bias, under autocast in its dtype.
+
+    The gradients of a parameter may wait in ``store``.
+    """
     dtype = autocast_dtype(x)
     store = store if _can_wait(x, weight, bias) else None
     return cast(
@@ -261,7 +279,7 @@ def multiply(
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b (or x W + b), whose weight's gradient can wait."""
+    """x W^T + b (or x W + b), with a weight gradient that can wait."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,7 @@
-"""The product of activations with a weight, and its gradients: the one place in which they are
-computed, and in which precision."""
+"""Product of activations with a weight, and its gradients.
+
+This is the only place that computes them and decides their precision.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class MatrixProduct:
     Attributes:
         weight: (o, i), the parameter itself: under recomputation a saved tensor comes back as
             another object.
-        dtype: In which the product is computed; None: in the weight's. The weight is cast by each
-            product, so that a microbatch in flight keeps the parameter and not its own cast copy.
+        dtype: Dtype of the product; None: that of the weight. Each product casts the weight, so
+            that a microbatch in flight keeps the parameter and not its own cast copy.
         transposed: The weight is stored as (i, o).
     """
 
@@ -31,7 +33,7 @@ class MatrixProduct:
     transposed: bool = False
 
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         return F.linear(x, self.matrix, None if bias is None else self._cast(bias))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
@@ -39,15 +41,19 @@ class MatrixProduct:
         return grad.matmul(self.matrix)
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the
-        input (..., i)."""
+        """Return the gradient of the weight, in its shape.
+
+        It is computed from that of the output (..., o) and the input (..., i).
+        """
         left, right = self._factors(grad, x)
         return left.mm(right)
 
     def give_weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor | None:
-        """``weight_gradient`` for the backward that runs to add to ``weight.grad``; None where that
-        is done, in fewer passes."""
-        if torch.compiler.is_compiling():  # a graph has no effects beside what it returns
+        """Return ``weight_gradient``, or None after it was added to ``weight.grad``.
+
+        It is added here, in fewer passes, if the running backward would add it to ``weight.grad``.
+        """
+        if torch.compiler.is_compiling():  # a graph has no effects other than its outputs
             return self.weight_gradient(grad, x)
         if self.weight.grad is None or not adds_to_gradient(self.weight):
             return self.weight_gradient(grad, x)
@@ -55,8 +61,10 @@ class MatrixProduct:
         return None
 
     def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
-        """Add ``weight_gradient`` to ``weight.grad``, in one pass over it where the dtypes and the
-        device allow that."""
+        """Add ``weight_gradient`` to ``weight.grad``.
+
+        One pass over ``weight.grad`` is enough if the dtypes and the device allow it.
+        """
         left, right = self._factors(grad, x)
         if self.weight.grad is None:
             add_to_gradient(self.weight, left.mm(right))
@@ -69,7 +77,7 @@ class MatrixProduct:
 
     @property
     def matrix(self) -> Tensor:
-        """(o, i) in the product's dtype."""
+        """Return the weight as (o, i) in the product's dtype."""
         weight = self._cast(self.weight)
         return weight.t() if self.transposed else weight
 
@@ -83,8 +91,7 @@ def bias_gradient(grad: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right to ``total``, in one pass over it where the dtypes and the device allow
-    that."""
+    """Add left right to ``total``, in one pass if the dtypes and the device allow it."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif _multiplies_into(total, left):
@@ -94,7 +101,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to ``parameter.grad``, which may not be there yet."""
+    """Add to ``parameter.grad``, which may not exist yet."""
     if parameter.grad is None:
         parameter.grad = gradient.to(gradient_dtype(parameter))
     else:
@@ -102,16 +109,20 @@ def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype to which autocast, which cannot see into a custom function, would cast its
-    inputs (float64 is exempt)."""
+    """Return the dtype to which autocast would cast the inputs of a product.
+
+    Autocast cannot see into a custom function. float64 is exempt.
+    """
     if x.dtype is torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
-    """Return True if torch can add a product of such factors to a wider total: on NVIDIA's GPUs
-    (and the meta device, which stands for them)."""
+    """Return True if torch can add a product of such factors to a wider total.
+
+    That is the case on NVIDIA's GPUs (and on the meta device, which represents them).
+    """
     on_gpu = total.device.type == "meta" or (
         total.device.type == "cuda" and torch.version.hip is None
     )

@@ -2,7 +2,8 @@
 
 The module keeps its type, parameters, names, children and hooks, and can still be copied and
 pickled. A bound method is used because ``torch.compile`` guards on a method's code, which is the
-same in every block, but on any other callable's identity."""
+same in every block, but on any other callable's identity.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ __all__ = ["OwnForward", "give_back_forwards", "replace_forward"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnForward:
-    """The replacement of one module's forward. An object, not a closure, so that the module can be
-    copied and pickled.
+    """Replacement of one module's forward.
+
+    It is an object, not a closure, so that the module can be copied and pickled.
 
     Attributes:
-        module: The module. The forward of its type is looked up at each call, because a stored
-            bound method would be copied as a second reference to whatever ``module.forward`` is in
-            the middle of copying.
+        module: The module. The forward of its type is looked up at each call. A stored bound method
+            would be copied as a second reference to the value of ``module.forward`` in the middle
+            of copying.
         replaced: The forward that the instance had as an attribute before, or None.
         surroundings: Contexts to enter around a recomputation of this forward too, or None.
     """
@@ -37,8 +39,11 @@ class OwnForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """Return the forward that this one replaces. Not named ``__wrapped__``, which
-        ``inspect.signature`` follows on classes before CPython 3.11.7 and 3.12.1 (gh-112006)."""
+        """Return the forward that this one replaces.
+
+        It is not named ``__wrapped__``, which ``inspect.signature`` follows on classes before
+        CPython 3.11.7 and 3.12.1 (gh-112006).
+        """
         return (
             self.replaced
             if self.replaced is not None
@@ -51,8 +56,10 @@ class OwnForward:
 
 
 def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
-    """Replace the forward of ``module`` by a ``kind``. Does nothing if it is one already, as for a
-    module with several names."""
+    """Replace the forward of ``module`` by a ``kind``.
+
+    It does nothing if the forward is one already, as for a module with several names.
+    """
     if not isinstance(_own(module), kind):
         vars(module)["forward"] = kind(
             module=module, replaced=vars(module).get("forward"), **options

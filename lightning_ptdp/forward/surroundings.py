@@ -1,7 +1,9 @@
 """Contexts around a forward: one ordered list of objects with one small protocol.
 
-Whoever runs one forward of one stage on one microbatch enters the list around it, and recomputation
-enters it around running a part of that forward again; neither knows what is in the list."""
+The code that runs one forward of one stage on one microbatch enters the list around it.
+Recomputation enters the list around the part of that forward that it runs again. Neither depends on
+the content of the list.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +24,41 @@ Contexts = tuple[Context, Context]
 
 
 class Part(Protocol):
-    """Note that a forward saw a part of its microbatch, and how its result counts."""
+    """Part of a microbatch that a forward used, and its weight in the result."""
 
     @property
     def length(self) -> int:
-        """Tokens of the whole sequence."""
+        """Return the number of tokens of the whole sequence."""
 
     @property
     def group(self) -> Group:
-        """The ranks that saw the other parts."""
+        """Return the group of the ranks with the other parts."""
 
     @property
     def shifted_targets(self) -> Tensor | None:
-        """() int64, labels of this part where the model shifts them itself; else None."""
+        """Return the number of labels of this part, () int64, if the model shifts them itself.
+
+        Otherwise return None.
+        """
 
     def share(self, loss: Tensor) -> Tensor:
-        """Weight of this part's mean loss, so that the mean over the group is the mean over all
-        labels; collective."""
+        """Return the weight of this part's mean loss; collective.
+
+        With it, the mean over the group is the mean over all labels.
+        """
 
 
 class Deferred(Protocol):
     """Gradients that a backward leaves for later, by (stage, microbatch)."""
 
     def collecting(self, key: Hashable) -> Context:
-        """Around the backward of ``key``."""
+        """Return the context of the backward of ``key``."""
 
     def parameters(self, key: Hashable) -> list[Tensor]:
-        """Whose gradients ``run`` adds to."""
+        """Return the parameters whose gradients ``run`` adds to."""
 
     def run(self, key: Hashable, done: Callable[[Tensor], None] | None = None) -> None:
-        """Compute them; ``done`` is called with each parameter that is complete."""
+        """Compute the gradients; ``done`` is called with each parameter that is complete."""
 
 
 @dataclass(kw_only=True)
@@ -60,18 +67,17 @@ class Forward:
 
     Attributes:
         hook: "training_step", "validation_step", "test_step" or "predict_step".
-        step: Tells training steps apart.
+        step: Number of the training step.
         stage: The pipeline stage.
         microbatch: Its number in the batch.
         whole: The microbatch, the same on all ranks of a replica.
-        seed: Of the step's random numbers; None: it draws from the process's generators.
-        splits_backward: Its backward comes in two halves, of which the second may compute what the
-            first has deferred.
+        seed: Seed of the step's random numbers; None: it draws from the process's generators.
+        splits_backward: Its backward comes in two halves, and the second may compute gradients that
+            the first has deferred.
         draws_alike: All ranks of the replica draw from one stream now.
-        batch: What the user's step is called with; a surrounding may put this rank's part in the
-            place of ``whole``.
-        part: What a surrounding that did so has to say.
-        deferred: Where a surrounding keeps what the backward leaves for later.
+        batch: Argument of the user's step; a surrounding may replace ``whole`` by this rank's part.
+        part: The part, set by the surrounding that did so.
+        deferred: Store of a surrounding for gradients that the backward leaves for later.
     """
 
     hook: str
@@ -96,41 +102,44 @@ class Forward:
 
 
 class Surrounding:
-    """One entry of the list. It overrides what it has to do with."""
+    """One entry of the list; it overrides the methods that it needs."""
 
     @property
     def recomputes(self) -> bool:
-        """Return True if ``recomputation`` may do something; compiled blocks are not compiled where
-        one does."""
+        """Return True if ``recomputation`` may do something.
+
+        Blocks are not compiled if it does.
+        """
         return type(self).recomputation is not Surrounding.recomputation
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Look at this rank's part of the LightningModule before the first forward, and follow its
-        calls.
+        """Inspect this rank's part of the LightningModule before the first forward, and hook it.
 
         Returns:
             A function that undoes it.
 
         Raises:
-            ValueError: The module cannot run in here.
+            ValueError: The module cannot run in this surrounding.
         """
         return _nothing
 
     def around(self, forward: Forward) -> Context:
-        """Around the user's step."""
+        """Return the context of the user's step."""
         return contextlib.nullcontext()
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """Around a part of ``forward`` that will be recomputed, and around its recomputation; None
-        if that needs nothing."""
+        """Return the contexts of a recomputed part of ``forward`` and of its recomputation.
+
+        The result is None if no contexts are needed.
+        """
         return None
 
 
 class Surroundings:
-    """The list.
+    """Ordered list of surroundings.
 
     Attributes:
-        entries: The outermost first.
+        entries: The entries, the outermost first.
     """
 
     def __init__(self, entries: Iterable[Surrounding] = ()) -> None:
@@ -138,7 +147,7 @@ class Surroundings:
         self._running: Forward | None = None
 
     def __deepcopy__(self, memo: Any) -> Surroundings:
-        """Itself: the copy of a module that is recomputed runs in what this rank has once."""
+        """Return self: the recomputed copy of a module runs in the surroundings of this rank."""
         return self
 
     @property
@@ -147,17 +156,16 @@ class Surroundings:
         return any(entry.recomputes for entry in self.entries)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Show the module to all entries; returns a function that undoes it."""
+        """Attach all entries to the module; return a function that undoes it."""
         with contextlib.ExitStack() as undo:
-            for entry in reversed(
-                self.entries
-            ):  # an outer one puts its hooks around those of an inner one
+            # Reversed: an outer entry puts its hooks around those of an inner one.
+            for entry in reversed(self.entries):
                 undo.callback(entry.attach(module))
             return undo.pop_all().close
 
     @contextlib.contextmanager
     def around(self, forward: Forward) -> Iterator[None]:
-        """Around one forward."""
+        """Enter all entries around one forward."""
         try:
             with self._running_in(forward, (entry.around(forward) for entry in self.entries)):
                 yield
@@ -168,8 +176,10 @@ class Surroundings:
             raise
 
     def recomputation(self) -> Contexts:
-        """Contexts of a part of the forward that runs now, and of its recomputation: the
-        ``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
+        """Return the contexts of a part of the running forward, and of its recomputation.
+
+        They are the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
+        """
         running = self._running
         pairs = (
             []
@@ -195,4 +205,4 @@ class Surroundings:
 
 
 def _nothing() -> None:
-    """Undoes nothing."""
+    """Undo nothing."""
