@@ -1,3 +1,3 @@
-"""Utilities that know nothing of training."""
+"""Utilities that are independent of training."""
 
 __all__: list[str] = []

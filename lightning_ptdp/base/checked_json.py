@@ -1,7 +1,8 @@
-"""Checks of JSON content, composed as the content is.
+"""Checks of JSON content, composed like the content.
 
-Nothing here believes what a file says of itself. What does not fit is a ``Misfit`` that names the
-place and what is wrong."""
+A file's statements about itself are not trusted. A wrong value raises a ``Misfit`` that names the
+place and the fault.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +28,21 @@ __all__ = [
     "text",
 ]
 
-Json = Any  # what json.dumps takes: a recursive type that type checkers follow poorly
+Json = Any  # input of json.dumps: a recursive type that type checkers follow poorly
 T = TypeVar("T")
 Check = Callable[[Json], T]
-"""From a value to what it stands for; raises a Misfit."""
+"""Converts a value to its meaning; raises a Misfit."""
 
 FILE_NAME = r"[A-Za-z0-9_.][A-Za-z0-9_.+-]{0,200}"
 _SHOWN = 60
 
 
 class Misfit(PTDPError, ValueError):
-    """A value is not what belongs there.
+    """A value does not fit its place.
 
     Args:
-        what: Said of the value: ``"is 'x', not a whole number"``.
-        place: The way to it: ``"tensors.w.shape[3]"``.
+        what: Statement about the value: ``"is 'x', not a whole number"``.
+        place: Path to the value: ``"tensors.w.shape[3]"``.
     """
 
     def __init__(self, what: str, place: str = "") -> None:
@@ -50,7 +51,7 @@ class Misfit(PTDPError, ValueError):
 
 
 def integer(least: int = 0, most: int = 2**62) -> Check[int]:
-    """A whole number."""
+    """Return a check for a whole number."""
 
     def check(value: Json) -> int:
         if type(value) is not int or not least <= value <= most:
@@ -61,7 +62,7 @@ def integer(least: int = 0, most: int = 2**62) -> Check[int]:
 
 
 def number(least: float, most: float) -> Check[float]:
-    """A number with or without a fraction."""
+    """Return a check for a number with or without a fraction."""
 
     def check(value: Json) -> float:
         if type(value) not in (int, float) or not least <= value <= most:
@@ -72,14 +73,14 @@ def number(least: float, most: float) -> Check[float]:
 
 
 def flag(value: Json) -> bool:
-    """True or false."""
+    """Check that a value is true or false."""
     if type(value) is not bool:
         raise Misfit(f"is {_shown(value)}, neither true nor false")
     return value
 
 
 def text(pattern: str = r".{0,4096}", called: str = "text") -> Check[str]:
-    """Text that matches a regular expression from end to end."""
+    """Return a check for text that matches a regular expression from end to end."""
     compiled = re.compile(pattern, re.DOTALL)
 
     def check(value: Json) -> str:
@@ -91,7 +92,7 @@ def text(pattern: str = r".{0,4096}", called: str = "text") -> Check[str]:
 
 
 def one_of(known: Mapping[str, T], called: str) -> Check[T]:
-    """One of several names, and what it stands for."""
+    """Return a check for one of several names, which returns the value of the name."""
 
     def check(value: Json) -> T:
         if type(value) is not str or value not in known:
@@ -102,12 +103,12 @@ def one_of(known: Mapping[str, T], called: str) -> Check[T]:
 
 
 def optional(check: Check[T]) -> Check[T | None]:
-    """Null, or what ``check`` takes."""
+    """Return a check for null, or a value that ``check`` takes."""
     return lambda value: None if value is None else check(value)
 
 
 def list_of(check: Check[T], *, most: int = 2**62) -> Check[tuple[T, ...]]:
-    """A list of equal things."""
+    """Return a check for a list whose items all pass ``check``."""
 
     def check_list(value: Json) -> tuple[T, ...]:
         if not isinstance(value, list | tuple) or len(value) > most:
@@ -120,7 +121,7 @@ def list_of(check: Check[T], *, most: int = 2**62) -> Check[tuple[T, ...]]:
 
 
 def map_of(check: Check[T], *, key: Check[str] = lambda key: key) -> Check[dict[str, T]]:
-    """An object whose keys are names and whose values are equal things."""
+    """Return a check for an object whose keys pass ``key`` and whose values pass ``check``."""
 
     def check_map(value: Json) -> dict[str, T]:
         if not isinstance(value, dict):
@@ -133,11 +134,13 @@ def map_of(check: Check[T], *, key: Check[str] = lambda key: key) -> Check[dict[
 
 
 def record(others: bool = False, **fields: Check[Json]) -> Check[dict[str, Json]]:
-    """An object of these fields; one that ``optional`` made may be missing.
+    """Return a check for an object of these fields.
+
+    A field may be missing if its check was made by ``optional``.
 
     Args:
-        others: Whether there may be further fields, which are left out.
-        fields: Their checks, by name.
+        others: Whether further fields are allowed; they are left out of the result.
+        fields: Checks of the fields, by name.
     """
 
     def check(value: Json) -> dict[str, Json]:
@@ -154,7 +157,7 @@ def record(others: bool = False, **fields: Check[Json]) -> Check[dict[str, Json]
 
 
 def _inside(check: Check[T], value: Json, key: str | int, *, missing: bool = False) -> T:
-    """``check(value)``, which stands under ``key`` of a list or object."""
+    """Return ``check(value)`` for the value under ``key`` of a list or object."""
     try:
         return check(value)
     except Misfit as error:

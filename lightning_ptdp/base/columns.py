@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Text tables with aligned columns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ __all__ = ["columns"]
 
 
 def columns(rows: Sequence[Sequence[str]], *, words: Collection[int] = ()) -> str:
-    """Rows with even columns: those numbered in ``words`` to the left, all others, numbers, to the
-    right."""
+    """Return rows with aligned columns.
+
+    The columns with a number in ``words`` are aligned left. All other columns, which hold numbers,
+    are aligned right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

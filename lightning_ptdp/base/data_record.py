@@ -10,14 +10,14 @@ __all__ = ["DatasetRecord"]
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord:
-    """A split of some data.
+    """A split of a data set.
 
     Attributes:
-        name: Of the data.
+        name: Name of the data.
         context: "training" or "validation".
         digest: Equal for equal samples.
-        source: Where it lies and what it was made from.
-        profile: What is in it, such as its samples and tokens.
+        source: Its location and its origin.
+        profile: Its content, such as the numbers of samples and tokens.
     """
 
     name: str

@@ -6,5 +6,6 @@ __all__ = ["PTDPError"]
 class PTDPError(Exception):
     """Base class of every error of this package.
 
-    Each error is a ``ValueError`` (or ``ImportError``) too if the user can mend it, and a
-    ``RuntimeError`` if it depends on what happened during the run."""
+    An error is also a ``ValueError`` (or ``ImportError``) if the user can fix its cause. It is also
+    a ``RuntimeError`` if it depends on events of the run.
+    """

@@ -1,4 +1,4 @@
-"""Processes that take turns in a folder."""
+"""File locks for processes that take turns in a folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _POLL_S = 0.02
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
-    """Around what processes do in ``folder`` in turns.
+    """Let only one process at a time run the context for ``folder``.
 
-    Who has waited for ``limit_s`` goes on, and so does everybody where the file system knows no
-    locks. None: there is nothing to wait for."""
+    A process continues without the lock after ``limit_s``. Where the file system has no locks, it
+    continues at once. If ``folder`` is None, there is no lock.
+    """
     if folder is None:
         yield
         return
@@ -33,8 +34,10 @@ def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
 
 
 def wait_for_lock(file: int | IO[bytes], *, limit_s: float) -> None:
-    """Lock a file, or wait for that in vain; returns at once where the file system knows no
-    locks."""
+    """Lock a file, or give up at the time limit.
+
+    The call returns at once if the file system has no locks.
+    """
     deadline = time.monotonic() + limit_s
     with contextlib.suppress(OSError):
         while not locked(file) and time.monotonic() < deadline:
@@ -45,7 +48,7 @@ def locked(file: int | IO[bytes]) -> bool:
     """Return True if this process holds the lock of a file now.
 
     Raises:
-        OSError: The file system knows no locks.
+        OSError: The file system has no locks.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Other functions in the place of torch's, in somebody else's model."""
+"""Replacement of torch functions in a model that this package did not write."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["Replacing"]
 
 
 class Replacing(TorchFunctionMode):
-    """While it is entered, calls of some functions of torch go to others; what these call does not
-    come here again.
+    """Context in which calls of some torch functions go to replacements.
+
+    Calls inside a replacement are not replaced again.
 
     Args:
-        replaced: Function of torch -> what is called in its place, with the same arguments.
+        replaced: Function of torch -> function called in its place, with the same arguments.
     """
 
     def __init__(self, replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

@@ -22,14 +22,15 @@ def map_named(
     *,
     name: str = "",
 ) -> Nested:
-    """Rebuild it with ``function`` applied to the tensors, each known by the innermost key or field
-    above it.
+    """Rebuild a value with ``function`` applied to its tensors.
+
+    The name of a tensor is the innermost key or field above it.
 
     Args:
-        value: What is rebuilt.
+        value: The value to rebuild.
         function: Applied to the name and the tensor.
         on_list: Applied to lists and tuples without tensors and further nesting, if given.
-        name: Of what is above ``value``.
+        name: Name of the key or field above ``value``.
     """
     if isinstance(value, Tensor):
         return function(name, value)
@@ -76,8 +77,10 @@ def map_named(
 
 
 def _with_fields(value: Nested, fields: Mapping[str, Nested]) -> Nested:
-    """Return a copy of a dataclass with other values of ``fields``, whose constructor needs what
-    the object did not keep."""
+    """Return a copy of a dataclass with other values of ``fields``.
+
+    It is used if the constructor needs values that the object did not keep.
+    """
     changed = copy.copy(value)
     for field, content in fields.items():
         object.__setattr__(changed, field, content)
@@ -89,12 +92,12 @@ def map_tensors(
     on_tensor: Callable[[Tensor], Nested],
     on_list: Callable[[Nested], Nested] | None = None,
 ) -> Nested:
-    """``map_named`` where names do not matter."""
+    """Apply ``map_named`` without names."""
     return map_named(value, lambda _, tensor: on_tensor(tensor), on_list)
 
 
 def named_tensors(value: Nested) -> list[tuple[str, Tensor]]:
-    """All tensors and their names, in a fixed order."""
+    """Return all tensors and their names, in a fixed order."""
     found: list[tuple[str, Tensor]] = []
 
     def keep(name: str, tensor: Tensor) -> Tensor:
@@ -106,12 +109,12 @@ def named_tensors(value: Nested) -> list[tuple[str, Tensor]]:
 
 
 def iterate_tensors(value: Nested) -> Iterator[Tensor]:
-    """All tensors, in a fixed order."""
+    """Return an iterator over all tensors, in a fixed order."""
     return (tensor for _, tensor in named_tensors(value))
 
 
 def batch_size(batch: Nested) -> int:
-    """Number of samples: the first dimension that the batch's tensors share.
+    """Return the number of samples: the first dimension that the batch's tensors share.
 
     Raises:
         ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension

@@ -1,5 +1,7 @@
-"""Values that an option may hold, read from its annotation: one check for every dataclass and
-function with options for users."""
+"""Type checks of options, based on their annotations.
+
+All dataclasses and functions with options for users share one check.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from typing import (
 __all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "nearest", "shown"]
 
 Hint = Any
-"""An annotation, whatever form it has."""
+"""An annotation in any form."""
 
 _MOST = 2**63 - 1
 _SHOWN_BITS = 256
@@ -35,7 +37,7 @@ _LONG = 100
 
 @dataclass(frozen=True)
 class Least:
-    """The least integer that an annotated option may be: ``Annotated[int, Least(1)]``."""
+    """Least integer for an annotated option: ``Annotated[int, Least(1)]``."""
 
     value: int
 
@@ -43,15 +45,17 @@ class Least:
 Size = Annotated[int, Least(1)]
 """A positive integer."""
 Count = Annotated[int, Least(0)]
-"""0 or more."""
+"""An integer of 0 or more."""
 
 
 def check_types(options: Any) -> None:
-    """Check the fields of a dataclass against their annotations. A list that is given becomes a
-    tuple.
+    """Check the fields of a dataclass against their annotations.
+
+    A list becomes a tuple.
 
     Raises:
-        ValueError: A field holds something else; names the field, the value and what it must be.
+        ValueError: A field holds another type; the message names the field, the value and the
+            allowed values.
     """
     hints = _hints(options.__class__)
     for field in fields(options):
@@ -63,8 +67,9 @@ def check_types(options: Any) -> None:
 
 
 def check_arguments(function: Callable[..., object], values: Mapping[str, object]) -> None:
-    """Check arguments (``locals()``, say) against the annotations of a function's parameters; other
-    values are left alone.
+    """Check arguments (such as ``locals()``) against the annotations of a function.
+
+    Values that are no parameters of the function are ignored.
 
     Raises:
         ValueError: As for ``check_types``.
@@ -80,24 +85,24 @@ def check_arguments(function: Callable[..., object], values: Mapping[str, object
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or "" if nothing is close."""
+    """Return ``"; did you mean 'x'?"``, or "" if no known name is close."""
     found = difflib.get_close_matches(name[:_LONG], list(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: short, whatever it is."""
+    """Return a value as messages show it: short, regardless of its type."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"(an integer of {value.bit_length()} bits)"
     printer = reprlib.Repr()
     printer.maxstring = printer.maxother = _LONG
     try:
         return printer.repr(value)
-    except Exception:  # a repr of somebody else's
+    except Exception:  # a user's class may have a faulty repr
         return f"(a {type(value).__name__})"
 
 
-# Neither raises nor changes: the annotations of a class that exists stay what they are.
+# Cached: the annotations of an existing class do not change.
 @functools.cache
 def _hints(annotated: Callable[..., object]) -> dict[str, Hint]:
     return get_type_hints(annotated, include_extras=True)
@@ -151,7 +156,7 @@ def _fits(value: Any, hint: Hint) -> bool:
 def _is_finite(value: Real) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that is no float
+    except OverflowError:  # an integer too large for a float
         return False
 
 

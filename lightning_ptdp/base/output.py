@@ -1,5 +1,7 @@
-"""Standard output and error that never end a program: a closed pipe or a lost terminal is followed
-by silence."""
+"""Standard output and error that never end a program.
+
+After a closed pipe or a lost terminal, output is discarded.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ __all__ = ["say", "survive_closed_output"]
 
 
 class _Survivor(io.RawIOBase):
-    """A file descriptor whose writes go nowhere once one has failed, also those of C++ and of child
-    processes."""
+    """A file descriptor that discards all writes once one has failed.
+
+    That includes writes of C++ code and of child processes.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -39,11 +43,11 @@ class _Survivor(io.RawIOBase):
 
 
 def survive_closed_output() -> None:
-    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive a closed pipe, a lost
-    terminal or a full disk.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that survive write errors.
 
-    They write characters that their encoding lacks as "?". Streams that a program or a test has
-    replaced already are left alone."""
+    They survive a closed pipe, a lost terminal and a full disk. Characters that their encoding
+    lacks are written as "?". Streams that a program or a test has already replaced are left alone.
+    """
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         sys.stdout = _surviving(sys.__stdout__, is_error=False)
     if sys.__stderr__ is not None and sys.stderr is sys.__stderr__:
@@ -51,7 +55,7 @@ def survive_closed_output() -> None:
 
 
 def say(text: str) -> None:
-    """Print ``text`` to standard output, if anything still reads it there."""
+    """Print ``text`` to standard output, if it is still readable there."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError:

@@ -1,8 +1,10 @@
-"""Tensors of which a rank holds a part, followed through the functions of torch that users call on
-them.
+"""Tracking of partial tensors through the torch functions that users call.
 
-What a function returns in the shape of a part is a part itself: of elementwise functions it is. A
-number is refused, because it would be that of the part."""
+A rank holds only a part of such a tensor.
+
+If a function returns a tensor in the shape of a part, the result is taken as a part too. This is
+true of elementwise functions. A single number is refused, because it would be that of the part.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,14 @@ __all__ = ["PartialModelError", "PartialValues"]
 
 
 class PartialModelError(PTDPError, ValueError):
-    """Something needs values of the whole model, of which a rank holds a part."""
+    """An operation needs values of the whole model, of which a rank holds a part."""
 
 
 class PartialValues(TorchFunctionMode):
-    """Refuses numbers that are computed from parts; ``refusal`` makes the error from the name of
-    the parameter and of the function."""
+    """Refuses numbers that are computed from parts.
+
+    ``refusal`` makes the error from the name of the parameter and of the function.
+    """
 
     def __init__(self, refusal: Callable[[str, str], PartialModelError]) -> None:
         super().__init__()
@@ -38,10 +42,10 @@ class PartialValues(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` and look at what it returns.
+        """Call ``func`` and check its result.
 
         Raises:
-            PartialModelError: A number that only the whole values have.
+            PartialModelError: The result is a number that requires the whole values.
         """
         kwargs = kwargs or {}
         parts = [one for one in _tensors((args, kwargs)) if one in self._names]
@@ -52,7 +56,7 @@ class PartialValues(TorchFunctionMode):
         return result
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        """Note that ``result`` is a part too; returns the argument that it is like."""
+        """Record that ``result`` is a part too, and return the argument that it resembles."""
         alike = next((part for part in parts if part.shape == result.shape), None)
         if alike is None and (result.numel() == 1 or not all(part.numel() for part in parts)):
             raise self._refusal(self._names[parts[0]], getattr(func, "__name__", str(func)))

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed, not on which process computes it."""
+"""Random numbers that depend on the computation, not on the process that runs it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ States: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that is a function of ``parts`` (integers and strings) and the same in every
-    process."""
+    """Return a 63-bit seed that is a function of ``parts`` (integers and strings).
+
+    It is the same in every process.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -33,8 +35,7 @@ def seed_process(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Run with torch's generators (CPU and ``device``) seeded, and put their states back
-    afterwards."""
+    """Seed torch's generators (CPU and ``device``), and restore their states afterwards."""
     states = reseed(seed, device)
     try:
         yield
@@ -43,7 +44,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def reseed(seed: int, device: torch.device) -> States:
-    """Seed torch's generators (CPU and ``device``); returns the states that they had."""
+    """Seed torch's generators (CPU and ``device``), and return their previous states."""
     cuda = device.type == "cuda"
     states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
     torch.default_generator.manual_seed(seed)
@@ -54,7 +55,7 @@ def reseed(seed: int, device: torch.device) -> States:
 
 
 def set_states(states: States, device: torch.device) -> None:
-    """Put states of torch's generators back."""
+    """Restore states of torch's generators."""
     cpu_state, device_state = states
     torch.set_rng_state(cpu_state)
     if device_state is not None:

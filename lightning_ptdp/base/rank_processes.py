@@ -1,8 +1,8 @@
-"""Real processes with a time limit. Each says what it does next, so that one that hangs can be
-named.
+"""Real processes with a time limit, which report their next action.
 
-The processes are forked: the caller has imported what they need, and must not have touched a GPU
-itself."""
+If one hangs, its last report names the place. The processes are forked: the caller must have
+imported the modules that they need, and must not have used a GPU itself.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["Outcome", "Tell", "run_ranks"]
 
 Tell = Callable[[str], None]
-"""Called by a rank with the name of what it does next."""
+"""Called by a rank with the name of its next action."""
 
 _ENDING_S = 2.0
 
@@ -27,9 +27,9 @@ class Outcome:
     """Results and errors of the ranks.
 
     Attributes:
-        results: What each rank returned.
-        errors: Of each rank that raised or died: why, in a line.
-        told: What each rank said, in order; the last is what it was in.
+        results: Return value of each rank.
+        errors: Reason in one line for each rank that raised or died.
+        told: Reports of each rank, in order; the last one names its current action.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
@@ -38,13 +38,13 @@ class Outcome:
 
     @property
     def late(self) -> list[int]:
-        """Ranks that neither returned nor raised."""
+        """Return the ranks that neither returned nor raised."""
         return [rank for rank in self.told if rank not in self.results and rank not in self.errors]
 
     def explain(self) -> str:
-        """Return which rank failed or hangs, and where; "" if all returned.
+        """Return a text that names each failed or hung rank and its place; "" if all returned.
 
-        A rank that progressed less far than the others is the one for which they wait.
+        The rank with the least progress is the one that the other ranks wait for.
         """
         said = [
             f"rank {rank} failed in {self._at(rank)}: {text}" for rank, text in self.errors.items()
@@ -67,10 +67,10 @@ class Outcome:
 def run_ranks(
     function: Callable[..., object], *, count: int, args: Sequence[object] = (), timeout_s: float
 ) -> Outcome:
-    """``function(rank, tell, *args)`` in ``count`` processes, all of which are gone when this
-    returns.
+    """Run ``function(rank, tell, *args)`` in ``count`` processes.
 
-    After the first failure the others, which may wait for it for ever, get two seconds.
+    No process is left when the call returns. After the first failure, the other processes get two
+    seconds, because they may wait for the failed one for ever.
     """
     context = multiprocessing.get_context("fork")
     outcome = Outcome(told={rank: [] for rank in range(count)})
@@ -99,9 +99,8 @@ def _serve(
     try:
         there.send(("result", function(rank, lambda what: there.send(("told", what)), *args)))
     except BaseException as error:
-        there.send(
-            ("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0])
-        )  # notes follow it
+        # The first line only: notes follow it.
+        there.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))
 
 
 def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> None:

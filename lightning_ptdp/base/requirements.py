@@ -1,4 +1,4 @@
-"""Installed versions, compared with the ranges that this package's own metadata declare."""
+"""Checks of installed versions against the ranges in this package's own metadata."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ _FOR_DEVELOPERS = ("test", "docs")
 
 
 class RequirementError(PTDPError, ImportError):
-    """A library is missing or outside the declared range. The message ends with the command that
-    installs the right one."""
+    """A library is missing or outside the declared range.
+
+    The message ends with the command that installs the right version.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Declared:
     Attributes:
         name: Name of the distribution, such as "torch".
         versions: Range of versions that works.
-        extra: Extra that brings it; "" if every installation does.
+        extra: Extra that installs it; "" if every installation does.
     """
 
     name: str
@@ -70,15 +72,15 @@ class Declared:
         return f"{self.name} is not installed; {DISTRIBUTION} needs {self.range}: {self.command}"
 
     def allows(self, version: str) -> bool:
-        """Return True if ``version`` is in the range. Nightly builds count as releases."""
+        """Return True if ``version`` is in the range; nightly builds count as releases."""
         return self.versions.contains(version, prereleases=True)
 
 
 def read_declared(lines: Sequence[str] | None = None) -> tuple[Declared, ...]:
-    """Return the libraries that users need, from ``Requires-Dist`` lines (None: those of the
-    installed package).
+    """Return the libraries that users need, from ``Requires-Dist`` lines.
 
-    A checkout that is not installed has no metadata, and declares nothing.
+    If ``lines`` is None, the lines of the installed package are used. A checkout that is not
+    installed has no metadata and declares nothing.
     """
     if lines is None:
         try:
@@ -96,8 +98,9 @@ def read_declared(lines: Sequence[str] | None = None) -> tuple[Declared, ...]:
 
 
 def find_problem(declared: Declared, installed: Callable[[str], str] | None = None) -> str | None:
-    """Return what is wrong with the installed version of a library, and the command that mends it;
-    None if nothing is.
+    """Return the fault of a library's installed version, and the command that fixes it.
+
+    The result is None if there is no fault.
 
     Args:
         declared: The library.
@@ -114,8 +117,9 @@ def find_problem(declared: Declared, installed: Callable[[str], str] | None = No
 
 
 def check_installed(*names: str) -> None:
-    """Check the installed versions of the libraries ``names``; a name that is not declared is not
-    checked.
+    """Check the installed versions of the libraries ``names``.
+
+    A name that is not declared is not checked.
 
     Raises:
         RequirementError: One is missing or outside the declared range.
@@ -128,7 +132,7 @@ def check_installed(*names: str) -> None:
 
 
 def check_python(version: str | None = None) -> None:
-    """Check the interpreter's version (default: of this one) against ``Requires-Python``.
+    """Check the version of Python (default: of this interpreter) against ``Requires-Python``.
 
     Raises:
         RequirementError: It is outside the range.
@@ -156,9 +160,9 @@ def check_core() -> None:
 
 
 def check_at_import() -> None:
-    """Check the core when the package is imported, except where an error would do harm.
+    """Check the core when the package is imported, except if an error would do harm.
 
-    During ``import torch``, which loads this package's entry point, an error would break torch for
+    ``import torch`` loads this package's entry point, and an error there would break torch for
     every program. The command line reports the error itself, so that ``ptdp doctor`` still runs.
 
     Raises:
@@ -173,8 +177,9 @@ def check_at_import() -> None:
 
 
 def check_url(path: object) -> None:
-    """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``; any other
-    ``path`` needs none.
+    """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``.
+
+    Any other ``path`` needs no library.
 
     Raises:
         RequirementError: The library is missing, or there is none for such URLs.
@@ -201,7 +206,7 @@ def check_url(path: object) -> None:
 
 
 _WITHOUT_FSSPEC = ("file", "http", "https")
-"""Lightning reads these by itself."""
+"""Protocols that Lightning reads by itself."""
 
 
 def import_optional(name: str) -> Any:
@@ -215,8 +220,10 @@ def import_optional(name: str) -> Any:
 
 
 def _extra(requirement: Requirement) -> str:
-    """Return the first extra for which the requirement's marker holds; "" if it holds without
-    one."""
+    """Return the first extra for which the requirement's marker holds.
+
+    The result is "" if the marker holds without an extra.
+    """
     if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
         return ""
     extras = metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []

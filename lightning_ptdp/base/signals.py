@@ -1,4 +1,4 @@
-"""Signals as requests: noted where they arrive, and acted on where nothing is torn by it."""
+"""Signals as requests: recorded on arrival, and handled at a point where it is safe."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ __all__ = [
     "in_main_thread",
 ]
 
-_COPIES_S = 1.0  # launchers hand on what a terminal has sent to all processes already
+_COPIES_S = 1.0  # launchers forward a signal that a terminal has already sent to all processes
 
 
 class StoppedNow(KeyboardInterrupt):
-    """The second Ctrl-C: nothing more is waited for."""
+    """The second Ctrl-C: all waiting ends."""
 
 
 class SignalNotes:
-    """Handlers that only take a note. The second Ctrl-C raises ``StoppedNow`` where it finds this
-    process.
+    """Signal handlers that only record the signal.
+
+    The second Ctrl-C raises ``StoppedNow`` in the running code.
 
     Args:
         announcement: Written to stderr at the first Ctrl-C; "" for nothing.
 
     Attributes:
-        received: What came.
+        received: The received signals.
     """
 
     def __init__(self, announcement: str = "") -> None:
@@ -46,20 +47,22 @@ class SignalNotes:
         self._first, self._pid = 0.0, 0
 
     def take(self, *numbers: int) -> None:
-        """Note these signals from now on; nothing happens outside of the main thread, where Python
-        allows no handlers."""
+        """Record these signals from now on.
+
+        Outside of the main thread, where Python allows no handlers, the call does nothing.
+        """
         self._pid = os.getpid()
         for number in numbers if in_main_thread() else ():
             self._before[number] = signal.signal(number, self.note)
 
     def give_back(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Record the signal; this method is the handler."""
         if number == signal.SIGINT:
             now = time.monotonic()
             if number in self.received:
@@ -67,15 +70,14 @@ class SignalNotes:
                     raise StoppedNow
                 return
             self._first = now
-            if (
-                self._announcement and os.getpid() == self._pid
-            ):  # forked readers of data inherit the handler
-                os.write(2, f"\n{self._announcement}\n".encode())  # print may not be entered twice
+            # Forked data workers inherit the handler: only the original process announces.
+            if self._announcement and os.getpid() == self._pid:
+                os.write(2, f"\n{self._announcement}\n".encode())  # print is not reentrant
         self.received.add(number)
 
 
 class HeldSignal:
-    """Handler of a signal that arrives before anything can act on it.
+    """Handler of a signal that arrives before it can be handled.
 
     Attributes:
         received: Whether it has arrived.
@@ -89,8 +91,10 @@ class HeldSignal:
 
 
 def hold_requeue_signal() -> None:
-    """Hold SIGUSR1 in a SLURM job until ``SaveOnSignal`` acts on it; by default it would end this
-    process."""
+    """Hold SIGUSR1 in a SLURM job until ``SaveOnSignal`` handles it.
+
+    By default the signal would end this process.
+    """
     if (
         "SLURM_JOB_ID" in os.environ
         and in_main_thread()
@@ -101,8 +105,10 @@ def hold_requeue_signal() -> None:
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let ``handler`` take a signal inside; nothing happens outside of the main thread, where
-    Python allows no handlers."""
+    """Let ``handler`` take a signal inside the context.
+
+    Outside of the main thread, where Python allows no handlers, the context does nothing.
+    """
     if not in_main_thread():
         yield
         return
@@ -115,8 +121,10 @@ def handled(number: int, handler: Callable[[int, FrameType | None], None]) -> It
 
 @contextmanager
 def breakable() -> Iterator[None]:
-    """Around a wait at the end of a run: Ctrl-C ends it with ``StoppedNow``, although Lightning
-    ignores the signal by then."""
+    """Let Ctrl-C end a wait at the end of a run with ``StoppedNow``.
+
+    Lightning already ignores the signal at that time.
+    """
     began = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:

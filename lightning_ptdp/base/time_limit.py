@@ -1,4 +1,4 @@
-"""A limit for the time that foreign code may take in this process."""
+"""Time limit for foreign code in this process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["time_limit"]
 
 
 class _Late(BaseException):
-    """Raised in the thread whose time is up; code that handles exceptions lets it pass."""
+    """Raised in the thread whose time is up; ``except Exception`` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the block if it runs longer than ``seconds``, in any thread.
 
-    Python code is interrupted; a single call into a C library is not before it returns.
+    Python code is interrupted. A single call into a C library is interrupted only when it returns.
 
     Raises:
         TimeoutError: The block was not finished.
@@ -48,8 +48,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raise ``error`` in a thread at its next instruction; None takes back what was not raised
-    yet."""
+    """Raise ``error`` in a thread at its next instruction.
+
+    None cancels an error that has not been raised yet.
+    """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
     )

@@ -1,8 +1,8 @@
-"""Files that somebody else wrote: what they say is compared with what is there before anything is
-made of it.
+"""Reading of untrusted files: their claims are compared with their content before use.
 
-Every reader of this package goes through here, and turns the ``ValueError`` or ``OSError`` into its
-own error, which says what to do."""
+Every reader of this package uses these functions. It turns the ``ValueError`` or ``OSError`` into
+its own error, which names the fix.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ __all__ = [
 
 MOST_BYTES = 1 << 24
 MOST_SETTINGS = 1 << 17
-"""Values of a configuration: some programs take the square of their number in time."""
+"""Values of a configuration; some programs take quadratic time in their number."""
 _MOST_BESIDE = 1 << 27  # bytes of a tokenizer's file; the largest vocabularies take a quarter of it
-_MOST_VALUES = (
-    1 << 21
-)  # of 64 bytes each where they are empty lists; the index of a large model has half as many
+# Empty lists take 64 bytes each; the index of a large model has half as many values.
+_MOST_VALUES = 1 << 21
 _MOST_DEPTH = 64
-_MOST_NAME = 255  # bytes: what every file system takes
+_MOST_NAME = 255  # bytes: limit of every file system
 
 
 def inside(folder: str | Path, name: object) -> Path:
-    """The path of a file that another file names, in ``folder`` or below it.
+    """Return the path of a file that another file names, in ``folder`` or below it.
 
     Raises:
-        ValueError: The name is no relative path that stays inside, or a link is on its way.
+        ValueError: The name is not a relative path that stays inside, or the path contains a link.
     """
     if not isinstance(name, str) or not _is_relative(name):
         raise ValueError(f"{_short(name)} is not the name of a file inside of the folder")
@@ -57,20 +56,24 @@ def inside(folder: str | Path, name: object) -> Path:
 
 
 def hub_blobs(folder: str | Path) -> list[Path]:
-    """Return the ``blobs`` folder of huggingface_hub's cache if ``folder`` is one of its snapshots,
-    whose files are links to blobs."""
+    """Return the ``blobs`` folder of huggingface_hub's cache.
+
+    The list is empty if ``folder`` is not in a snapshot of a cache. The files of a snapshot are
+    links to blobs.
+    """
     real = Path(os.path.realpath(folder))
     caches = [parent.parent for parent in (real, *real.parents) if parent.name == "snapshots"]
     return [cache / "blobs" for cache in caches[:1] if not (cache / "blobs").is_symlink()]
 
 
 def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> int:
-    """Return the size of a regular file in bytes, without opening it: opening a pipe waits for a
-    writer.
+    """Return the size of a regular file in bytes, without opening it.
+
+    Opening a pipe would wait for a writer.
 
     Args:
         path: The file.
-        linked: Folders to which a link may lead beside the one in which it is; None for all.
+        linked: Folders to which a link may lead in addition to its own folder; None for all.
 
     Raises:
         OSError: It is missing, is no regular file (a pipe, a device, a folder), or is a link to
@@ -96,7 +99,7 @@ def read_bytes(
     """Return the content of a regular file.
 
     Raises:
-        OSError: Of :func:`regular_size`.
+        OSError: As in :func:`regular_size`.
         ValueError: It has more than ``most_bytes``.
     """
     _check_size(path, most_bytes, linked)
@@ -105,11 +108,10 @@ def read_bytes(
 
 
 def small_files(folder: str | Path, patterns: Iterable[str]) -> list[Path]:
-    """Return the files in a folder whose names match one of ``patterns``, each a regular file of at
-    most 128 MiB in this folder.
+    """Return the files in a folder whose names match one of ``patterns``.
 
-    A link may lead to another file of the folder, or to the blobs of the hub's cache that the
-    folder is in.
+    Each must be a regular file of at most 128 MiB in this folder. A link may lead to another file
+    of the folder, or to the blobs of the hub's cache that contains the folder.
 
     Raises:
         OSError: One of them is no regular file, or a link to another folder.
@@ -132,23 +134,26 @@ def read_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, bytes]:
 def read_json(
     path: str | Path, *, most_bytes: int = MOST_BYTES, linked: Sequence[Path] | None = None
 ) -> Any:
-    """The JSON of a regular file: see :func:`read_bytes` and :func:`parse_json`."""
+    """Return the JSON of a regular file; see :func:`read_bytes` and :func:`parse_json`."""
     return parse_json(read_bytes(path, most_bytes=most_bytes, linked=linked))
 
 
 def check_values(data: bytes, most_values: int) -> None:
-    """Refuse JSON of more than about ``most_values`` values with a ValueError, without parsing
-    it."""
+    """Refuse JSON of more than about ``most_values`` values, without parsing it.
+
+    Raises:
+        ValueError: There are more values.
+    """
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > most_values:
         raise ValueError(f"it holds about {values} values, at most {most_values} are read")
 
 
 def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
-    """JSON of at most so many values, 64 deep.
+    """Return the content of JSON with at most ``most_values`` values, at most 64 deep.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is not such JSON.
     """
     check_values(data, most_values)
     try:
@@ -166,8 +171,11 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return the reason why a file is unusable, for a message: the text of a ValueError; for a
-    missing key and the like, the kind too."""
+    """Return the reason why a file is unusable, for a message.
+
+    For a ValueError it is the text. For any other error, such as a missing key, it includes the
+    type.
+    """
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"[:300]
 
 
@@ -193,6 +201,6 @@ def _entries(value: Any) -> Any:
 
 
 def _short(value: object) -> str:
-    """Return the beginning of a value that may be long, enough to find it."""
+    """Return the beginning of a long value, enough to find it."""
     text = str(value) if isinstance(value, Exception) else repr(value)
     return text if len(text) <= 120 else f"{text[:120]}…"
