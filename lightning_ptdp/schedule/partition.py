@@ -170,7 +170,7 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
 def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
     """Return the position of the layer whose dotted name ends with ``name``.
 
-    At most one layer matches, because the last component differs between layers.
+    The first match is returned. Within one container, the last component differs between layers.
     """
     for index, layer in enumerate(layers):
         if layer == name or layer.endswith(f".{name}"):
