@@ -1,8 +1,8 @@
-"""The strategy that Lightning's Trainer calls.
+"""Strategy that Lightning's Trainer calls.
 
-``ptdp.py`` is the strategy, in the order of a run. ``steps.py``, ``running_strategy.py`` and
-``saving.py`` are the parts that run batches, reduce values and write checkpoints. ``checks``
-refuses before launch, ``launch.py`` starts processes."""
+``ptdp.py`` contains the strategy, in the order of a run. ``steps.py`` runs batches,
+``running_strategy.py`` reduces values, and ``saving.py`` writes checkpoints. ``checks`` refuses
+impossible runs before launch. ``launch.py`` starts the processes."""
 
 from lightning_ptdp.strategy.planning import plan
 from lightning_ptdp.strategy.ptdp import PTDPStrategy, strategy_class

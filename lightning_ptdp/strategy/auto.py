@@ -1,4 +1,4 @@
-"""The strategy's part in ``layout="auto"``: chosen before launch, and held against the clock."""
+"""Planner's choice for ``layout="auto"``, and its comparison with the measured step time."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ __all__ = ["ChosenLayout"]
 
 
 class ChosenLayout(RunningStrategy):
-    """Mixin of the strategy: has the planner choose the options of the layout, where that is asked
-    for."""
+    """Mixin of the strategy: layout options chosen by the planner, if requested."""
 
     _chooses: bool
     _forecast: Forecast | None
 
     def _will_choose(self, layout: LayoutChoice | None) -> None:
-        """Remember whether to.
+        """Store whether the planner chooses the layout.
 
         Raises:
-            ValueError: It is another word, or options of the layout are given, too.
+            ValueError: ``layout`` is neither "auto" nor None, or options of the layout are given as
+                well.
         """
         if layout not in ("auto", None):
             raise ValueError(
@@ -52,8 +52,10 @@ class ChosenLayout(RunningStrategy):
             refuse_given(self.config)
 
     def _choose(self, trainer: Trainer, sources: Sequence[object]) -> None:
-        """If that is asked, once: a further fit trains on in the same layout. Every process chooses
-        alike, from the same script, data and machine file."""
+        """Let the planner choose the layout, if requested and not done yet.
+
+        A further fit continues in the same layout. Every process makes the same choice, because all
+        read the same script, data and machine file."""
         if not self._chooses:
             return
         rows = replica_rows(sources)
@@ -106,7 +108,7 @@ class ChosenLayout(RunningStrategy):
             print(self._forecast.text, flush=True)
 
     def _device_name(self) -> str:
-        """Return the device's name. Asking a GPU starts CUDA."""
+        """Return the device's name, asked in a child process because asking a GPU starts CUDA."""
         ask = partial(device_name, self.root_device)
         return (
             in_child(ask)
@@ -115,14 +117,13 @@ class ChosenLayout(RunningStrategy):
         )
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Times steps, if a layout was chosen by what they were expected to take."""
+        """Record the start of the batch if the layout was chosen by a forecast."""
         super().on_train_batch_start(batch, batch_idx)
         if self._forecast is not None:
             self._forecast.batch_begins()
 
     def on_train_end(self) -> None:
-        """Tells the loggers what was expected of the chosen layout, and the user if it was far
-        off."""
+        """Log the forecast beside the measurements, and print a message if it was far off."""
         super().on_train_end()
         if (
             self._forecast is None

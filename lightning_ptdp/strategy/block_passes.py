@@ -1,5 +1,6 @@
-"""Passes over the repeated blocks of a rank when they are cut, filled and sharded, the innermost
-first."""
+"""Passes over the repeated blocks of a rank, applied from the innermost to the outermost.
+
+They run after the blocks have been cut, filled and sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lightning_ptdp.world.mesh import ProcessMesh
 __all__ = ["prepare_blocks"]
 
 _SYMMETRIC_BYTES = 2**20
-"""To begin with: what cannot be reached is known before the first step."""
+"""Size of a first allocation, which finds unreachable ranks before the first step."""
 
 
 def prepare_blocks(
@@ -29,11 +30,13 @@ def prepare_blocks(
     surroundings: Surroundings,
     device: torch.device,
 ) -> tuple[str, ...]:
-    """Products in pieces or float8, a compiled forward around them, around that recomputation or
-    offload, as the options say, in place.
+    """Apply the block passes that the options select, in place.
+
+    The innermost pass computes products in pieces or in float8. The compiled forward is around it.
+    Recomputation or offload is the outermost pass.
 
     Returns:
-        What the summary tells of it.
+        Notes for the layout summary.
 
     Raises:
         ValueError: The device or the machine lacks what an option needs, or a stage has too few

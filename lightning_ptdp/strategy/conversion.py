@@ -1,5 +1,6 @@
-"""Conversion of the whole model before it is cut, since plugins may replace modules and
-parameters."""
+"""Conversion of the whole model by Lightning's plugins, before it is cut.
+
+Plugins may replace modules and parameters."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ __all__ = ["convert", "replacing"]
 
 
 def replacing(plugin: Precision, names: LightningNames) -> Callable[[nn.Module], nn.Module] | None:
-    """The precision plugin's ``convert_module`` if it may do more than change dtypes."""
+    """Return the plugin's ``convert_module`` if it may do more than change dtypes."""
     method: Callable[[nn.Module], nn.Module] = plugin.convert_module
     return None if type(plugin).convert_module in names.casting else method
 
 
 def convert(strategy: ModelSpace, mesh: ProcessMesh) -> nn.Module:
-    """Convert the strategy's model, in place where its plugins do.
+    """Convert the strategy's model, in place if its plugins do so.
 
-    Those that replace modules may copy values, which what ``configure_model`` built has not yet: it
-    is given them where a rank holds all of it anyway."""
+    A plugin that replaces modules may copy values, but a model built by ``configure_model`` has no
+    values yet. They are therefore filled in first if every rank holds the whole model anyway."""
     if (
         replacing(strategy.precision_plugin, strategy._names) is not None
         and strategy.ranks_hold_all
@@ -39,7 +40,7 @@ def convert(strategy: ModelSpace, mesh: ProcessMesh) -> nn.Module:
     model = strategy.precision_plugin.convert_module(strategy.model)
     replicas = mesh.group("replica_sum")
     if layer_sync(strategy) is not None and replicas.size > 1:
-        # The world's group, where it is that, can be copied with the model.
+        # A handle prevents copying of the model. The world's group works without one.
         group = replicas.handle if replicas.size < mesh.layout.world_size else None
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     return model

@@ -1,5 +1,6 @@
-"""Expected ranks, their nodes, how missing ones are started, and which of this machine's processes
-have ended."""
+"""Expected ranks and their nodes, and tests whether processes of this machine have ended.
+
+The messages also say how to start missing ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ __all__ = ["Crowd", "has_ended", "listed", "this_process"]
 
 @dataclass(frozen=True, kw_only=True)
 class Crowd:
-    """The ranks of a world, as one of them sees it.
+    """Ranks of a world, as seen by one of them.
 
     Attributes:
         rank: Global rank.
         world_size: Number of ranks.
-        address: Of the store.
-        port: Of the store.
-        num_nodes: Number of machines, with as many ranks each.
-        started_by_hand: Whether the user starts a process on every node, and not SLURM or torchrun.
-        say_every_s: How often a wait is mentioned.
+        address: Address of the store.
+        port: Port of the store.
+        num_nodes: Number of machines; each has the same number of ranks.
+        started_by_hand: Whether the user starts a process on every node, instead of SLURM or
+            torchrun.
+        say_every_s: Seconds between two messages about a wait.
     """
 
     rank: int
@@ -39,18 +41,19 @@ class Crowd:
 
     @property
     def where(self) -> str:
-        """The store's address and port."""
+        """Return the store's address and port."""
         return f"{self.address}:{self.port}"
 
     @property
     def keeper(self) -> str:
-        """Return a description of the rank that keeps the store."""
+        """Return a description of the rank that holds the store."""
         return f"rank 0, which keeps the store at {self.where} (or torchrun does),"
 
     @property
     def watched(self) -> list[int]:
-        """Ranks of this machine whose processes this rank looks after: the first rank after the
-        others, they after it."""
+        """Return the ranks of this machine whose processes this rank watches.
+
+        The first rank of a machine watches all other ranks of it. They watch the first rank."""
         here = self.world_size // self.num_nodes
         first = self.rank // here * here
         return (
@@ -60,7 +63,7 @@ class Crowd:
         )
 
     def missing(self, ranks: list[int]) -> str:
-        """Return the message of the store's rank about ranks that have not joined."""
+        """Return rank 0's message about ranks that have not joined."""
         if not ranks:
             return ""
         here = self.world_size // self.num_nodes
@@ -70,14 +73,15 @@ class Crowd:
         return f"for {listed('rank', ranks)}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
 
     def first_of_all(self) -> str:
-        """Return the message of the first rank of another node, or else of rank 1, while rank 0
-        does not answer."""
+        """Return the message of a rank that waits for rank 0.
+
+        Only rank 1 and the first rank of each node return one; other ranks return ""."""
         if self.rank != 1 and self.rank % (self.world_size // self.num_nodes):
             return ""
         return f"for rank 0 at {self.where}{self._how([0])}"
 
     def unanswered(self, reached: bool) -> str:
-        """Why there is no store, or no answer of rank 0 in it."""
+        """Return the reason why the store, or rank 0 in it, does not answer."""
         if reached:
             return "rank 0 did not come"
         return (
@@ -105,18 +109,19 @@ _LOOPBACK_HINT = (
 
 
 def listed(what: str, numbers: Sequence[int]) -> str:
-    """``"rank 1"``, ``"ranks 1, 2"``."""
+    """Return ``"rank 1"`` or ``"ranks 1, 2"``."""
     return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def this_process() -> str:
-    """Names this process, on this machine, for ``has_ended``."""
+    """Return an identifier of this process and machine, for ``has_ended``."""
     return json.dumps([_machine(), os.getpid(), _started(os.getpid())])
 
 
 def has_ended(process: str) -> bool:
-    """Return True if a process of this machine has ended; False for other machines' processes, of
-    which nothing is known."""
+    """Return True if a process of this machine has ended.
+
+    The result is False for processes of other machines, whose state is unknown."""
     machine, pid, started = json.loads(process)
     return machine is not None and machine == _machine() and _started(pid) != started
 
@@ -127,12 +132,12 @@ def _machine() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text(
             encoding="ascii"
         ).strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return None
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in ticks; None if it is gone, or dead and not yet taken leave of."""
+    """Return the start time of a process in ticks; None if it is gone, a zombie or dead."""
     try:
         state, *values = (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

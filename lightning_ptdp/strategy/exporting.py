@@ -1,4 +1,4 @@
-"""The strategy's part in exporting: the model that is trained, as a Hugging Face folder."""
+"""Export of the trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ __all__ = ["ModelSpaceExporting"]
 
 
 class ModelSpaceExporting(ModelSpace):
-    """Mixin of the strategy: writes what Hugging Face and those who read its folders load, each
-    rank what it has."""
+    """Mixin of the strategy: export in Hugging Face's format, each rank writing its part."""
 
     def export_huggingface(
         self,
@@ -36,24 +35,26 @@ class ModelSpaceExporting(ModelSpace):
         prefix: str | None = None,
         check_only: bool = False,
     ) -> None:
-        """Write the model, as a checkpoint of now would hold it, as a Hugging Face folder:
-        ``config.json``, ``generation_config.json``, safetensors with their index, and the files of
-        the tokenizer beside the configuration that the model was built from. The module wraps a
-        Hugging Face model, into which adapters of LoRA are merged, or is one of ours. All ranks
-        enter it, after ``setup``, and write together.
+        """Write the current model as a Hugging Face folder.
+
+        The folder contains ``config.json``, ``generation_config.json``, safetensors with their
+        index, and the tokenizer files found beside the configuration from which the model was
+        built. The module must wrap a Hugging Face model or be a model of this package. LoRA
+        adapters are merged into a Hugging Face model. All ranks must call this method after
+        ``setup``; they write together.
 
         Args:
-            folder: On a file system that all ranks share; an earlier export there is replaced when
-                the new one is whole.
-            dtype: What floating-point tensors are converted to; default: as they are.
-            shard_bytes: Most bytes of tensors in one file.
-            prefix: Where the module holds several Hugging Face models: the attribute of the one,
-                with a dot.
-            check_only: Only find out whether that could be done now.
+            folder: Target on a file system that all ranks share. An earlier export there is
+                replaced when the new one is complete.
+            dtype: Type to which floating-point tensors are converted; default: unchanged.
+            shard_bytes: Largest number of tensor bytes in one file.
+            prefix: Attribute of the model to export, with a trailing dot, if the module holds
+                several Hugging Face models.
+            check_only: Only check whether the export would be possible now.
 
         Raises:
-            CheckpointError: On all ranks, if it failed on any; what was there before is whole, and
-                nothing else is left.
+            CheckpointError: The export failed on some rank; raised on all ranks. An earlier export
+                is left unchanged, and no other files remain.
         """
         target = Path(os.path.abspath(self.broadcast(local_path(folder))))
         doing = f"exporting {target}"
@@ -85,7 +86,8 @@ class ModelSpaceExporting(ModelSpace):
         """Return the description of the module and the prefix of its names.
 
         Raises:
-            CheckpointError: It holds several Hugging Face models, or none and is none of ours.
+            CheckpointError: The module holds several Hugging Face models, or it holds none and is
+                not a model of this package.
         """
         module, data = (
             self.lightning_module,

@@ -1,4 +1,4 @@
-"""Functions that must not run in a process from which others will be forked."""
+"""Calls in a child process, for functions that would spoil later forks of this process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Result = TypeVar("_Result")
 def in_child(function: Callable[[], _Result]) -> _Result:
     """Return the result of ``function``, called in a forked process.
 
-    This process then starts neither CUDA nor autograd's threads, with either of which no process
-    that is forked later could train.
+    This process then starts neither CUDA nor autograd's threads. Processes forked after either of
+    them could not train.
 
     Raises:
-        RuntimeError: The process ended, or gave no answer within ten minutes.
-        Exception: What ``function`` raised.
+        RuntimeError: The child process ended, or gave no answer within ten minutes.
+        Exception: The exception that ``function`` raised.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -1,5 +1,6 @@
-"""Contexts around the forwards of a rank: the list is made here, and impossible combinations are
-refused."""
+"""Contexts around the forwards of a rank.
+
+``make_surroundings`` builds the list; ``check_surroundings`` refuses impossible combinations."""
 
 from __future__ import annotations
 
@@ -39,12 +40,14 @@ def make_surroundings(
 ) -> Surroundings:
     """Return the contexts around the forwards of this rank, the outermost first.
 
-    The order: of torch's function modes the one that was entered last sees a call first, and what
-    it calls itself goes to those around it. Random numbers of the step come first, because their
-    hooks must be the outermost of a block. Dropout by key comes last, because it must meet
-    attention with dropout before that is split over slices of the sequence; weight gradients come
-    before both, because whatever product the others put in the place of a call must be able to
-    wait."""
+    Among torch's function modes, the one entered last sees a call first. Calls that it makes itself
+    go to the modes around it. This determines the order:
+
+    - Random numbers of the step are first, because their hooks must be the outermost of a block.
+    - Keyed dropout is last, because it must see attention with dropout before context parallelism
+      splits that attention over slices of the sequence.
+    - Deferred weight gradients are before both of these modes, because any product with which they
+      replace a call must be deferrable."""
     context, tensor = mesh.group("context"), mesh.group("tensor")
     entries: list[Surrounding] = [_step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
@@ -108,7 +111,7 @@ def _step_randomness(
     }
     splits_ends = config.sequence_parallel and parallel.split_blocks is None
     if splits_ends:
-        # Behind the embedding the sequence is split already.
+        # The sequence is already split after the embedding.
         around = tuple(f"{name}." for name in layers)
         drops = [
             name
@@ -122,11 +125,11 @@ def _step_randomness(
 
 
 def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:
-    """Check what a whole, uncut model tells of its attention.
+    """Check the attention of a whole, uncut model.
 
     Raises:
-        ValueError: Its attention cannot be intercepted, or its heads do not divide (all-to-all
-            attention).
+        ValueError: Its attention cannot be intercepted, or context parallelism does not divide its
+            heads (all-to-all attention).
     """
     if config.context_parallel_size == 1:
         return

@@ -1,5 +1,6 @@
-"""Collectives on a rank whose run ended with an exception: callbacks then save checkpoints, which
-takes all ranks."""
+"""Agreement of ranks after an exception.
+
+Callbacks save checkpoints then, which needs all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ class Interruption:
     """State of an exception in one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
     Args:
-        trainer: Whose state says whether there was an exception.
-        watchdog: Knows the other ranks.
+        trainer: Trainer whose state shows whether there was an exception.
+        watchdog: Connection to the other ranks.
         run: Name of this call, the same on all ranks and used once.
-        on_device: Whether messages may be under way that keep a device busy for ever.
+        on_device: Whether unfinished messages may keep a device busy forever.
     """
 
     def __init__(self, trainer: Trainer, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
@@ -32,8 +33,9 @@ class Interruption:
         self._alone: bool | None = None
 
     def is_of_this_rank_alone(self) -> bool:
-        """Return True if an exception did not end all ranks at the same step. Waits some seconds
-        for the other ranks."""
+        """Return True if an exception did not end all ranks at the same step.
+
+        Waits some seconds for the other ranks."""
         if self._trainer.state.status != "interrupted" or self._watchdog.closed:
             return False
         if self._alone is None:
@@ -43,8 +45,8 @@ class Interruption:
         return self._alone
 
     def leave(self) -> None:
-        """After an exception of all ranks: wait for them, some seconds, before this one ends.
-        Whoever started them ends all when one has ended, and rank 0 may still be writing its
-        log."""
+        """Wait some seconds for the other ranks after an exception of all ranks.
+
+        The launcher ends all ranks when one has ended, and rank 0 may still be writing its log."""
         if self._alone is False:
             self._watchdog.all_come(f"{self._run}/end", limit_s=_LEAVING_S)

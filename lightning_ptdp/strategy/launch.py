@@ -1,5 +1,4 @@
-"""Lightning's launchers, with the checks before the launch and the trained weights returned after
-it."""
+"""Lightning's launchers, with checks before the launch and trained weights returned."""
 
 from __future__ import annotations
 
@@ -32,17 +31,17 @@ _T = TypeVar("_T")
 
 
 def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> Launcher:
-    """The launcher that starts this node's processes with ``start_method``; one process alone is
-    this one, whatever the method.
+    """Return the launcher that starts this node's processes with ``start_method``.
+
+    A single process runs in this process, whatever the method.
 
     Raises:
-        MisconfigurationException: The processes cannot be started from a notebook or a prompt in
-            this way.
+        MisconfigurationException: The method cannot start processes from a notebook or a prompt.
     """
     if strategy.num_nodes * strategy.num_processes == 1:
         return InProcessLauncher(strategy)
     if start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
-        # Lightning would recommend a strategy of its own.
+        # Lightning's own message would recommend one of Lightning's strategies.
         raise lightning_names(namespace).MisconfigurationException(
             f"start_method={start_method!r} cannot start processes from a notebook or an "
             "interactive prompt, where there is no script to "
@@ -57,8 +56,10 @@ def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> 
 
 
 class InProcessLauncher:
-    """Starts nothing. A forked child would inherit the threads' locks of a notebook or a test run,
-    but not their threads."""
+    """Launcher that runs the function in this process.
+
+    A forked child would inherit the locks held by threads of a notebook or a test run, but not the
+    threads."""
 
     is_interactive_compatible = True
 
@@ -72,18 +73,19 @@ class InProcessLauncher:
         trainer: Trainer | None = None,
         **kwargs: object,
     ) -> _T:
-        """Check, then call ``function``."""
+        """Run the checks, then call ``function``."""
         self._strategy.check_before_launch(trainer, args)
         return function(*args, **kwargs)
 
     def kill(self, signum: int) -> None:
-        """There is no other process to hand a signal to."""
+        """Do nothing, because there is no other process."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """Instead of results: the processes ended themselves (SIGTERM). Without it the main process
-    would wait for results forever."""
+    """Result of processes that ended themselves (SIGTERM).
+
+    Without it the main process would wait for results forever."""
 
 
 @lru_cache(maxsize=2)
@@ -93,8 +95,8 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
     multiprocessing_launcher: Any = names.MultiProcessingLauncher
 
     def reduce(launcher: Launcher) -> tuple[object, ...]:
-        # Classes made in a function cannot be found by name: spawned processes get them from this
-        # one's arguments.
+        # Classes made in a function cannot be found by name. Spawned processes get them from the
+        # arguments of this function.
         return (
             _bare_launcher,
             (namespace, _launcher_classes(namespace).index(type(launcher))),
@@ -102,7 +104,7 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
         )
 
     class CheckedSubprocessLauncher(subprocess_launcher):
-        """Re-runs the script once a process."""
+        """Launcher that re-runs the script once for each process."""
 
         def __init__(self, strategy: StrategyBase) -> None:
             super().__init__(
@@ -122,8 +124,10 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
 
         def kill(self, signum: int) -> None:
-            """Also to end with this process. That they have ended is then no failure, for which
-            Lightning would kill this one too."""
+            """Send a signal to the processes; after SIGKILL, wait for their end.
+
+            Their end then does not count as a failure, for which Lightning would also kill this
+            process."""
             super().kill(signum)
             if signum == signal.SIGKILL:
                 for process in self.procs:
@@ -133,10 +137,10 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
         __reduce__ = reduce
 
     class CheckedMultiProcessingLauncher(multiprocessing_launcher):
-        """Forks or spawns the processes, and gives the main process the whole trained model.
+        """Launcher that forks or spawns processes and returns the whole model to the main one.
 
-        Lightning's sends the weights through a file in the temporary folder, which may be small or
-        on a disk."""
+        Lightning's launcher sends the weights through a file in the temporary folder, which may be
+        small or on a disk."""
 
         _weights_path: str | None = None
 
@@ -166,18 +170,17 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
             try:
                 super()._wrapping_function(process_idx, trainer, *call)
             except KeyboardInterrupt:
-                sys.exit(INTERRUPTED)  # some versions of torch take it for a good end
+                sys.exit(INTERRUPTED)  # some versions of torch report it as success
             except SystemExit as end:
                 if process_idx == 0 and not end.code:
                     call[3].put(
                         _Ended()
-                    )  # behind the function and its arguments, the queue of its results
+                    )  # the queue of results follows the function and its arguments
                 raise
             except Exception as error:
                 peer_lost = isinstance(error, PeerError) or is_communication_error(error)
-                # The main process shows the error of the rank that ends first and ends the others
-                # by SIGTERM. Before SIGTERM has come, wait for it, so that the lost rank is the
-                # first.
+                # The main process shows the error of the rank that ends first, and ends the other
+                # ranks by SIGTERM. Wait for SIGTERM, so that the lost rank ends first.
                 if peer_lost and not self._strategy.told_to_end:
                     time.sleep(_LAST_WORD_S)
                 if _FORKED_TOO_LATE in str(error):
@@ -213,5 +216,5 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
 
 
 def _bare_launcher(namespace: str, index: int) -> Launcher:
-    """A launcher without attributes, for pickle to fill."""
+    """Return a launcher without attributes, which pickle fills."""
     return object.__new__(_launcher_classes(namespace)[index])

@@ -1,5 +1,6 @@
-"""``layout="auto"``: the layout that the planner takes to be the fastest of those that fit and that
-the model and the data take."""
+"""Choice for ``layout="auto"``: the fastest possible layout by the planner's estimate.
+
+A layout is possible if it fits into memory, and if the model and the data accept it."""
 
 from __future__ import annotations
 
@@ -76,13 +77,14 @@ class Training:
     """Module, data and configuration for which a layout is chosen.
 
     Attributes:
-        module: What is trained, whole.
+        module: The whole module that is trained.
         config: The options, without a layout.
         world_size: Number of processes.
-        rows: Samples of a replica's batch, for a number of replicas; None: they cannot be dealt so.
-        length: Tokens of a sample; None: as long as the model takes.
-        device: What each process has.
-        precision: Lightning's.
+        rows: Returns the samples of a replica's batch for a number of replicas; None if the batch
+            cannot be divided among so many.
+        length: Tokens of a sample; None: the model's maximum.
+        device: Device of each process.
+        precision: Lightning's name of the precision.
         forks: Whether the processes will be forked from this one.
     """
 
@@ -101,10 +103,11 @@ class Forecast:
     """Expected time and memory of a step, and the times at which batches began.
 
     Attributes:
-        seconds: Of a step, expected.
-        memory: Bytes of the fullest rank, expected.
-        text: The choice, the runner-up and why.
-        figures: Whose figures of the device it was made with.
+        seconds: Expected time of a step.
+        memory: Expected bytes of the rank that needs most.
+        text: The choice, the runner-up and the reason.
+        figures: Origin of the device's figures.
+        began: Times at which batches began.
     """
 
     seconds: float
@@ -114,12 +117,14 @@ class Forecast:
     began: list[float] = field(default_factory=list)
 
     def batch_begins(self) -> None:
-        """Called in front of every batch."""
+        """Record the start of a batch."""
         self.began.append(time.perf_counter())
 
     @property
     def measured(self) -> float | None:
-        """Seconds of a step: the median, without the first few; None if there were too few."""
+        """Return the median seconds of a step, or None after too few steps.
+
+        The first three steps do not count."""
         steps = [
             after - before
             for before, after in zip(
@@ -129,7 +134,7 @@ class Forecast:
         return statistics.median(steps) if steps else None
 
     def verdict(self) -> str:
-        """Return the message for the end of training; "" if the forecast was near."""
+        """Return the message for the end of training; "" if the forecast was close."""
         measured = self.measured
         if measured is None or abs(self.seconds / measured - 1) <= _OFF:
             return ""
@@ -141,10 +146,10 @@ class Forecast:
 
 
 def refuse_given(config: PTDPConfig) -> None:
-    """``layout="auto"`` is to choose what is not given.
+    """Check that no option is given that ``layout="auto"`` chooses.
 
     Raises:
-        ValueError: An option of the layout is given, too.
+        ValueError: An option of the layout is given as well.
     """
     for option in fields(config):
         if option.name in _CHOSEN and (value := getattr(config, option.name)) != option.default:
@@ -157,15 +162,15 @@ def refuse_given(config: PTDPConfig) -> None:
 def choose(
     training: Training, *, fits: Callable[[PTDPConfig], None]
 ) -> tuple[PTDPConfig, Forecast]:
-    """The options with the fastest layout that the model takes, and what to expect of it.
+    """Return the options with the fastest layout that the model takes, and its forecast.
 
     Args:
-        training: What is to be laid out.
-        fits: Raises a ValueError if the model or the data do not take these options.
+        training: Module, data and configuration.
+        fits: Raises a ValueError if the model or the data do not accept the options.
 
     Raises:
-        ValueError: The model's sizes are not known, no layout fits, or the model takes none of
-            them.
+        ValueError: The model's sizes are unknown, no layout fits, or the model accepts none of
+            those that fit.
     """
     found, device = fastest_layouts(training), training.device
     if not found:
@@ -196,10 +201,10 @@ def choose(
 
 
 def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
-    """The fastest layout of each degree of parallelism that fits, by seconds a sample.
+    """Return the fastest fitting layout of each degree of parallelism, by seconds per sample.
 
     Raises:
-        ValueError: The model's sizes are not known.
+        ValueError: The model's sizes are unknown.
     """
     software = "ours-compiled" if training.config.compile == "blocks" else "ours"
     describe = partial(
@@ -259,8 +264,9 @@ def _shares(candidate: Candidate) -> dict[str, float]:
 
 
 def replica_rows(sources: Sequence[Any]) -> Callable[[int], int | None]:
-    """Samples of a replica's batch, for a number of replicas, by the loader or the data module that
-    says it."""
+    """Return a function from the number of replicas to the samples of a replica's batch.
+
+    It asks the first loader or data module that knows its batch size."""
 
     def rows(replicas: int) -> int | None:
         return next(_told_rows(sources, replicas), None)

@@ -1,4 +1,4 @@
-"""Which of the module's and the optimizer's tensors are what in the whole model."""
+"""Names and positions of local model and optimizer tensors in the whole model."""
 
 from __future__ import annotations
 
@@ -21,46 +21,45 @@ from lightning_ptdp.strategy.running_strategy import RunningStrategy
 __all__ = ["MASTER", "MODEL", "Checkpoint", "ModelSpace", "PathLike", "checked_tensor"]
 
 Checkpoint = dict[str, Any]
-"""A checkpoint as Lightning and the hooks compose it, or a part of it."""
+"""A complete or partial checkpoint, as Lightning and the hooks compose it."""
 PathLike = str | os.PathLike[str]
 
 MODEL = "model/"
-MASTER = "master"  # the name of a float32 copy among the optimizer's states
+MASTER = "master"  # name of the float32 copy among the optimizer's states
 
 
 class ModelSpace(RunningStrategy):
-    """Mixin of the strategy: tensors under their names in the uncut model, with the part of it that
-    they are."""
+    """Mixin of the strategy: local tensors with their names and positions in the uncut model."""
 
-    _adopted: Sequence[Stepped] | None = (
-        None  # what the optimizer of the last fit holds instead of the model's parameters
-    )
+    # values that the optimizer of the last fit steps on, instead of the model's parameters
+    _adopted: Sequence[Stepped] | None = None
 
-    _named_groups: list[
-        list[list[str]]
-    ]  # names of each optimizer's parameters, group by group, before they are sharded
+    # names of each optimizer's parameters, group by group, before they are sharded
+    _named_groups: list[list[list[str]]]
 
     @property
     def ranks_hold_all(self) -> bool:
-        """Return True if every rank has all parameters of the model, because neither tensor nor
-        pipeline parallelism cuts it."""
+        """Return True if every rank holds all parameters of the model.
+
+        This is the case if neither tensor nor pipeline parallelism cuts it."""
         return self.layout.size("shards") == 1
 
     @property
     def _is_cut_here(self) -> bool:
-        """Return True if an earlier fit, validate, test or predict has already cut the module to
-        this rank's part."""
+        """Return True if an earlier run has already cut the module to this rank's part.
+
+        Such a run is a fit, validate, test or predict."""
         return self._parallel is not None and self._parallel.module is self.lightning_module
 
     def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
-        """Names of the optimizer's tensors, and by name how they sit in the full parameters."""
+        """Return the optimizer's names, and by name the place in the full parameter."""
         records = self.parallel.records
         names = {parameter: record.name for parameter, record in records.items()}
         shardings: dict[str, Placed] = {record.name: record.sharding for record in records.values()}
         for stepped in self._adopted or ():
             if (
                 stepped.parameter in records
-            ):  # else it is of another module, which was trained before
+            ):  # else the parameter belongs to another module, trained before
                 record = records[stepped.parameter]
                 names[stepped.value], shardings[record.name] = (
                     record.name,
@@ -69,7 +68,7 @@ class ModelSpace(RunningStrategy):
         return names, shardings
 
     def _names_of_groups(self) -> list[list[list[str]]]:
-        """Names of the parameters of each optimizer, group by group."""
+        """Return the names of the parameters of each optimizer, group by group."""
         names, _ = self._optimizer_records()
         groups = [
             getattr(optimizer, "_optimizer", optimizer).param_groups
@@ -81,8 +80,9 @@ class ModelSpace(RunningStrategy):
         ]
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """The whole, uncut model's state on the CPU of every rank; collective over the world, for
-        models that fit."""
+        """Return the state of the whole, uncut model on the CPU of every rank.
+
+        Collective over the world; the model must fit into a rank's memory."""
         with self.waiting_in("gathering the whole model"):
             local = {
                 name: (tensor.cpu(), sharding)
@@ -103,8 +103,9 @@ class ModelSpace(RunningStrategy):
         }
 
     def write_weights(self, path: str) -> None:
-        """Write the whole model's state dictionary to ``path``, from local rank 0. Collective over
-        the world."""
+        """Write the whole model's state dictionary to ``path`` from local rank 0.
+
+        Collective over the world."""
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
         is_divided = self._parallel is not None and self.layout.divides_model
@@ -114,8 +115,7 @@ class ModelSpace(RunningStrategy):
             torch.save(weights, path)
 
     def read_weights(self, path: str) -> None:
-        """Build the module in the process that started the ranks, and load what ``write_weights``
-        wrote."""
+        """Build the module in the main process, and load the weights of ``write_weights``."""
         module = self.lightning_module
         self._build_unfilled(module)
         weights = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
@@ -123,8 +123,9 @@ class ModelSpace(RunningStrategy):
         module.load_state_dict(weights, strict=False)
 
     def _build_unfilled(self, module: LightningModule) -> None:
-        """Build the module without reading or drawing the values that its ``initial_weights()``
-        names."""
+        """Build the module without its initial values.
+
+        Values that its ``initial_weights()`` names are neither read nor drawn."""
         comes_filled = self.config.meta_init and hasattr(module, "initial_weights")
         with torch.device("meta") if comes_filled else contextlib.nullcontext():
             module.configure_model()
@@ -140,9 +141,15 @@ class ModelSpace(RunningStrategy):
     def _model_tensors(
         self, *, without: Collection[str] = (), to_write: bool = False
     ) -> dict[str, tuple[Tensor, Sharding]]:
-        """Local parameters and persistent buffers under their global names, tied ones under the
-        first; before the module is cut: all. Left out are those entries of the module's state, and
-        ``to_write`` the buffers that another rank writes."""
+        """Return local parameters and persistent buffers under their global names.
+
+        Tied tensors are returned once, under the first of their names. Before the module is cut,
+        all of its tensors are returned.
+
+        Args:
+            without: Entries of the module's state to leave out.
+            to_write: Whether to leave out the buffers that another rank writes.
+        """
         records = self.parallel.records if self._is_cut_here else {}
         found: dict[str, tuple[Tensor, Sharding]] = {}
         named: dict[int, str] = {}
@@ -162,10 +169,10 @@ class ModelSpace(RunningStrategy):
         return found
 
     def _is_written_elsewhere(self, buffer: str) -> bool:
-        """Return True if this rank's value of a buffer is not the one to save.
+        """Return True if another rank saves its value of this buffer.
 
-        Replicas compute their own, of which rank 0's is saved. Of a module that every stage keeps,
-        the last stage sees all of the step."""
+        Each replica computes its own value, and rank 0's is saved. If every stage keeps a module,
+        the last stage's value is saved, because that stage sees the whole step."""
         if not self._is_cut_here:
             return False
         mesh, cut = self.mesh, self.parallel.cut
@@ -179,7 +186,7 @@ class ModelSpace(RunningStrategy):
 
 
 def checked_tensor(name: str, value: object) -> Tensor:
-    """An entry of a ``state_dict``.
+    """Return an entry of a ``state_dict`` if it is a tensor.
 
     Raises:
         ValueError: It is not a tensor.

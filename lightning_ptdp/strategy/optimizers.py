@@ -1,9 +1,9 @@
 """Parameter groups of the uncut model on ranks that hold parts of it.
 
-``configure_optimizers`` runs on a view of the whole module, so that groups, their options and their
-order are those of one process. What this rank does not hold is taken out of the groups afterwards.
-A group may become empty, but stays, because learning rate schedulers and checkpoints know groups by
-their position."""
+``configure_optimizers`` runs on a view of the whole module. Groups, their options and their order
+are therefore the same as in one process. Parameters that this rank does not hold are removed from
+the groups afterwards. An empty group is kept, because learning rate schedulers and checkpoints
+identify groups by position."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ __all__ = [
 ]
 
 Description = dict[str, object]
-"""One group: its options by name, and ``"params"``, the names of its parameters in the uncut
-model."""
+"""One group: its options by name, and in ``"params"`` its parameters' uncut names."""
 
 
 class OptimizerGroupsError(PTDPError, ValueError):
-    """The ranks have made different parameter groups."""
+    """Error of ranks that have made different parameter groups."""
 
 
 def check_held(optimizer: Optimizer, records: Records) -> None:
-    """Check that what the optimizer steps on was laid out over the ranks.
+    """Check that all parameters of the optimizer have been distributed over the ranks.
 
     Raises:
-        ValueError: A parameter of it was not, so that it would never change, or change differently
-            on each replica.
+        ValueError: A parameter has not. It would never change, or would change differently on each
+            replica.
     """
     held = [
         parameter
@@ -65,7 +64,7 @@ def check_held(optimizer: Optimizer, records: Records) -> None:
 
 
 def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[Description]:
-    """Return descriptions of the groups; parameters without a name are left out."""
+    """Return descriptions of the groups, without parameters that have no name."""
     return [
         {
             **{
@@ -82,8 +81,9 @@ def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 def drop_foreign(
     optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records
 ) -> None:
-    """Take parameters of other stages out of the groups, in place, and cut states that were made in
-    the whole shape."""
+    """Remove parameters of other stages from the groups, in place.
+
+    Optimizer states of the full shape are cut to this rank's part."""
     for group in optimizer.param_groups:
         kept = [
             index for index, parameter in enumerate(group["params"]) if parameter not in foreign
@@ -110,8 +110,9 @@ def make_trials(
     config: PTDPConfig,
     layout: ParallelLayout,
 ) -> list[GroupTrial]:
-    """Return what this rank knows of each group before foreign parameters are dropped: how the
-    layout cuts its members."""
+    """Return how the layout cuts the members of each group.
+
+    Called before parameters of other stages are dropped."""
     trials = []
     for group in optimizer.param_groups:
         dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in records)
@@ -151,11 +152,12 @@ def compare_groups(
     descriptions: Sequence[Sequence[Description]],
     trials: Sequence[Sequence[GroupTrial]],
 ) -> list[list[GroupTrial]]:
-    """Check that all ranks made the same groups, and put together what they know of them;
-    collective over the world.
+    """Check that all ranks made the same groups, and merge their trials.
+
+    Collective over the world.
 
     Raises:
-        OptimizerGroupsError: They did not. Names the first difference, on all ranks.
+        OptimizerGroupsError: The groups differ. Names the first difference, on all ranks.
     """
     ranks = gather(([[_digest(group) for group in groups] for groups in descriptions], trials))
     other = next((rank for rank, (digests, _) in enumerate(ranks) if digests != ranks[0][0]), None)
@@ -214,7 +216,7 @@ def _digest(group: Description) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return what a rank can compare with another rank's: of objects it is the type."""
+    """Return a value that can be compared between ranks; for an object, its type."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Message of a rank that runs out of memory: the expected size of its parts, which part is larger,
-and what would make it smaller.
+"""Message of a rank that runs out of memory.
 
-Read on the host alone, from sizes and the allocator's own counts: the device that has failed is not
-asked for anything."""
+It compares the expected and the actual size of each part, and names options that reduce the part
+that is too large. It is computed on the host alone, from sizes and the allocator's counts, because
+the device has failed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Parts = dict[str, float]
 
 
 def explain_memory(strategy: RunningStrategy) -> str:
-    """Return the addition to the error of a rank that is out of memory."""
+    """Return the note for the error of a rank that is out of memory."""
     config, layout, engine = strategy.config, strategy.layout, strategy._engine
     mixture = any(_experts(strategy.model))
     if engine is None:
@@ -65,8 +65,9 @@ def explain_memory(strategy: RunningStrategy) -> str:
 
 
 def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
-    """The fastest layouts that fit by the planner's estimate, if it knows the model and the
-    device."""
+    """Return the fastest layouts that fit by the planner's estimate.
+
+    The result is "" if the planner does not know the model or the device."""
     name = device_name(strategy.root_device)
     device = device_here(name)
     if device is None:
@@ -99,8 +100,10 @@ def _expected(
     precision: str,
     micro_batch_size: int | None,
 ) -> Parts:
-    """Return the expected bytes of this rank's parameters, their gradients, Adam's state, and the
-    activations of a GPT's layers."""
+    """Return the expected bytes of this rank's parts.
+
+    The parts are parameters, gradients and Adam's state; for a GPT also the activations of its
+    layers."""
     try:
         sizes = find_precision(precision)
     except ValueError:
@@ -133,7 +136,7 @@ def _expected(
 
 
 def _experts(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that list experts, as those that are shared out do."""
+    """Yield the parameters of modules that hold several experts."""
     for child in module.modules():
         number = getattr(child, "num_experts", None)
         yield from (
@@ -179,8 +182,9 @@ def _found(
     *,
     device: torch.device,
 ) -> Parts:
-    """Return the bytes that are held now, by part. The rest of the allocator's peak, where it is
-    known, is activations."""
+    """Return the bytes that are held now, by part.
+
+    Activations are the remainder of the allocator's peak, where it is known."""
     states = [
         value
         for optimizer in optimizers
@@ -196,9 +200,9 @@ def _found(
         "gradients": [*gradients, *shown],
         "optimizer": [*states, *copies],
     }
-    seen = set[
-        int
-    ]()  # parameters are tied, gradients are views of buckets, and an optimizer may step on views of parameters
+    # Tied parameters, gradients that are views of buckets, and optimizer parameters that are views
+    # share storage.
+    seen = set[int]()
     parts: Parts = {name: _bytes(tensors, seen) for name, tensors in kinds.items()}
     if device.type == "cuda":
         parts[_ACTIVATIONS] = max(
@@ -215,16 +219,17 @@ def memory_note(
     layout: ParallelLayout,
     mixture: bool = False,
 ) -> str:
-    """Return a table of expected and held bytes of each part, the part that is larger than expected
-    (else the largest), and what makes it smaller.
+    """Return a table of expected and held bytes, and options that reduce the critical part.
+
+    The critical part is the one that exceeds its expected size most, or else the largest.
 
     Args:
         expected: Bytes by part: parameters, gradients, optimizer, and activations if they can be
-            foretold.
-        found: Bytes that were held, likewise.
+            predicted.
+        found: Bytes that are held, by part.
         config: The strategy's options.
-        layout: Degrees.
-        mixture: Whether there are experts to share out.
+        layout: Degrees of parallelism.
+        mixture: Whether the model has experts that can be distributed.
     """
     names = list(dict.fromkeys((*expected, *found)))
     rows = [
@@ -239,7 +244,7 @@ def memory_note(
     if over:
         part, how = max(over, key=lambda name: over[name]), "more than expected"
     else:
-        # What was asked for in vain is none of what is held already.
+        # The allocation that failed is not counted in what is held.
         every = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
         part, how = max(every, key=lambda name: every[name]), "the largest part"
     table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
@@ -278,7 +283,7 @@ def _smaller_microbatches(config: PTDPConfig) -> str:
 
 
 def _bytes(tensors: Iterable[object], seen: set[int]) -> float:
-    """Return the bytes of the storages that have not been seen yet."""
+    """Return the bytes of storages that are not in ``seen``, and add them to it."""
     total = 0
     for storage in (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)):
         total += 0 if storage.data_ptr() in seen else storage.nbytes()

@@ -1,9 +1,9 @@
-"""Loops over parameters in a user's step, where a rank holds some of them.
+"""Guard against loops over a part of the parameters in a user's step.
 
-A sum over ``self.parameters()`` in ``training_step`` would be that of one pipeline stage, or of
-parts of matrices. A loop that comes to the end of what is here is refused while a step runs.
-``next(self.parameters()).device`` is not, nor is anything outside the steps, where optimizers and
-Lightning take what is local. This package's own forwards call
+A sum over ``self.parameters()`` in ``training_step`` would be the sum of one pipeline stage, or of
+parts of matrices. While a step runs, such a loop is therefore refused when it reaches the end of
+the local parameters. ``next(self.parameters()).device`` is allowed. So is any loop outside the
+steps, where optimizers and Lightning need the local parameters. This package's own forwards call
 ``nn.Module.named_parameters(module)``."""
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ __all__ = ["ParameterGuard"]
 
 
 class ParameterGuard:
-    """Guards the modules of which this rank has a part.
+    """Guard of the modules of which this rank holds a part.
 
     Args:
         module: The LightningModule, cut.
-        records: Of its parameters.
-        options: Those that divide it, for the message.
+        records: Records of its parameters.
+        options: Options that divide it, for the message.
 
     Attributes:
         hook: The user's step that runs, if any.
+        options: Options that divide the module, for the message.
     """
 
     def __init__(self, module: nn.Module, records: Records, options: str) -> None:
@@ -45,11 +46,11 @@ class ParameterGuard:
         for name, child in module.named_modules():
             absent = any(isinstance(part, Placeholder) for part in child.modules())
             if absent or any(parameter in split for parameter in child.parameters()):
-                # A method, because torch's compiler looks for one.
+                # torch's compiler requires a method.
                 vars(child)["named_parameters"] = MethodType(_GuardedParameters(name, self), child)
 
     def __deepcopy__(self, memo: object) -> ParameterGuard:
-        """Return itself: a copy made during a step would stay in that step."""
+        """Return itself, because a copy made during a step would stay in that step."""
         return self
 
 
@@ -59,7 +60,7 @@ class _GuardedParameters:
 
     name: str
     guard: ParameterGuard
-    __name__ = "named_parameters"  # by which pickle finds the method
+    __name__ = "named_parameters"  # pickle finds the method by it
 
     def __call__(
         self, module: nn.Module, *args: Any, **kwargs: Any

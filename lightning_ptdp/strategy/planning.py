@@ -1,4 +1,4 @@
-"""``plan(module, …)``: the best layouts for any module, from what it is."""
+"""Layout planning for any module: ``plan(module, …)``."""
 
 from __future__ import annotations
 
@@ -43,38 +43,36 @@ def plan(
     space: Space | None = None,
     count: int = 10,
 ) -> Plan:
-    """The fastest layouts of a module that fit in memory, as ``ptdp plan`` finds them; nothing is
-    computed, and no device is needed.
+    """Return the fastest layouts of a module that fit in memory, as ``ptdp plan`` finds them.
 
-    Of a GPT of ours the sizes are known; of any other module a forward is followed on tensors
-    without data.
+    No step is computed, and no device is needed. The sizes of this package's GPT are known. The
+    sizes of any other module are found by tracing a forward on tensors without data.
 
     Args:
-        module: A LightningModule, or a plain module; on the meta device, with values, or built by
+        module: A LightningModule or a plain module: on the meta device, with values, or built by
             its ``configure_model``.
-        world_size: Number of processes, one a device.
+        world_size: Number of processes, one per device.
         batch: Samples in an optimizer step, over all replicas.
-        device: Name of a known one, or a ``Device``.
-        sequence_length: s in tokens; None: as long as the module says that it takes, or its example
-            is.
-        example: What the module's forward takes: a tensor, a tuple, or a mapping of names to
-            tensors, whose first dimension is the batch's; None: its ``example_input_array``, or ids
-            of tokens.
-        precision: Lightning's.
+        device: Name of a known device, or a ``Device``.
+        sequence_length: s in tokens; None: the maximum of the module, or the length of its example.
+        example: Input of the module's forward: a tensor, a tuple, or a mapping of names to tensors,
+            whose first dimension is the batch; None: its ``example_input_array``, or token ids.
+        precision: Lightning's name of the precision.
         software: "ours", or "ours-compiled" for ``compile="blocks"``.
-        config: The strategy's options, for a plan of the modules that is given there.
-        space: What may be tried.
-        count: How many of the best to return.
+        config: The strategy's options; its ``plan`` describes the modules.
+        space: Layouts that may be tried.
+        count: Number of the best layouts to return.
 
     Returns:
         The candidates, best first, with memory and time of each by part;
         ``plan.best[0].choice.options()`` are the strategy's arguments.
 
     Raises:
-        ValueError: The module cannot be followed (says where it stopped), or a name is unknown.
+        ValueError: The module cannot be traced (the message says where tracing stopped), or a name
+            is unknown.
     """
     on = find_device(device) if isinstance(device, str) else device
-    length = longest_sample(nn.Module(), example)  # of the example alone
+    length = longest_sample(nn.Module(), example)  # length of the example alone
     if None not in (length, sequence_length) and length != sequence_length:
         raise ValueError(
             f"sequence_length={sequence_length}, but the example has {length} tokens: leave one "
@@ -108,8 +106,9 @@ def plan(
 
 
 def trained_share(module: nn.Module) -> float:
-    """Return the share of a module's parameters that are trained: without the frozen ones beside
-    adapters."""
+    """Return the share of a module's parameters that are trained.
+
+    Frozen parameters, such as those beside adapters, are not trained."""
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return trained / max(1, sum(p.numel() for p in parameters))
@@ -125,11 +124,13 @@ def described(
     device: Device,
     example: Example | None = None,
 ) -> GPTConfig | ModelShape:
-    """Return the planner's description of a whole module: the sizes of a GPT of ours, else its
-    shape by a trace; if tracing fails, the sizes in a configuration inside of it.
+    """Return the planner's description of a whole module.
+
+    It has the sizes of this package's GPT, or else the shape found by a trace. If tracing fails, it
+    has the sizes of a configuration inside the module.
 
     Raises:
-        ValueError: It cannot be followed, and there is no such configuration.
+        ValueError: The module cannot be traced, and it has no such configuration.
     """
     configs = [
         child.config
@@ -157,5 +158,5 @@ def described(
             try:
                 return gpt_sizes(one)
             except (ValueError, TypeError):
-                continue  # the trace's reason is the better one
+                continue  # report the trace's reason, which is better
         raise ValueError(f"the sizes of {type(module).__name__} are not known: {error}") from error

@@ -1,8 +1,8 @@
-"""Lightning's precision plugins with a loss scale that all ranks agree on.
+"""Lightning's precision plugins with a loss scale on which all ranks agree.
 
-An overflow may be seen by one rank only: the one with that stage, that slice of a matrix, or that
-shard of the gradients. Left alone, its scaler would skip the step that the others take. So what a
-scaler has found is maximized over the world before anyone acts on it."""
+Only one rank may see an overflow: the rank with the affected stage, slice of a matrix or shard of
+the gradients. Its scaler alone would then skip the step, while the other ranks make it. The
+overflow flags are therefore maximized over the world before they are used."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from lightning_ptdp.shims.torch import found_inf, unscale_before_step
 __all__ = ["loss_scale", "prepare_loss_scaling"]
 
 _INITIAL_SCALE = 2.0**12
-"""Initial loss scale of "16-true". There the loss is in float16 too, whose largest number is 65504:
-torch's default of 2^16 would overflow in every first step."""
+"""Initial loss scale of "16-true".
+
+There the loss is in float16 too, whose largest number is 65504. torch's default of 2^16 would
+overflow in every first step."""
 
 
 def prepare_loss_scaling(
     plugin: Precision, optimizers: Iterable[Optimizer], *, device: torch.device
 ) -> None:
-    """Give "16-true" a dynamic loss scale, which Lightning's plugin lacks, and make any scaler's
-    decisions those of all ranks.
+    """Let all ranks agree on a scaler's decisions, and give "16-true" a dynamic loss scale.
 
-    The optimizers must step on gradients in float32: their parameters are, or have masters.
+    Lightning's plugin for "16-true" has no loss scale. The optimizers must step on gradients in
+    float32: their parameters, or the masters of these, must be in float32.
 
     Raises:
-        ValueError: The scaler is switched off, so that small gradients would vanish without a word.
+        ValueError: The scaler is disabled, so that small gradients would silently vanish.
     """
     if getattr(plugin, "precision", None) == "16-true" and getattr(plugin, "scaler", None) is None:
         plugin.scaler = torch.amp.GradScaler(device.type, init_scale=_INITIAL_SCALE)
@@ -53,13 +55,13 @@ def prepare_loss_scaling(
             "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
         )
     for optimizer in optimizers:
-        unscale_before_step(optimizer)  # else unseen by clipping and by the other ranks
+        unscale_before_step(optimizer)  # otherwise clipping and the other ranks would not see it
     if not isinstance(scaler.unscale_, partial):
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
 
 
 def loss_scale(plugin: Precision, device: torch.device) -> Tensor | float:
-    """Return the factor of the losses before the backward, () on the device; 1 without a scaler."""
+    """Return the factor of the losses, () on the device; 1 without a scaler."""
     scaler = getattr(plugin, "scaler", None)
     return 1.0 if scaler is None else scaler.scale(torch.ones((), device=device))
 
@@ -89,8 +91,10 @@ def _optimizer_step(
     closure: Callable[[], object],
     **kwargs: object,
 ) -> object:
-    """In the order of Lightning's "16-mixed": backward, unscale, hooks and clipping, step unless
-    something overflowed."""
+    """Step in the order of Lightning's "16-mixed".
+
+    The order is: backward, unscale, hooks and clipping, then the step unless a gradient
+    overflowed."""
     closure()
     plugin.scaler.unscale_(optimizer)
     plugin._after_closure(model, optimizer)

@@ -1,9 +1,9 @@
-"""The strategy: Lightning's hooks, each a few lines, calling the rooms of this package.
+"""Strategy for Lightning: its hooks, each a few lines that call other packages.
 
 Order of a run: ``setup_environment`` (groups) -> ``setup`` (convert, cut, give values, shard,
 optimizer, buckets) -> for every batch ``training_step`` (the schedule runs forward and backward) ->
 ``zero_grad`` -> ``backward`` (installs the gradients) -> clipping -> ``optimizer_step``. Gradients
-stay out of Lightning's sight between ``training_step`` and ``backward``, because it clears them
+are hidden from Lightning between ``training_step`` and ``backward``, because Lightning clears them
 there."""
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ __all__ = ["PTDPStrategy", "strategy_class"]
 class _PTDPStrategy(
     ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World
 ):
-    """Lightning's hooks; takes the fields of ``PTDPConfig`` and the arguments of Lightning's own
+    """Lightning's hooks of the strategy.
+
+    The constructor takes the fields of ``PTDPConfig`` and the arguments of Lightning's own
     strategies."""
 
     model: nn.Module
@@ -112,17 +114,20 @@ class _PTDPStrategy(
     # ---- before launch ---------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        _ = (
-            self.layout
-        )  # raises before any process is started if the degrees do not fit the number of devices
+        # Raise before any process is started if the degrees do not fit the number of devices.
+        _ = self.layout
         self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)
 
     def check_before_launch(self, trainer: Trainer | None, arguments: Sequence[object]) -> None:
-        """Check everything that is known before processes start; ``arguments`` are those of the
-        Trainer's function."""
+        """Check everything that is known before processes start.
+
+        Args:
+            trainer: The Trainer; None outside of its functions.
+            arguments: Arguments of the Trainer's function.
+        """
         if trainer is None or self.lightning_module is None:
             return
-        for argument in arguments:  # ckpt_path among them
+        for argument in arguments:  # includes ckpt_path
             check_url(argument)
         self.note_callbacks(trainer.callbacks)
         if fits(trainer):
@@ -154,7 +159,7 @@ class _PTDPStrategy(
         """Check a module (and data module) against the layout without starting anything.
 
         Raises:
-            ValueError: Names the field, the value and what would work.
+            ValueError: Names the field, its value and values that would work.
         """
         check_initial_weights(lightning_module, self.config)
         convert = replacing(self.precision_plugin, self._names)
@@ -166,7 +171,9 @@ class _PTDPStrategy(
     # ---- the model -------------------------------------------------------------------------------
 
     def tensor_init_context(self, empty_init: bool | None = None) -> Context:
-        """Modules are made on the CPU (or, in ``configure_model``, the meta device) and moved in
+        """Return the context in which modules are created.
+
+        They are created on the CPU (or, in ``configure_model``, on the meta device) and moved in
         ``setup``."""
         context: Context = self.precision_plugin.tensor_init_context()
         return context
@@ -176,7 +183,7 @@ class _PTDPStrategy(
         return on_meta() if self.config.meta_init else contextlib.nullcontext()
 
     def setup(self, trainer: Trainer) -> None:
-        """The model (``parallelize``), its values, the optimizer, and last the gradients."""
+        """Set up the model (``parallelize``), its values, the optimizer, and last the gradients."""
         fitting = fits(trainer)
         self.accelerator.setup(trainer)
         self.note_callbacks(trainer.callbacks)  # again, with those of configure_callbacks
@@ -214,7 +221,8 @@ class _PTDPStrategy(
         module = self.lightning_module
         if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
-        check_quantized(module)  # what nobody builds before launch, where nothing is cut
+        # without model parallelism the module has not been built before launch
+        check_quantized(module)
         built_without_values = awaits_values(module)
         with same_outcome("reading the headers of the initial weights"):
             weights = open_initial_weights(module) if self.config.meta_init else None
@@ -259,8 +267,9 @@ class _PTDPStrategy(
             warn_of_balance_losses(self.model, self.config, self.layout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizer, one except under manual optimization, with the groups that the uncut
-        model would have."""
+        """Make the optimizer with the groups that the uncut model would have.
+
+        There is one optimizer, except under manual optimization."""
         parallel, records = self.parallel, self.parallel.records
         view = (
             contextlib.nullcontext({})
@@ -269,7 +278,8 @@ class _PTDPStrategy(
         )
         with view as foreign:
             self._make_optimizers(trainer)
-        parallel.check(frozen=self.layout.divides_model)  # before check_held, which knows no names
+        # before check_held, which does not know names
+        parallel.check(frozen=self.layout.divides_model)
         names = {**{parameter: record.name for parameter, record in records.items()}, **foreign}
         descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
         trials = [
@@ -291,10 +301,10 @@ class _PTDPStrategy(
     def _whole_view(
         self, whole: WholeView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
-        """Let the module look uncut."""
+        """Return a context in which the module looks uncut."""
         records, pipeline = self.parallel.records, self.mesh.group("pipeline")
         trained = {record.name: parameter.requires_grad for parameter, record in records.items()}
-        if pipeline.size > 1:  # parameters may have been frozen since the cut, where they are
+        if pipeline.size > 1:  # stages may have frozen parameters since the cut
             with self.waiting_in("exchanging what is frozen"):
                 ranks: list[dict[str, bool]] = [{}] * pipeline.size
                 dist.all_gather_object(ranks, trained, group=pipeline.handle)
@@ -317,14 +327,15 @@ class _PTDPStrategy(
             ) from error
 
     def _prepare_optimization(self, trainer: Trainer) -> None:
-        """Gradients, what the optimizer steps on, and the loss scale."""
+        """Prepare the gradients, the values that the optimizer steps on, and the loss scale."""
         self._is_training = True
         self._named_groups = self._names_of_groups()
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             self._adopted = None
             self.engine.optimization.prepare_manual()
-            # gradients are autograd's, averaged over the replicas, and the optimizers the user's
+            # Autograd makes the gradients, which are averaged over the replicas. The optimizers are
+            # the user's.
             return
         (optimizer,) = self.optimizers
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
@@ -333,11 +344,16 @@ class _PTDPStrategy(
         self._adopted = stepped.entries if stepped is not None else None
 
     def model_to_device(self) -> None:
-        """Move this rank's part."""
+        """Move this rank's part of the model to its device."""
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Collection[object]) -> Collection[object]:
-        """All ranks of a replica read the same order."""
+        """Let all ranks of a replica read samples in the same order.
+
+        Raises:
+            MisconfigurationException: Replicas that wait for each other in every layer would
+                evaluate different numbers of batches.
+        """
         if self._engine is not None and not self.lightning_module.trainer.training:
             same = self._engine.compare_lengths(self._names.sized_len(dataloader))
             for axis in self.layout.blocked if not same else ():
@@ -367,25 +383,24 @@ class _PTDPStrategy(
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say what took the memory that was missing; the rest as the mixins do."""
+        """Add a memory report to an out-of-memory error, then call the mixins' handlers."""
         if isinstance(exception, torch.OutOfMemoryError):
-            with contextlib.suppress(
-                Exception
-            ):  # an explanation that fails must not hide what it is about
+            # A failure of the report must not hide the error.
+            with contextlib.suppress(Exception):
                 exception.add_note(explain_memory(self))
         super().on_exception(exception)
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Release gradients and the device; a save in the background is waited for."""
+        """Wait for a background save, then release the gradients and the device."""
         try:
             self._release()
         finally:
             self.leave_environment()
             if self._run is not None:
-                # it still names a collective that fails, such as that of a checkpoint saved after
-                # the fit
+                # Close it last: it still names a failing collective, such as that of a checkpoint
+                # saved after the fit.
                 self._run.watchdog.close()
 
     def _release(self) -> None:
@@ -396,20 +411,22 @@ class _PTDPStrategy(
         if self._run is not None:
             self._run.interruption.leave()
         if self.lightning_module is not None and awaits_values(self.lightning_module):
-            return  # setup failed before there were values: moving what is not there would hide why
+            return  # setup failed before there were values: moving them would hide the reason
         super().teardown()
 
     def __getstate__(self) -> dict[str, object]:
-        """Without process groups, which cannot be copied or pickled; ``setup_environment`` makes
-        new ones."""
+        """Return the state without process groups, which cannot be copied or pickled.
+
+        ``setup_environment`` makes new ones."""
         state = super().__getstate__()
         of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted", "_guard")
         return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> type[StrategyBase]:
-    """The strategy for one of Lightning's two namespaces, ``lightning.pytorch`` or
-    ``pytorch_lightning``."""
+    """Return the strategy for one of Lightning's two namespaces.
+
+    These are ``lightning.pytorch`` and ``pytorch_lightning``."""
     return _make_class(namespace)
 
 
@@ -433,7 +450,7 @@ PTDPStrategy: Any = strategy_class()
 
 
 def __getattr__(name: str) -> type[StrategyBase]:
-    """Import the other namespace only for those who use it."""
+    """Import the other namespace only when it is used."""
     if name == _OTHER_NAME:
         return strategy_class("pytorch_lightning")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

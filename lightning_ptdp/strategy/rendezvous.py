@@ -1,14 +1,16 @@
-"""Rendezvous of the ranks, repeated after every restart; a rank that is lost on the way is named.
+"""Rendezvous of the ranks, repeated after every restart; lost ranks are named.
 
-torchrun keeps one store for all its restarts, in which the addresses of processes that are gone
-still lie; who reads them before the new ones are written connects to nobody. So the ranks of one
-life agree on a name for it, under which they keep everything::
+torchrun keeps one store for all its restarts, and the store still holds addresses of ended
+processes. A rank that reads these addresses before the new ones are written connects to no process.
+The ranks of one life therefore agree on a name for it, and use that name as the prefix of all their
+keys::
 
     rank r    sets call/r to a name of its own, N
     rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
 
-torch waits for a store that stands still without a limit, in C++. So whatever asks one runs beside
-(``_Beside``), and this thread looks at the clock, at who is gone, and says whom it waits for."""
+torch waits without a limit, in C++, for a store that does not respond. All requests to a store
+therefore run in another thread (``_Beside``). The calling thread watches the time and lost ranks,
+and logs the ranks for which it waits."""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ _POLL_S = 0.02
 _LOOK_S = 0.1
 _LISTEN_S = 0.25
 _KNOWN_S = 1.0
-_GRACE = 1.1  # of the limit, by which torch's own error, which says more, has come
+_GRACE = 1.1  # multiple of the limit; torch's own error, which says more, comes earlier
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -52,21 +54,20 @@ def join(
     limit: timedelta,
     ended: Callable[[], str] = lambda: "",
 ) -> _T:
-    """Return the result of ``make`` for this life's store, which is passed to
-    ``init_process_group``.
+    """Return the result of ``make`` for this life's store.
 
-    ``make`` is called in another thread.
+    ``make`` is called in another thread and passes the store to ``init_process_group``.
 
     Args:
-        crowd: Who this rank is, and who is to come.
-        open_store: Opens, or reaches, the store that all ranks share.
+        crowd: This rank and the expected ranks.
+        open_store: Opens, or connects to, the store that all ranks share.
         make: Makes the process groups.
-        limit: Of every wait.
-        ended: Which processes have ended, as far as whoever started them knows; "" if none.
+        limit: Time limit of every wait.
+        ended: Returns which processes have ended, as far as their parent knows; "" if none.
 
     Raises:
-        PeerError: The others did not all come, or one was lost meanwhile; names those that did not
-            come, or else those that did not notice that somebody is lost.
+        PeerError: Some rank did not join, or a rank was lost meanwhile. Names the ranks that did
+            not join, or else the ranks that did not notice the loss.
     """
     beside = _Beside(crowd, limit, ended)
     shared: dist.Store | None = None
@@ -112,7 +113,7 @@ def join(
 
 
 class _Beside:
-    """Runs what may wait for ever in a thread of its own, and gives up on it."""
+    """Runner of blocking calls in another thread, which are abandoned after a limit."""
 
     def __init__(self, crowd: Crowd, limit: timedelta, ended: Callable[[], str]) -> None:
         self._crowd, self._limit, self._ended = crowd, limit.total_seconds(), ended
@@ -145,15 +146,16 @@ class _Beside:
                 _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, what)
                 said = now
         error = outcome.exception()
-        # A rank that is lost makes torch fail at the others; who it was is known a moment later.
+        # A lost rank makes torch fail on the other ranks. Its number is known a moment later.
         if error is not None and is_communication_error(error):
             self._look(patience_s=_KNOWN_S)
             self._hear()
         return outcome.result()
 
     def listen(self, shared: dist.Store, life: str) -> None:
-        """Hear from now on what the others note about lost ranks, and see which of this machine's
-        processes end."""
+        """Start to listen for lost ranks.
+
+        The listening thread reads the other ranks' notes and watches processes of this machine."""
         self._heard = time.monotonic()
         self._listening = threading.Thread(
             target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True
@@ -161,10 +163,10 @@ class _Beside:
         self._listening.start()
 
     def close(self, *, patience_s: float = _KNOWN_S) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self._closed.set()
         if self._listening is not None:
-            # A thread that comes back from C++ while Python ends aborts the process.
+            # A thread that returns from C++ while Python exits aborts the process.
             self._listening.join(patience_s)
 
     def _look(self, *, patience_s: float = 0.0) -> None:
@@ -182,7 +184,7 @@ class _Beside:
             self.lost = self.lost or f"{self._crowd.keeper} does not answer any more"
 
     def _listen(self, shared: dist.Store, life: str) -> None:
-        # A connection of its own: on the other one, another thread may be waiting.
+        # Use a separate connection, because another thread may be waiting on the first.
         processes: dict[int, str] = {}
         try:
             notes = self._notes = dist.PrefixStore(life, shared.clone())
@@ -208,7 +210,7 @@ class _Beside:
 
 
 def _started(action: Callable[[], _T]) -> Future[_T]:
-    """The outcome of ``action``, which begins now in a thread that nobody has to wait for."""
+    """Start ``action`` in a daemon thread and return its future."""
     outcome: Future[_T] = Future()
 
     def run() -> None:
@@ -222,7 +224,7 @@ def _started(action: Callable[[], _T]) -> Future[_T]:
 
 
 def _called(shared: dist.Store, rank: int) -> str:
-    """Rank 0's answer."""
+    """Call rank 0 and return its answer."""
     name = uuid.uuid4().hex
     shared.set(f"{_CALL}/{rank}", name)
     return shared.get(f"{_ANSWER}/{name}").decode()
@@ -236,7 +238,7 @@ def _meet(
     missing: list[int],
     limit: timedelta,
 ) -> None:
-    """Come, and wait until all have; rank 0 keeps ``missing`` up to date."""
+    """Join, and wait until all ranks have joined; rank 0 keeps ``missing`` up to date."""
     own.set(f"{_CAME}/{crowd.rank}", this_process())
     if crowd.rank:
         missing.clear()
@@ -254,8 +256,9 @@ def _answer(
     world_size: int,
     limit: timedelta,
 ) -> None:
-    """Answer until all came; calls of processes that are gone are answered too, and nobody hears
-    it."""
+    """Answer calls until all ranks have joined.
+
+    Calls of ended processes are answered too, which has no effect."""
     deadline = time.monotonic() + limit.total_seconds()
     answered = set[bytes]()
     while True:
@@ -279,7 +282,7 @@ def _answer(
 
 
 def _lost(shared: dist.Store, life: str, crowd: Crowd) -> str:
-    # The connection that there is may be taken, by the thread that was given up.
+    # An abandoned thread may occupy the existing connection.
     missed = _started(
         lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)
     )
@@ -301,7 +304,7 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
         if absent
         else f"{listed('rank', silent) if silent else 'one'} came and was lost"
     )
-    # Who has not noticed yet, since it began later, is told: the store may end with rank 0.
+    # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
     own.set(_LOST, lost)
     own.set(f"{_KNOWS}/{rank}", "")
     if rank == 0:
@@ -314,8 +317,9 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
 
 
 def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
-    """Wait for the ranks' notes; those that have not left one when only ``enough`` are missing, or
-    after a while."""
+    """Return the ranks that have not left a note.
+
+    Waits until at most ``enough`` of them are missing, or until a time limit."""
     deadline = time.monotonic() + _ANSWERS_S
     while True:
         ranks = [rank for rank in ranks if not own.check([f"{key}/{rank}"])]

@@ -1,4 +1,4 @@
-"""The strategy's part in loading: model space in, this rank's part out."""
+"""Loading of checkpoints: reads model space, fills this rank's part."""
 
 from __future__ import annotations
 
@@ -52,28 +52,30 @@ __all__ = ["ModelSpaceRestoring"]
 
 
 class ModelSpaceRestoring(ModelSpace):
-    """Mixin of the strategy: loads what any layout wrote, or Lightning's single file.
+    """Mixin of the strategy: loads checkpoints of any layout, and Lightning's single files.
 
-    Where every rank holds the whole model this happens when Lightning's own strategies do it,
-    before ``setup``; else after it, when this rank's part of the model is there."""
+    If every rank holds the whole model, loading happens before ``setup``, as in Lightning's own
+    strategies. Otherwise it happens after ``setup``, when this rank's part of the model exists."""
 
     _awaiting_values: tuple[Checkpoint, bool] | None = None
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Return True if Lightning restores the model and the callbacks after this rank's part of
-        the model has been cut out."""
+        """Return True if Lightning restores the checkpoint after ``setup``.
+
+        The model and the callbacks are then restored after this rank's part of the model has been
+        cut out."""
         return not self.ranks_hold_all
 
     def load_checkpoint(
         self, checkpoint_path: PathLike, weights_only: bool | None = None
     ) -> Checkpoint:
-        """Read what is not a tensor; ``"state_dict"`` is the whole model's, whose tensors are read
-        when somebody asks for one.
+        """Read the parts of a checkpoint that are not tensors.
 
-        A damaged checkpoint is not continued from: with ``on_damage="previous"`` the newest whole
-        one before it is, with a warning. Evaluation is refused, since it would be that of other
-        weights.
+        ``"state_dict"`` is the whole model's; its tensors are read on access. Training does not
+        resume from a damaged checkpoint. With ``on_damage="previous"`` it resumes from the newest
+        earlier checkpoint that is complete, with a warning. Evaluation of a damaged checkpoint is
+        refused, because earlier checkpoints have other weights.
 
         Raises:
             CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a
@@ -107,8 +109,7 @@ class ModelSpaceRestoring(ModelSpace):
         return {**state, "state_dict": StoredWeights(path)}
 
     def _settled(self, path: Path) -> Path:
-        """Finish or remove what saves that were cut off left beside the checkpoint; the name that
-        it has then."""
+        """Finish or remove incomplete saves beside the checkpoint, and return its new name."""
         doing = f"finishing what saves that were cut off left beside {path}"
         with self.waiting_in(doing), same_outcome(doing):
             if self.global_rank == 0:
@@ -116,13 +117,14 @@ class ModelSpaceRestoring(ModelSpace):
         return files.settled(path)
 
     def _verify(self, path: Path) -> None:
-        """Every rank reads a share."""
+        """Verify a checkpoint, of which every rank reads a share."""
         with same_outcome(f"verifying the checkpoint {path}"):
             verify_checkpoint(path, part=self.global_rank, parts=self.layout.world_size)
 
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
-        """Fill this rank's part from the whole model's state, as the hooks of
-        ``on_load_checkpoint`` left it."""
+        """Fill this rank's part from the whole model's state.
+
+        The hooks of ``on_load_checkpoint`` may have changed that state."""
         if not self._is_cut_here and awaits_values(self.lightning_module):
             self._awaiting_values = (checkpoint, strict)
             return
@@ -140,8 +142,8 @@ class ModelSpaceRestoring(ModelSpace):
             with self.waiting_in(
                 f"loading the model from {state.path}" if stored else "loading the model"
             ):
-                # Where the hooks of some rank have looked at whole tensors, this rank's part is cut
-                # out of these.
+                # If the hooks of any rank have accessed whole tensors, cut this rank's part out of
+                # these.
                 if any(gather(not stored or state.touched)):
                     self._load_whole(state, strict=strict)
                 else:
@@ -149,20 +151,20 @@ class ModelSpaceRestoring(ModelSpace):
         self._parameters_set()
 
     def _set_extra_states(self, loaded: Mapping[str, Tensor]) -> None:
-        """Hand modules what they gave as ``get_extra_state``: it need not be their own memory that
-        was filled."""
+        """Pass the loaded extra states to ``set_extra_state`` of their modules.
+
+        Filling the tensors that ``get_extra_state`` returned is not enough, because they may be
+        copies."""
         for name, module in self.lightning_module.named_modules():
             key = f"{name}." * bool(name) + "_extra_state"
             if key in loaded:
                 module.set_extra_state(loaded[key])
 
     def load_awaited_values(self) -> None:
-        """Once a module that was on the meta device has values: those of the checkpoint that was
-        restored before."""
+        """Load the checkpoint that was restored before a meta-device module had values."""
         awaited, self._awaiting_values = self._awaiting_values, None
-        if (
-            awaited is not None and self.lightning_module.trainer.ckpt_path is not None
-        ):  # else it is left from a run that failed
+        # Otherwise it remains from a run that failed.
+        if awaited is not None and self.lightning_module.trainer.ckpt_path is not None:
             self.load_model_state_dict(*awaited)
 
     def _load_whole(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -192,22 +194,24 @@ class ModelSpaceRestoring(ModelSpace):
     def load_weights(
         self, path: PathLike, *, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Fill this rank's part of the model from a checkpoint of any layout, and nothing else;
-        collective, after ``setup``.
+        """Fill this rank's part of the model from a checkpoint of any layout.
+
+        Nothing else is loaded. Collective, after ``setup``.
 
         Args:
             path: A checkpoint folder, or a Hugging Face folder (config.json and safetensors) for a
                 module that wraps the model.
-            strict: Whether names that only one side has are an error; otherwise what the checkpoint
-                lacks keeps its values.
-            rename: What names of the model are called in the checkpoint (``{"model.": "net."}``); a
-                key that ends with a dot stands for all names that begin with it.
+            strict: Whether names that only one side has are an error; otherwise parameters that the
+                checkpoint lacks keep their values.
+            rename: Maps names of the model to names in the checkpoint (``{"model.": "net."}``); a
+                key that ends with a dot applies to all names that begin with it.
 
         Returns:
             This rank's names that the checkpoint lacks.
 
         Raises:
-            CheckpointError: On all ranks: it is damaged or does not fit; names and shapes are told.
+            CheckpointError: On all ranks: the checkpoint is damaged or does not fit. Names the
+                entries and shapes.
         """
         path = self.broadcast(local_path(path))
         with self.waiting_in(f"loading weights from {path}"):
@@ -218,8 +222,9 @@ class ModelSpaceRestoring(ModelSpace):
         return missing
 
     def load_initial_weights(self, weights: HuggingFaceWeights) -> None:
-        """Give a module that was built without values those of its ``initial_weights()``, unless a
-        checkpoint has all of them."""
+        """Load the values of ``initial_weights()`` into a module that was built without values.
+
+        Nothing is loaded if a checkpoint has all of the values."""
         module = self.lightning_module
         if module.trainer.ckpt_path is None or not module.strict_loading:
             with self.waiting_in("loading the initial weights"):
@@ -231,9 +236,9 @@ class ModelSpaceRestoring(ModelSpace):
     def _fill(
         self, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None
     ) -> list[str]:
-        """``load_weights``, without a word to the optimizer."""
+        """Load weights like ``load_weights``, without updating the optimizer's masters."""
         tensors = {MODEL + name: entry for name, entry in self._model_tensors().items()}
-        if reads_as_huggingface(path) and not rename:  # there is no adapter in it
+        if reads_as_huggingface(path) and not rename:  # a Hugging Face folder contains no adapters
             tensors = {
                 name: entry
                 for name, entry in tensors.items()
@@ -297,8 +302,9 @@ class ModelSpaceRestoring(ModelSpace):
                 self._take_masters(optimizer)
 
     def _take_masters(self, optimizer: Optimizer) -> None:
-        """Give masters that were loaded as states to what the optimizer steps on here, a parameter
-        in float32 included."""
+        """Copy masters that were loaded as states to the values that the optimizer steps on.
+
+        These values may be a parameter in float32."""
         with torch.no_grad():
             for value, state in list(optimizer.state.items()):
                 if MASTER in state:
@@ -309,7 +315,7 @@ class ModelSpaceRestoring(ModelSpace):
             self._engine.gradients.stepped.publish()
 
     def _parameters_set(self) -> None:
-        """The parameters have new values, which masters have to take."""
+        """Update the masters after the parameters have new values."""
         if self._engine is not None and self._engine.gradients.stepped is not None:
             self._engine.gradients.stepped.reload()
 
@@ -355,11 +361,13 @@ def _check_trained(state: Mapping[str, object], path: Path, resuming: bool) -> N
 
 
 def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
-    """Read the weights of Lightning's single file, without further names, ``tied``, of the same
-    parameters.
+    """Read the weights of Lightning's single file, without the names ``tied``.
+
+    Each tied name is a further name of a parameter.
 
     Raises:
-        CheckpointError: It has none, or holds what cannot be read without trusting it.
+        CheckpointError: The file has no weights, or holds objects that cannot be read without
+            trusting it.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]

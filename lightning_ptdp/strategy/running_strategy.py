@@ -1,5 +1,4 @@
-"""State of the strategy on a rank while it runs, as its mixins see it, and agreement of the
-ranks."""
+"""Shared base of the strategy's mixins: state of a running rank, and agreement of ranks."""
 
 from __future__ import annotations
 
@@ -32,18 +31,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """State of one call of ``fit``, ``validate``, ``test`` or ``predict``, replaced by the next
-    ``setup_environment``.
+    """State of one call of ``fit``, ``validate``, ``test`` or ``predict``.
+
+    The next ``setup_environment`` replaces it.
 
     Attributes:
         mesh: The process groups, which a later run takes over.
-        board: The store of this life for the watchdog's notes, likewise; None if somebody else made
-            the groups, or there are none.
-        watchdog: Knows what the ranks do.
-        interruption: Whether an exception ended all of them.
-        stop_request: Whether somebody wants the run to end.
-        validation_clock: When validation is due by the clock.
-        seed: The same on all ranks.
+        board: Store of this life for the watchdog's notes, which a later run takes over; None if
+            another library made the groups, or if there are none.
+        watchdog: Records the actions of all ranks.
+        interruption: Whether an exception ended all of the ranks.
+        stop_request: Whether a signal asks the run to end.
+        validation_clock: Times of validations by the clock.
+        seed: The seed, the same on all ranks.
     """
 
     mesh: ProcessMesh
@@ -56,12 +56,13 @@ class Run:
 
 
 class RunningStrategy(StrategyBase):
-    """Mixin that all others of the strategy derive from: what ``setup_environment`` and ``setup``
-    make, and where to find it; collectives over the world, in which the ranks of one replica hold
-    equal values.
+    """Base of the strategy's other mixins: shared state and collectives over the world.
+
+    ``setup_environment`` and ``setup`` make the state. In the collectives, the ranks of one replica
+    hold equal values.
 
     Attributes:
-        gradient_norm: Of the last step that was clipped by it.
+        gradient_norm: Norm of the last step whose gradients were clipped by it.
     """
 
     _names: LightningNames
@@ -78,7 +79,7 @@ class RunningStrategy(StrategyBase):
     _answers_for_rank_zero: bool = False
 
     def refusal(self, message: str) -> Exception:
-        """Lightning's exception for a wrong configuration."""
+        """Return Lightning's exception for a wrong configuration."""
         error: Exception = self._names.MisconfigurationException(message)
         return error
 
@@ -95,12 +96,12 @@ class RunningStrategy(StrategyBase):
 
     @property
     def mesh(self) -> ProcessMesh:
-        """The process groups of this rank, after ``setup_environment``."""
+        """Return the process groups of this rank, after ``setup_environment``."""
         return self.run.mesh
 
     @property
     def parallel(self) -> ParallelModel:
-        """This rank's part of the model, as ``setup`` cut it."""
+        """Return this rank's part of the model, as ``setup`` cut it."""
         assert self._parallel is not None
         return self._parallel
 
@@ -110,16 +111,17 @@ class RunningStrategy(StrategyBase):
         assert self._engine is not None
         return self._engine
 
-    # ---- what Lightning asks of all ranks: reductions, agreement, broadcasts ---------------------
+    # ---- reductions, agreement and broadcasts that Lightning calls on all ranks
+    # -------------------
 
     @contextlib.contextmanager
     def one_step(self, hook: str, context: Callable[[], Context]) -> Iterator[None]:
-        """Around one call of the user's ``hook``, inside ``context()``.
+        """Surround one call of the user's ``hook``, inside ``context()``.
 
-        Under a pipeline it runs to its end on the last stage only. So it may not ask for
-        collectives, for which the other ranks would never come, and the last stage of rank 0's
-        pipeline answers for rank 0 to a step that logs there only."""
-        layout = self.mesh.layout  # the strategy would make it anew, and check it
+        Under a pipeline the hook runs to its end on the last stage only. It must not call
+        collectives, because the other ranks would never join them. In a step that logs on rank 0
+        only, the last stage of rank 0's pipeline acts as rank 0."""
+        layout = self.mesh.layout  # self.layout would construct and check it again
         if layout.pipeline_parallel_size > 1:
             pipeline = self.mesh.group("pipeline")
             self._running_step = hook
@@ -139,11 +141,12 @@ class RunningStrategy(StrategyBase):
             self._guard.hook = hook
 
     def _alone(self, name: str) -> bool:
-        """Return True if the other ranks will not join a collective, because this rank handles an
-        exception that they do not have.
+        """Return True if the other ranks will not join a collective.
+
+        This rank then handles an exception that the other ranks do not have.
 
         Raises:
-            MisconfigurationException: The user's step asks for the collective under a pipeline.
+            MisconfigurationException: The user's step calls the collective under a pipeline.
         """
         if self._running_step is not None:
             raise self.refusal(
@@ -158,8 +161,9 @@ class RunningStrategy(StrategyBase):
         return self._run is not None and self._run.interruption.is_of_this_rank_alone()
 
     def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for other ranks outside the steps: a lost one gives an error that names
-        ``what`` and what each rank did.
+        """Return a context for waits on other ranks outside the steps.
+
+        If a rank is lost, the error names ``what`` and the action of each rank.
 
         Raises:
             PeerError: Inside, instead of an error of torch's communication.
@@ -174,9 +178,9 @@ class RunningStrategy(StrategyBase):
     ) -> _T:
         """Reduce over the replicas.
 
-        The ranks of one replica hold equal values, so that the world's mean is the replicas' mean,
-        and a sum adds one value of each replica. Give ``group=torch.distributed.group.WORLD`` for
-        the sum over all ranks."""
+        The ranks of one replica hold equal values. The world's mean is therefore the replicas'
+        mean, and a sum adds one value of each replica. Pass ``group=torch.distributed.group.WORLD``
+        for the sum over all ranks."""
         if not isinstance(tensor, Tensor) or self._alone("reduce"):
             return tensor
         is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
@@ -192,11 +196,12 @@ class RunningStrategy(StrategyBase):
     def all_gather(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over the replicas, or over ``group``; ranks of one replica hold equal values,
-        which are not repeated.
+        """Gather over the replicas, or over ``group``.
+
+        The ranks of one replica hold equal values, which are not repeated.
 
         Args:
-            tensor: Of the same shape on all ranks.
+            tensor: Value of the same shape on all ranks.
             group: Another process group than the world's.
             sync_grads: Whether gradients flow back.
 
@@ -216,7 +221,7 @@ class RunningStrategy(StrategyBase):
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over the whole world."""
+        """Agree on a decision over the whole world."""
         flag = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized() and not self._alone("reduce_boolean_decision"):
             with self.waiting_in("agreement"):
@@ -224,7 +229,7 @@ class RunningStrategy(StrategyBase):
         return bool(flag)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for the world."""
+        """Wait for all ranks of the world."""
         if dist.is_initialized() and not self._alone("barrier"):
             with self.waiting_in(f"barrier {name!r}" if name else "barrier"):
                 dist.barrier(

@@ -1,5 +1,4 @@
-"""The strategy's part in saving: what Lightning and the hooks have put together goes out in model
-space."""
+"""Saving of checkpoints: writes Lightning's checkpoint in model space."""
 
 from __future__ import annotations
 
@@ -55,36 +54,36 @@ _SHOWN = 3
 
 
 class ModelSpaceSaving(ModelSpace):
-    """Mixin of the strategy: saves shards under global names, so that any layout reads what any
-    other wrote.
+    """Mixin of the strategy: saves shards under global names, which any layout can read.
 
-    Before ``setup`` there is nothing but an ordinary module, and Lightning's single file is
-    written.
+    Before ``setup`` the module is an ordinary one, and Lightning's single file is written.
 
     Attributes:
-        ranks_failed: Whether the ranks that this process forked or spawned last ended with an
+        ranks_failed: Whether the ranks that this process last forked or spawned ended with an
             exception.
         returns_weights: Whether the process that forks or spawns the ranks gets the trained
             weights.
-        folder_callback: The class of a callback that needs checkpoint folders; "" if there is none.
+        folder_callback: Class of a callback that needs checkpoint folders; "" if there is none.
         run_facts: Facts about the run for the metadata of its checkpoints, in JSON types.
     """
 
     _saver: BackgroundSaver | None = None
-    _is_training: bool = False  # else nobody would wait for a save in the background
+    _is_training: bool = False  # without training, no later call would wait for a background save
     ranks_failed = False
     returns_weights = True
     folder_callback = ""
     run_facts: Mapping[str, object] = MappingProxyType({})
 
     def lightning_module_state_dict(self) -> Checkpoint:
-        """This rank's part of the model, for the hooks of ``on_save_checkpoint``; the rest is on
-        the other ranks."""
+        """Return this rank's part of the model, for the hooks of ``on_save_checkpoint``.
+
+        The other ranks hold the rest."""
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
-        """Hyperparameters of the groups with the names of all ranks' parameters; the tensors are
-        saved as shards."""
+        """Return hyperparameters of the groups, with the names of all ranks' parameters.
+
+        The tensors are saved as shards."""
         if self._parallel is None or self.writes_file:
             return super().optimizer_state(optimizer)
         if self._alone("saving"):
@@ -99,12 +98,14 @@ class ModelSpaceSaving(ModelSpace):
     def save_checkpoint(
         self, checkpoint: Checkpoint, filepath: PathLike, storage_options: object = None
     ) -> None:
-        """Write a checkpoint; entered by all ranks. After an exception there is a warning instead
-        where that cannot be.
+        """Write a checkpoint; entered by all ranks.
+
+        If saving is impossible after an exception, a warning is given instead.
 
         Raises:
-            CheckpointError: It could not be written; what was there before is whole.
-            TypeError: ``storage_options`` is given, which only Lightning's plugin takes, for a URL.
+            CheckpointError: It could not be written. An earlier checkpoint there is intact.
+            TypeError: ``storage_options`` is given, which only Lightning's plugin accepts, for a
+                URL.
         """
         if why := self._why_impossible():
             warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
@@ -123,7 +124,7 @@ class ModelSpaceSaving(ModelSpace):
             if not self.writes_file:
                 self._save(checkpoint, filepath, doing)
                 return
-            alone = self._alone("saving")  # then the others do not come, and are not needed
+            alone = self._alone("saving")  # then the other ranks do not join, and are not needed
             with contextlib.nullcontext() if alone else same_outcome(doing):
                 if elsewhere:
                     super().save_checkpoint(self._with_names(checkpoint), filepath, storage_options)
@@ -149,8 +150,9 @@ class ModelSpaceSaving(ModelSpace):
         self.folder_callback = next(found, "")
 
     def why_no_file(self) -> str:
-        """Return the option with which no rank has all that is saved, or saves do not wait; "" if
-        there is none."""
+        """Return the option that rules out a single file; "" if there is none.
+
+        With such an option no rank holds everything that is saved, or saving does not wait."""
         if self.layout.divides_model:
             return f"{self.layout.describe()} cuts the model"
         if self.config.async_save:
@@ -164,8 +166,9 @@ class ModelSpaceSaving(ModelSpace):
         )
 
     def _with_names(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the names of the optimizers' parameters, by which other
-        layouts find theirs."""
+        """Return the checkpoint with the names of the optimizers' parameters.
+
+        Other layouts find their parameters by these names."""
         if "optimizer_states" not in checkpoint:
             return checkpoint
         return {**checkpoint, PARAMETER_NAMES: self._names_of_groups()}
@@ -197,12 +200,11 @@ class ModelSpaceSaving(ModelSpace):
                     optimizer, names=names, shardings=shardings, index=index, extra=masters
                 )
         if self.ranks_hold_all:
-            # What rank 0's hooks made of it is saved, as in Lightning; the others help to write
-            # what nobody changed.
+            # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
+            # unchanged entries.
             agreed = from_rank_zero(lambda: unchanged)
-            equal = {
-                record.name for record in self.parallel.records.values()
-            }  # buffers may differ between replicas
+            # buffers may differ between replicas
+            equal = {record.name for record in self.parallel.records.values()}
             model = {
                 name: model[name]
                 for name in model
@@ -237,12 +239,13 @@ class ModelSpaceSaving(ModelSpace):
     def _weights_to_save(
         self, state: Mapping[str, object]
     ) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
-        """The model under its global names, as the hooks of ``on_save_checkpoint`` left it, and the
-        names of what they did not change.
+        """Return the model under its global names, and the names of unchanged entries.
+
+        The hooks of ``on_save_checkpoint`` may have changed the other entries.
 
         Raises:
-            CheckpointError: They changed more than what is left out, but this rank holds only a
-                part.
+            CheckpointError: The hooks did more than leave out entries, but this rank holds only a
+                part of the model.
         """
         changes = _changes(self.lightning_module.state_dict(), state)
         if not self.ranks_hold_all:
@@ -263,7 +266,7 @@ class ModelSpaceSaving(ModelSpace):
         }, kept.keys() - changes.keys()
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background.
+        """Wait for a background save.
 
         Raises:
             CheckpointError: It failed; the same on all ranks.
@@ -272,12 +275,14 @@ class ModelSpaceSaving(ModelSpace):
         if self._saver is not None:
             with self.waiting_in("the end of a save in the background"):
                 self._saver.close()
-            self._saver = None  # not before: a Ctrl-C here finds it in on_exception
+            self._saver = None  # not earlier: after a Ctrl-C here, on_exception needs it
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let a save in the background end, if it can: a lost rank would never let it, and the
-        second Ctrl-C gives it up. An error of torch's communication from outside the strategy's own
-        waits gets a note of what each rank did last."""
+        """Wait for a background save, if it can end.
+
+        After the loss of a rank it cannot, and the wait is limited. A second Ctrl-C abandons the
+        save. An error of torch's communication from outside the strategy's own waits gets a note
+        with the last action of each rank."""
         super().on_exception(exception)
         if self._run is not None:
             self._run.watchdog.annotate(exception)
@@ -285,7 +290,8 @@ class ModelSpaceSaving(ModelSpace):
             exception, StoppedNow
         )
         if told_to_end and self._run is not None:
-            self._run.interruption.is_of_this_rank_alone()  # at the end of the run that is known
+            # ask now, because the answer is known at the end of the run
+            self._run.interruption.is_of_this_rank_alone()
         saver, self._saver, self._is_training = self._saver, None, False
         if saver is None:
             return
@@ -304,9 +310,10 @@ class ModelSpaceSaving(ModelSpace):
             saver.give_up()
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
-        """Remove a checkpoint that is no longer among the best, but not before the one that is
-        being written is complete; a ``latest`` that pointed to it moves to the newest that is
-        left."""
+        """Remove a checkpoint that is no longer among the best.
+
+        It is removed only after the checkpoint that is being written is complete. A ``latest`` that
+        pointed to it moves to the newest remaining checkpoint."""
         if self._saver is not None:
             self._saver.after(partial(self._remove_now, filepath))
         else:
@@ -323,8 +330,10 @@ class ModelSpaceSaving(ModelSpace):
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, str]:
-    """Name -> what became of the entry; some are made anew for every ``state_dict``, and are the
-    same if their values are."""
+    """Return the changes by entry name: "removed", "added" or "replaced".
+
+    Some entries are created anew for every ``state_dict``. They are unchanged if their values are
+    equal."""
     changes = {name: "removed" for name in before if name not in after}
     changes |= {name: "added" for name in after if name not in before}
     return changes | {
@@ -359,4 +368,4 @@ def _cannot_change(changes: Mapping[str, str]) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing: the action of the other ranks when a checkpoint is complete."""
+    """Do nothing. Ranks other than 0 call it when a checkpoint is complete."""

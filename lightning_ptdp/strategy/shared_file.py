@@ -11,11 +11,10 @@ __all__ = ["shared_file"]
 
 @contextmanager
 def shared_file() -> Iterator[str]:
-    """Yield the path of an empty file in anonymous memory, which forked and spawned processes of
-    the same user can open.
+    """Yield the path of an empty file in anonymous memory.
 
-    The file needs no space in ``/dev/shm`` or the temporary folder. It vanishes with the context,
-    or with this process."""
+    Forked and spawned processes of the same user can open it. The file needs no space in
+    ``/dev/shm`` or the temporary folder. It disappears with the context, or with this process."""
     descriptor = os.memfd_create("lightning-ptdp")
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -1,5 +1,4 @@
-"""The strategy's part in a step: the engine runs it, Lightning's hooks see it in the order that
-they expect."""
+"""Steps of the strategy, run by the engine with Lightning's hooks in their usual order."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class ScheduledSteps(RunningStrategy):
     """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
 
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
-        """Forward, and under a schedule backward too, of one batch."""
+        """Run the forward of one batch, and under a schedule also its backward."""
         values = (*args, *kwargs.values())
         has_others = self.mesh.layout.world_size > 1
         with self._during("step"):
@@ -47,7 +46,7 @@ class ScheduledSteps(RunningStrategy):
     def _clears_gradients(self) -> bool:
         """Return True if Lightning clears the gradients between this batch's forward and backward.
 
-        It does before the first batch of an accumulation, unless the user overrides
+        It does so for the first batch of an accumulation, unless the user overrides
         ``optimizer_zero_grad``."""
         trainer, names = self.lightning_module.trainer, self._names
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -72,8 +71,8 @@ class ScheduledSteps(RunningStrategy):
             )
             with self._during("step"), self.engine.gradients.reduce():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        # Behind the sums over the replicas: on_after_backward sees the gradients that the optimizer
-        # will.
+        # Called after the sums over the replicas, so that on_after_backward sees the optimizer's
+        # gradients.
         with self.engine.gradients.shown():
             output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
@@ -85,8 +84,8 @@ class ScheduledSteps(RunningStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Closure, *args: object, **kwargs: object
     ) -> object:
-        """Step."""
-        # A sharded optimizer gathers the parameters behind its step.
+        """Step the optimizer."""
+        # A sharded optimizer gathers the parameters after its step.
         with self._during("optimizer step"):
             output = super().optimizer_step(
                 optimizer, self.engine.optimization.evaluations(optimizer, closure), *args, **kwargs
@@ -95,7 +94,7 @@ class ScheduledSteps(RunningStrategy):
         return output
 
     def block_backward_sync(self) -> Context:
-        """While accumulating: keep gradients local."""
+        """Return a context that keeps gradients local during accumulation."""
         return self.engine.gradients.accumulating()
 
     def on_validation_start(self) -> None:
@@ -104,20 +103,21 @@ class ScheduledSteps(RunningStrategy):
             self.engine.broadcast_buffers()
 
     def validation_step(self, *args: Nested, **kwargs: Nested) -> Nested:
-        """The user's ``validation_step`` on every stage."""
+        """Run the user's ``validation_step`` on every stage."""
         return self._evaluate(
             "validation_step", self.precision_plugin.val_step_context, (*args, *kwargs.values())
         )
 
     def test_step(self, *args: Nested, **kwargs: Nested) -> Nested:
-        """The user's ``test_step`` on every stage."""
+        """Run the user's ``test_step`` on every stage."""
         return self._evaluate(
             "test_step", self.precision_plugin.test_step_context, (*args, *kwargs.values())
         )
 
     def predict_step(self, *args: Nested, **kwargs: Nested) -> Nested:
-        """The user's ``predict_step`` on every stage; every rank of a replica returns the whole
-        prediction."""
+        """Run the user's ``predict_step`` on every stage.
+
+        Every rank of a replica returns the whole prediction."""
         return self._evaluate(
             "predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values())
         )
@@ -130,14 +130,16 @@ class ScheduledSteps(RunningStrategy):
         rows: int,
         key: Hashable,
     ) -> Tensor:
-        """One forward of the model for the next token of each of ``rows`` rows, (b) int64, outside
-        of the steps (``generate``).
+        """Run one forward of the model for the next token of each row, outside the steps.
+
+        ``generate`` calls it. Returns the tokens, (b) int64.
 
         Args:
-            call: Runs the model as a pipeline stage; on the last one it returns the logits (b, V).
-            choose: From these, whole, to the tokens.
-            rows: b.
-            key: Forwards of one key have hidden states of the same shape.
+            call: Runs the model as a pipeline stage; on the last stage it returns the logits (b,
+                V).
+            choose: Returns the tokens for the whole logits.
+            rows: Number of rows, b.
+            key: Forwards with the same key have hidden states of the same shape.
         """
         with self._during("writing text at step"):
             return self.engine.decode(
@@ -148,8 +150,8 @@ class ScheduledSteps(RunningStrategy):
         """Return True if ``decode`` can be called now, while the Trainer runs.
 
         Raises:
-            MisconfigurationException: It cannot, and the model is cut, so that nobody else can run
-                it.
+            MisconfigurationException: The Trainer does not run, and the model is cut, so that it
+                cannot run on its own.
         """
         module = self.lightning_module
         if module.trainer.state.status == "running":
@@ -166,8 +168,8 @@ class ScheduledSteps(RunningStrategy):
     def _evaluate(
         self, hook: str, context: Callable[[], Context], args: Sequence[Nested]
     ) -> Nested:
-        # Replicas may have different numbers of batches: only the ranks of one agree. The others of
-        # a fit would wait for them.
+        # Replicas may have different numbers of batches. Only the ranks of one replica agree,
+        # because the other ranks of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
         numbers = self.engine.agreement.collect(args[0], training=False)
         agreed = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
@@ -183,28 +185,32 @@ class ScheduledSteps(RunningStrategy):
         *,
         interrupts: bool = True,
     ) -> Sequence[int]:
-        """Return the maximum of ``numbers`` over ``group``; end here if one of its ranks was told
-        to."""
+        """Return the maximum of ``numbers`` over ``group``.
+
+        Raises:
+            KeyboardInterrupt: A rank of the group was asked to end.
+        """
         with self._during(what):
             ends, agreed = self.run.stop_request.heed(
                 group, self.root_device, interrupts=interrupts, beside=numbers
             )
         if ends:
-            raise KeyboardInterrupt  # out here: nothing has failed, and all ranks can still save
+            # raised outside: nothing has failed, and all ranks can still save
+            raise KeyboardInterrupt
         return agreed
 
     def _during(self, what: str) -> Context:
-        """Says what this rank is busy with to the ranks that wait for it."""
+        """Return a context that shows this rank's action to ranks that wait for it."""
         return self.run.watchdog.during(f"{what} {self.lightning_module.trainer.global_step}")
 
     @property
     def observers(self) -> Observers | None:
-        """Observers that are notified of every action of the pipeline; None before ``setup``."""
+        """Return the observers of the pipeline's actions; None before ``setup``."""
         return self._engine.observers if self._engine is not None else None
 
     @property
     def precision_plugin(self) -> Precision:
-        """Lightning's plugin, with clipping by the norm over all ranks."""
+        """Return Lightning's plugin, with clipping by the norm over all ranks."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -219,8 +225,9 @@ class ScheduledSteps(RunningStrategy):
             hooks(*args)
 
     def compute_gradient_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient, each parameter counted once; collective over the
-        world."""
+        """Return the 2-norm of the whole model's gradient, each parameter counted once.
+
+        Collective over the world."""
         with self._during("gradient norm of step"):
             return self.engine.gradients.norm()
 

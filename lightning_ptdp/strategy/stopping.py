@@ -1,9 +1,9 @@
-"""SIGTERM and Ctrl-C as requests to all ranks to stop after the same batch.
+"""Requests by SIGTERM and Ctrl-C that make all ranks stop after the same batch.
 
-Lightning's handler of SIGTERM runs a collective wherever the signal happens to find the rank, and
-Ctrl-C raises there. Under a pipeline
-both block: the other stages wait for this one's next message in a call of C++, where no Python
-handler runs. So here the handlers only take a note, and the ranks agree where all of them come by.
+On SIGTERM Lightning's handler runs a collective immediately, wherever the rank is, and on Ctrl-C it
+raises there. Both block under a pipeline, because the other stages wait for this rank's next
+message in a C++ call, where no Python handler runs. The handlers of this module therefore only
+record the signal, and the ranks agree at a point that all of them reach.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ _TERMINATE, _INTERRUPT = 1, 2
 
 
 class StopRequest:
-    """Notes SIGTERM while ``trainer`` runs, instead of Lightning's handler, and Ctrl-C, unless it
-    has a handler of the user's.
+    """Record of SIGTERM and Ctrl-C while ``trainer`` runs.
+
+    It replaces Lightning's handler of SIGTERM. It handles Ctrl-C unless the user has set a handler.
 
     Args:
-        trainer: Whose loops end.
-        alone: Whether there is no other rank: SIGTERM is Lightning's then.
+        trainer: Trainer whose loops end.
+        alone: Whether there is no other rank; Lightning then handles SIGTERM.
 
     Attributes:
         received: Whether this rank got SIGTERM.
@@ -72,15 +73,16 @@ class StopRequest:
         interrupts: bool = True,
         beside: Tensor | None = None,
     ) -> tuple[bool, Sequence[int]]:
-        """If any rank of ``group`` got SIGTERM, have Lightning's loop end on all of them after the
-        batch; whether one got Ctrl-C, so that all of them are to end here. Collective, one message;
-        on a GPU its answer is that of the call before, except for the first one, so that the host
-        need not wait.
+        """Agree over ``group`` on requests to stop; return True if all ranks must end here.
+
+        After SIGTERM on any rank, Lightning's loop ends on all ranks after the batch. After Ctrl-C
+        on any rank, all ranks must end here. Collective, with one message. On a GPU the answer is
+        that of the call before, except for the first call, so that the host need not wait.
 
         Args:
             group: Ranks that work on the same batches; None is this rank alone.
-            device: Where the group communicates.
-            interrupts: Whether Ctrl-C may end them here.
+            device: Device with which the group communicates.
+            interrupts: Whether Ctrl-C may end the ranks here.
             beside: (n) int64, numbers whose maximum over the group is returned too.
         """
         asked = _TERMINATE if self.received else 0
@@ -111,9 +113,10 @@ class StopRequest:
         return [int(number) for number in numbers.tolist()]
 
     def _register(self) -> None:
-        """Behind Lightning's own, which takes back at the end of the run what was set meanwhile;
-        before data is read by processes, which inherit the handler and survive the terminal's
-        Ctrl-C."""
+        """Register the handlers after Lightning's own.
+
+        At the end of the run Lightning restores handlers set meanwhile. The handlers are set before
+        data-reading processes start, which inherit them and so survive the terminal's Ctrl-C."""
         register_signal_handlers(self._trainer)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._notes.take(signal.SIGINT)
@@ -122,21 +125,20 @@ class StopRequest:
         if not self.received:
             self.received = True
             if self._trainer.strategy.launcher is not None:
-                self._trainer.strategy.launcher.kill(
-                    signum
-                )  # hands it on to the processes that this one started
+                # Forward the signal to the processes that this one started.
+                self._trainer.strategy.launcher.kill(signum)
 
 
 @contextlib.contextmanager
 def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
-    """Until Lightning has its own handler: SIGTERM kills the processes that ``launcher`` has
-    started, then this one.
+    """Kill the started processes on SIGTERM, until Lightning has its own handler.
 
-    By itself it would end this process alone, and the others would look for the store of this one
-    until their time limit."""
+    SIGTERM kills the processes that ``launcher`` has started, then this one. By default it would
+    end only this process, and the other ranks would look for its store until their time limit."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
-        if signal.getsignal(signal.SIGTERM) is end:  # else Lightning's handler has called it too
+        # otherwise Lightning's handler has called it too
+        if signal.getsignal(signal.SIGTERM) is end:
             launcher.kill(signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
@@ -148,13 +150,13 @@ def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handing_on_ctrl_c(launcher: Launcher) -> Iterator[None]:
-    """While all ranks are processes that ``launcher`` started: Ctrl-C to this one asks them to end,
-    as SIGTERM does, and the second kills them. That they have ended by it, or by a Ctrl-C of their
-    own, is raised here.
+    """Forward Ctrl-C to the ranks while all of them are processes started by ``launcher``.
+
+    The first Ctrl-C asks the ranks to end, as SIGTERM does. The second kills them. If they ended by
+    it, or by a Ctrl-C of their own, KeyboardInterrupt is raised here.
 
     Raises:
-        KeyboardInterrupt: Instead of what the launcher raises about processes that were told to
-            end.
+        KeyboardInterrupt: Instead of the launcher's error about processes that were asked to end.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not in_main_thread():
         yield
@@ -175,7 +177,7 @@ def handing_on_ctrl_c(launcher: Launcher) -> Iterator[None]:
 
 
 def not_handing_on() -> None:
-    """Leave that; also in a rank that has inherited it."""
+    """Stop forwarding Ctrl-C, also in a rank that has inherited the handler."""
     if isinstance(signal.getsignal(signal.SIGINT), _HandsOn):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -185,9 +187,8 @@ class _HandsOn:
         self._launcher, self._notes, self._owner = launcher, notes, os.getpid()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if (
-            os.getpid() != self._owner or not self._launcher.procs
-        ):  # just forked, or there is nobody yet
+        # A rank was just forked, or no rank has been started yet.
+        if os.getpid() != self._owner or not self._launcher.procs:
             signal.default_int_handler(signum, frame)
         try:
             self._notes.note(signum, frame)

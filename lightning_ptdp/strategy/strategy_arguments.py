@@ -1,5 +1,7 @@
-"""The strategy's arguments: ``layout``, the fields of ``PTDPConfig``, which tells their meaning,
-and those of Lightning's strategies."""
+"""Signature of the strategy's constructor.
+
+Its arguments are ``layout``, the fields of ``PTDPConfig``, which documents them, and the arguments
+of Lightning's strategies."""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ __all__ = ["constructor"]
 def constructor(
     construct: Callable[..., None], lightning: Callable[..., None]
 ) -> Callable[..., None]:
-    """``construct`` with the signature that ``inspect`` and jsonargparse read; ``lightning`` is the
-    constructor of Lightning's class."""
+    """Return ``construct`` with the signature that ``inspect`` and jsonargparse read.
+
+    ``lightning`` is the constructor of Lightning's class."""
 
     @wraps(construct)
     def init(self: StrategyBase, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""Validation by the clock (``val_check_interval="00:01:00:00"``), at the same batch on all ranks.
+"""Validation by the clock (``val_check_interval="00:01:00:00"``), in step on all ranks.
 
-Lightning lets every rank look at its own clock at the end of a batch: some would begin to validate
-while the others train on."""
+Lightning lets every rank check its own clock at the end of a batch. Some ranks would then begin to
+validate while other ranks continue to train."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ __all__ = ["ValidationClock"]
 
 
 class ValidationClock:
-    """Decides before a batch whether there is a validation behind it, and shows Lightning a time
-    that leaves it no choice."""
+    """Decision before each batch whether a validation follows it.
+
+    Lightning is shown a time that enforces the decision."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._since = trainer, -math.inf
 
     def agree(self, all_say: Callable[[bool], bool]) -> None:
-        """Before a batch, on all ranks.
+        """Agree before a batch, on all ranks, whether a validation follows.
 
         Args:
-            all_say: Collective; whether it is true on all of them.
+            all_say: Collective; returns True if its argument is true on all ranks.
         """
         seconds, last = validation_times(self._trainer)
         if seconds is None:
             return
         if math.isfinite(last):
-            self._since = last  # Lightning's: the fit has begun, or a validation has ended
+            self._since = last  # set by Lightning: the fit has begun, or a validation has ended
         due = all_say(time.monotonic() - self._since >= seconds)
         set_last_validation(self._trainer, -math.inf if due else math.inf)

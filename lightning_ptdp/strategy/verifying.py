@@ -1,5 +1,6 @@
-"""``PTDPStrategy(verify="first_step")``: the first step is compared with one process before
-training starts."""
+"""Comparison of the first step with one process: ``PTDPStrategy(verify="first_step")``.
+
+It runs before training starts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def verify_first_step(
 
     Raises:
         MisconfigurationException: This process does not start all ranks.
-        VerificationError: They differ; holds the report.
+        VerificationError: The steps differ; contains the report.
     """
     environment: Any = strategy.cluster_environment
     option = f"verify={strategy.config.verify!r}"

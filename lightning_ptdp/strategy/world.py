@@ -1,5 +1,4 @@
-"""The strategy's part in the world: who this rank is, joining the others, and the groups that they
-make."""
+"""World of the strategy: identity of this rank, rendezvous and process groups."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class World(RunningStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """Return this rank's device."""
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -57,51 +56,55 @@ class World(RunningStrategy):
 
     @property
     def local_rank(self) -> int:
-        """This rank on its node."""
+        """Return the index of this rank on its node."""
         return 0 if self._is_alone else super().local_rank
 
     @property
     def node_rank(self) -> int:
-        """This node."""
+        """Return the index of this node."""
         return 0 if self._is_alone else super().node_rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return 1 if self._is_alone else super().world_size
 
     @property
     def _is_alone(self) -> bool:
-        """There is nothing to ask then: in a SLURM job that was not started by srun the environment
-        would not know."""
+        """Return True if there is only one process.
+
+        The environment is not asked then: in a SLURM job that was not started by srun it would be
+        wrong."""
         return self.num_nodes * self.num_processes == 1
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Return the number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def is_distributed(self) -> bool:
-        """Return True if samplers have to be split, because there is more than one replica."""
+        """Return True if samplers must be split, because there is more than one replica."""
         return self.layout.num_replicas > 1
 
     @property
     def layout(self) -> ParallelLayout:
-        """The degrees of parallelism on this world."""
+        """Return the degrees of parallelism in this world."""
         return self.config.layout(max(1, self.num_nodes * self.num_processes))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Samples are split over replicas; all ranks of a replica read the same ones."""
+        """Return the sampler's arguments, which split samples over replicas.
+
+        All ranks of a replica read the same samples."""
         layout = self.layout
         return {"num_replicas": layout.num_replicas, "rank": layout.replica(self.global_rank)}
 
     def check_processes(self) -> None:
-        """Refuse to fit where a launcher has started processes that would not join.
+        """Refuse to fit if a launcher has started processes that would not join.
 
         Raises:
-            ValueError: It has; says what would work.
+            ValueError: It has; the message says what would work.
         """
         check_processes(
             self.cluster_environment,
@@ -136,17 +139,20 @@ class World(RunningStrategy):
         if layout.world_size > 1 and self.root_device.type == "cpu":
             return_large_blocks()
         if self.global_rank != 0:
-            # ModelCheckpoint's, which every rank would print.
+            # Every rank would print this warning of ModelCheckpoint.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
         if layout.world_size > 1 and layout.num_replicas == 1:
-            # Ranks of a single replica hold equal values: Lightning's advice to reduce them does
+            # Ranks of a single replica hold equal values. Lightning's advice to reduce them does
             # not apply.
             warnings.filterwarnings(
                 "ignore", message=".*sync_dist=True.*accumulate the metric across devices.*"
             )
 
     def _begin(self, layout: ParallelLayout, before: Run | None) -> Run:
-        """Take over from the run before what can be used again, and agree with the others."""
+        """Return the state of a new run.
+
+        Parts of the run before are reused, and the ranks agree on the seed and the name of the
+        run."""
         if layout.world_size > 1 and not dist.is_initialized():
             mesh, board = self._join(layout)
         elif before is not None:
@@ -165,8 +171,8 @@ class World(RunningStrategy):
             watchdog.close()  # no teardown would find it
             raise
         if layout.divides_model and "PL_GLOBAL_SEED" not in os.environ:
-            # The ranks of a replica augment their samples alike; seed_everything has seeded all
-            # ranks alike.
+            # The ranks of a replica must augment their samples alike. seed_everything has given all
+            # ranks the same seed.
             seed_process(derive_seed(seed, "process", layout.replica(self.global_rank)))
         trainer, on_device = self.lightning_module.trainer, self.root_device.type == "cuda"
         return Run(
@@ -189,8 +195,10 @@ class World(RunningStrategy):
         )
 
     def _reset_seed(self) -> int:
-        """Random numbers begin anew at the user's seed, as in Lightning's strategies; in one
-        process they go on where they are."""
+        """Reset the random numbers to the user's seed, and return the seed.
+
+        Lightning's strategies reset them too. In a single process the random numbers continue
+        unchanged."""
         with contextlib.nullcontext() if self.layout.world_size > 1 else self._names.isolate_rng():
             self._names.reset_seed()
             return self.config.seed if self.config.seed is not None else torch.initial_seed()
@@ -218,27 +226,25 @@ class World(RunningStrategy):
         def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
             if self.root_device.type == "cuda":
                 torch.cuda.set_device(self.root_device)  # each thread has its own
-            # Not bound to a device: torch would split new groups from the world's communicator,
-            # which takes all ranks at once.
+            # Do not bind the group to a device: torch would split new groups from the world's
+            # communicator, which needs all ranks at once.
             self._names.init_process_group(
                 environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store
             )
             mesh = self._make_mesh(layout)
-            # Once its keeper is gone, torch tries for twice the limit to connect, and nobody looks
-            # at the clock.
+            # After its keeper is lost, torch tries for twice the limit to connect, without a check
+            # of the time.
             return mesh, store.clone()
 
         return join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
-        """Restore the network interfaces that the user, or torch, chooses, for groups that are made
-        later."""
+        """Restore the network interfaces chosen by the user or torch, for groups made later."""
         chosen, self._interfaces = self._interfaces, []
         listen_anywhere(chosen)
 
     def _ended(self) -> str:
-        """Which of the processes that this one has started, or was started by, have ended; "" if
-        none."""
+        """Return a message about ended child or parent processes; "" if there are none."""
         first = self.global_rank - self.local_rank
         for local_rank, process in enumerate(getattr(self._launcher, "procs", ()), start=1):
             if isinstance(process, subprocess.Popen) and process.poll() is not None:
@@ -248,7 +254,7 @@ class World(RunningStrategy):
         return ""
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's environment and rank-zero helpers who we are."""
+        """Set this process's rank and world size in Lightning's environment and helpers."""
         if self.cluster_environment is not None:
             world_size = self.num_nodes * self.num_processes
             self.cluster_environment.set_global_rank(

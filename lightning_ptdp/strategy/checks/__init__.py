@@ -1,5 +1,6 @@
-"""Checks before any process is started. Each error names the field, the value and what would
-work."""
+"""Checks before any process is started.
+
+Each error names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_data
 from lightning_ptdp.strategy.checks.initial_weights import (

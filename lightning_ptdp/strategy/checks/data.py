@@ -1,4 +1,4 @@
-"""The data against the layout: batches, microbatches and the length of sequences."""
+"""Checks of the data against the layout: batches, microbatches and sequence length."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ __all__ = ["check_data"]
 
 
 def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None:
-    """Compare the sizes of a loader's batches (or a data module's, whose ``batch_plans`` may follow
-    from the number of replicas) with the microbatches and the schedule, and its
-    ``sequence_length``, if it tells one, with what sequence and context parallelism split.
+    """Check the sizes of batches and sequences against the layout.
+
+    The batch sizes of a loader or data module must match the microbatches and the schedule. A data
+    module's ``batch_plans`` may depend on the number of replicas. Sequence and context parallelism
+    must be able to split ``sequence_length``, if the data have this attribute.
 
     Raises:
         ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``,
-            or the schedule does not take as many microbatches as there would be; or the length does
-            not divide.
+            the schedule does not accept the number of microbatches, or the length is not divisible.
     """
     if hasattr(data, "batch_plans"):
         sizes = [plan.replica_batch for plan in data.batch_plans(num_replicas=layout.num_replicas)]

@@ -1,4 +1,4 @@
-"""Checks of this rank's device, made before the ranks meet and wait for each other."""
+"""Checks of this rank's device, made before the rendezvous of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_device(device: torch.device, *, precision: str) -> None:
     """Check the device of this rank, which must be set up.
 
     Raises:
-        ValueError: Of ``check_gpu``.
+        ValueError: See ``check_gpu``.
     """
     if device.type == "cuda" and torch.version.hip is None:
         check_gpu(
@@ -31,17 +31,18 @@ def check_device(device: torch.device, *, precision: str) -> None:
 def check_gpu(
     name: str, capability: tuple[int, int], *, kernels: Collection[str], precision: str
 ) -> None:
-    """Check an NVIDIA GPU.
+    """Check an NVIDIA GPU, and warn if it has no units for bfloat16.
 
     Args:
-        name: What it is called.
-        capability: (major, minor).
-        kernels: What torch was built for: "sm_90", of the same major version and no larger minor
-            one, runs as it is; "compute_90" is compiled for anything newer.
-        precision: Lightning's; bfloat16 that the GPU has no units for is slow, which is warned of.
+        name: Name of the GPU.
+        capability: Compute capability (major, minor).
+        kernels: Targets for which torch was built. A kernel for "sm_90" runs on GPUs of the same
+            major version and the same or a larger minor version; "compute_90" is compiled for any
+            newer GPU.
+        precision: Lightning's name of the precision. Without units for bfloat16, "bf16" is slow.
 
     Raises:
-        ValueError: torch has no kernels for it.
+        ValueError: torch has no kernels for the GPU.
     """
     shown = ".".join(map(str, capability))
     if kernels and not any(_runs(kernel, capability) for kernel in kernels):

@@ -1,4 +1,4 @@
-"""The weights that a module wants to begin with, against the module."""
+"""Checks of the initial weights that a module names, against the module."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ __all__ = ["check_initial_weights", "open_initial_weights"]
 
 
 def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
-    """Check that the files which the module's ``initial_weights()`` names are there and are the
-    model's, by their headers.
+    """Check that the files named by the module's ``initial_weights()`` exist and fit.
+
+    Only their headers are read.
 
     Raises:
-        ValueError: They are not; lists names and shapes that differ.
+        ValueError: They do not; lists the names and shapes that differ.
     """
     if hasattr(module, "initial_weights") and config.meta_init:
         open_initial_weights(whole_model(module, config))
 
 
 def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
-    """Open the weights that the module's ``initial_weights()`` names; None if it names none, or has
-    values already.
+    """Open the weights that the module's ``initial_weights()`` names.
+
+    The result is None if it names none, or if the module has values already.
 
     Raises:
-        CheckpointError: Of ``check_initial_weights``.
+        CheckpointError: The files are missing or do not fit.
     """
     give: Callable[[], InitialWeights | None] | None = getattr(module, "initial_weights", None)
     source = give() if give is not None else None

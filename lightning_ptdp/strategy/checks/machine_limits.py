@@ -10,8 +10,9 @@ __all__ = ["check_machine"]
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 5.0
-# Measured with torch 2.15 and gloo, recipe gpt/nano: rank 0 of 4 has 85 open files, the others 70.
-# Each group connects all of its ranks with each other, so that the number grows with the world.
+# Measured with torch 2.15 and gloo, recipe gpt/nano: rank 0 of 4 has 85 open files, the other ranks
+# have 70. Each group connects all of its ranks with each other, so that the number grows with the
+# world.
 _FILES, _FILES_PER_RANK = 64, 16
 
 
@@ -51,7 +52,7 @@ def _check_open_files(needed: int, world_size: int) -> None:
 
 
 def _check_semaphores(start_method: str) -> None:
-    """Make a semaphore, as Python does for each queue between processes."""
+    """Create a semaphore, as Python does for each queue between processes."""
     try:
         multiprocessing.get_context("spawn").Lock()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The module against the layout: its plan, its sizes, how it was built."""
+"""Checks of the module against the layout: its plan, its sizes, and how it was built."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
 
 
 def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
-    """The plan: the strategy's own, else the module's ``configure_parallel()``, else that of a
-    known model inside, else an empty one.
+    """Return the parallel plan of a module.
+
+    The strategy's own plan comes first, then the module's ``configure_parallel()``, then the plan
+    of a known model inside the module, then an empty plan.
 
     Raises:
-        ValueError: ``configure_parallel`` returned something else, or tensor parallelism has
+        ValueError: ``configure_parallel`` returned no ParallelPlan, or tensor parallelism has
             nothing to shard.
     """
     plan = config.plan
@@ -94,18 +96,19 @@ def check_model(
     convert: Callable[[nn.Module], nn.Module] | None = None,
     whole: nn.Module | None = None,
 ) -> KnownParts | None:
-    """Check the sizes of the model against the layout, on a copy where ``configure_model`` builds
-    it or ``convert`` changes it.
+    """Check the sizes of the model against the layout.
+
+    A copy is checked if ``configure_model`` builds the model or ``convert`` changes it.
 
     Args:
         module: The LightningModule, not cut yet.
         config: The strategy's options.
         layout: The degrees of parallelism.
         convert: The precision plugin's ``convert_module`` if it replaces modules or parameters.
-        whole: What ``whole_model`` makes of the module, if that is at hand.
+        whole: Result of ``whole_model`` for the module, if available.
 
     Returns:
-        Places of the modules, where a pipeline cuts the model.
+        Places of the modules, if a pipeline cuts the model.
 
     Raises:
         ValueError: Names the field, the value and what would work.
@@ -215,8 +218,9 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
 
 
 def warn_of_balance_losses(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
-    """Say that a Hugging Face mixture's own load-balancing loss is that of fewer tokens than in one
-    process."""
+    """Warn if a Hugging Face mixture computes its load-balancing loss over fewer tokens.
+
+    In one process that loss is computed over all tokens of the batch."""
     asked = any(
         getattr(getattr(module, "config", None), "output_router_logits", False)
         for module in model.modules()
@@ -246,7 +250,7 @@ def _converted(
         elif config.tensor_parallel_size > 1:
             way = "the copy that is checked before launch. Use tensor_parallel_size=1"
         else:
-            # the ranks have values, and what becomes of modules matters to tensor parallelism alone
+            # the ranks have values, and replaced modules matter to tensor parallelism alone
             return whole
         raise ValueError(
             f"the plugin's {name} needs values ({error}), which are not there yet in {way}"
@@ -254,8 +258,9 @@ def _converted(
 
 
 def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
-    """Check that what was built on the meta device, which is what is not ``built``, can be given
-    values."""
+    """Check that tensors built on the meta device can be given values.
+
+    These are all tensors whose names are not in ``built``."""
     initialize: Initializers | None = None
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
@@ -279,10 +284,10 @@ def _check_late(model: nn.Module, *, built: Collection[str]) -> None:
 
 
 def check_quantized(model: nn.Module) -> None:
-    """Check that the parameters that are there have plain elements.
+    """Check that existing parameters have plain elements.
 
     Raises:
-        ValueError: One is of a library that quantizes.
+        ValueError: A parameter belongs to a library that quantizes.
     """
     for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
         package = type(parameter).__module__.partition(".")[0]
@@ -299,8 +304,8 @@ def _check_libraries(model: nn.Module) -> None:
     """Check the versions of the libraries that define the modules in ``model``.
 
     Raises:
-        RequirementError: One is outside the declared range, where a split model may differ in
-            silence.
+        RequirementError: A version is outside the declared range, where a split model may silently
+            differ.
     """
     check_installed(*{type(module).__module__.partition(".")[0] for module in model.modules()})
 
@@ -356,13 +361,15 @@ def _check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 
 def whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
-    """The uncut module; if ``configure_model`` builds any of it, a copy built without allocating
-    anything where that is possible."""
+    """Return the uncut module.
+
+    If ``configure_model`` builds any part of it, return a copy, built without allocating memory if
+    possible."""
     written_by = getattr(module, "configure_model", whole_model).__module__
     if written_by.partition(".")[0] in _LIGHTNING or not isinstance(module, nn.Module):
         return module
     clone: Any = _copy_without_tensors(module)
-    with torch.random.fork_rng(devices=[]):  # what is drawn here is not drawn by the training
+    with torch.random.fork_rng(devices=[]):  # do not change the random numbers of the training
         try:
             with on_meta():
                 clone.configure_model()
@@ -379,7 +386,7 @@ def on_meta() -> Iterator[None]:
     """Return the context in which ``configure_model`` builds on the meta device.
 
     Raises:
-        ValueError: It wants to load weights there.
+        ValueError: ``configure_model`` loads weights there.
     """
     try:
         with torch.device("meta"):
@@ -400,8 +407,9 @@ def on_meta() -> Iterator[None]:
 
 
 def _copy_without_tensors(module: nn.Module) -> nn.Module:
-    """A copy that may be changed, with its tensors on the meta device: nothing of the module's is
-    in it."""
+    """Return a copy with its tensors on the meta device.
+
+    The copy shares nothing with the module and may be changed."""
     tensors = (*module.parameters(), *module.buffers())
     empty = {
         id(t): nn.Parameter(t.detach().to("meta"), t.requires_grad)

@@ -1,4 +1,4 @@
-"""Packed samples against the model: whether its attention would keep them apart."""
+"""Checks of packed samples: whether the model's attention separates them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ __all__ = ["check_packing", "why_not_packed"]
 _POSITIONS = "position_ids"
 _MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers that tell samples apart; the others (linear attention, convolutions) hand a state
-on from one to the next."""
+"""Types of layers that separate samples.
+
+Other layers (linear attention, convolutions) pass a state from one sample to the next."""
 _LIBRARIES = ("lightning", "pytorch_lightning", "torch", "builtins")
 
 
@@ -29,7 +30,7 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
     """Refuse a model in which the packed samples of a data module would see each other.
 
     Raises:
-        ValueError: It is one; says why.
+        ValueError: The samples would see each other; gives the reason.
     """
     if getattr(data, "packing", None) is not True:
         return
@@ -42,18 +43,19 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
 
 
 def why_not_packed(module: nn.Module, whole: nn.Module) -> str | None:
-    """Why samples in one sequence, whose positions begin anew, would not be apart; None if they
-    are.
+    """Return the reason why the model would not separate packed samples; None if it does.
+
+    Packed samples share a sequence, in which the positions of each sample begin at 0 again.
 
     Args:
         module: The LightningModule.
-        whole: The same, with its model.
+        whole: The LightningModule with its model built.
     """
     return next(_reasons(type(module), whole), None)
 
 
 def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
-    # How to know a Hugging Face model without importing the library.
+    # Recognizes a Hugging Face model without importing the library.
     known: list[Any] = [
         child for child in whole.modules() if hasattr(type(child), "main_input_name")
     ]
@@ -81,8 +83,7 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
 
 
 def _masks_by_positions(model: nn.Module) -> bool:
-    """Return True if a Hugging Face model passes its positions to the functions that make its
-    masks."""
+    """Return True if a Hugging Face model passes its positions to its mask functions."""
     tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(model).forward))))
     nodes = list(ast.walk(tree))
     collected = any(
@@ -110,8 +111,9 @@ def _masks_by_positions(model: nn.Module) -> bool:
 
 
 def _written(kind: type) -> str:
-    """Return the user's source of a LightningModule: the methods and string attributes that are not
-    Lightning's own."""
+    """Return the user's source of a LightningModule.
+
+    It contains the methods and string attributes that are not Lightning's own."""
     values = [inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("__")]
     methods = [
         value

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's content, as far as it is known before the first one is written."""
+"""Checks of a checkpoint's content, before the first checkpoint is written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _MEND = "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSp
 
 
 def warn_of_objects(owner: object) -> None:
-    """Name the hyperparameters of a module or data module that are objects, which checkpoints do
-    not give back unless they are trusted."""
+    """Warn of hyperparameters of a module or data module that are objects.
+
+    Loading a checkpoint does not restore them unless the checkpoint is trusted."""
     found = left_out(getattr(owner, "hparams", None) or {})
     if not found:
         return
@@ -40,10 +41,10 @@ def warn_of_objects(owner: object) -> None:
 
 
 def check_extra_state(module: nn.Module) -> None:
-    """Check what modules add to their ``state_dict`` by ``get_extra_state``.
+    """Check the entries that modules add to their ``state_dict`` by ``get_extra_state``.
 
     Raises:
-        ValueError: It is no tensor; names the module.
+        ValueError: An entry is not a tensor; names the module.
     """
     for name, part in module.named_modules():
         if type(part).get_extra_state is nn.Module.get_extra_state:
@@ -60,14 +61,13 @@ def check_extra_state(module: nn.Module) -> None:
 def check_optimizer_state(
     optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device
 ) -> None:
-    """Step a small tensor with an optimizer like this one and see whether its states can be stored
-    by name.
+    """Check that an optimizer's states can be stored by name, by a step on a small tensor.
 
-    Torch's own are known; those that keep other objects, or call others' hooks, are not tried: the
-    first save tells.
+    torch's own optimizers are known. Optimizers that keep other objects, or that call hooks, are
+    not tried; for them the first save shows the error.
 
     Raises:
-        ValueError: They cannot; names the optimizer and the state.
+        ValueError: The states cannot be stored; names the optimizer and the state.
     """
     if not _may_be_tried(optimizer):
         return
@@ -85,7 +85,7 @@ def check_optimizer_state(
         try:
             probe.step()
         except Exception:
-            return  # it needs more than that
+            return  # the optimizer needs more than a parameter and its gradient
         try:
             optimizer_tensors(
                 probe, names={weight: "weight"}, shardings={"weight": Sharding.replicated(shape)}

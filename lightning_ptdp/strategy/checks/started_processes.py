@@ -1,4 +1,4 @@
-"""Processes that a launcher has started although the Trainer does not count them."""
+"""Checks for processes that a launcher has started but the Trainer does not count."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any
 __all__ = ["check_processes"]
 
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# The first is set in a step of srun, but not in a shell in an allocation. The second is set by
+# torchrun and Ray.
 _OTHERS = (
     "SLURM_STEP_NUM_TASKS",
     "WORLD_SIZE",
-)  # of a step of srun, which a shell in an allocation is not; of torchrun and Ray
+)
 
 
 def check_processes(
@@ -24,12 +26,12 @@ def check_processes(
     Args:
         environment: Lightning's cluster environment.
         variables: The environment's variables.
-        devices: Processes of a machine, as the Trainer counts them.
+        devices: Processes per machine, as the Trainer counts them.
         num_nodes: Machines, as the Trainer counts them.
 
     Raises:
-        ValueError: A launcher has started more processes than join, or other machines are to join
-            and do not know where; says what would work.
+        ValueError: A launcher has started more processes than will join, or several machines must
+            join and no address is set. The message says what would work.
     """
     if (
         num_nodes > 1
@@ -48,9 +50,8 @@ def check_processes(
         if count < 2:
             continue
         alone = devices * num_nodes == 1
-        started_again = (
-            name in _MPI and not joins and count != num_nodes
-        )  # one that starts the others is on each node
+        # A process that starts the other processes runs once on each node.
+        started_again = name in _MPI and not joins and count != num_nodes
         if not alone and not started_again:
             continue
         if joins:
@@ -69,12 +70,12 @@ def check_processes(
 
 
 def _announced(environment: Any, variables: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield what says how many processes there are, and their number."""
+    """Yield the sources that announce a number of processes, and the number."""
     for name in (*_MPI, *_OTHERS):
         value = variables.get(name, "")
         if value.isdecimal():
             yield name, int(value)
-    # SLURM's counts the tasks of the job, also in a shell that runs one process.
+    # SLURM's environment counts the tasks of the job, even in a shell that runs one process.
     if (
         environment is not None
         and environment.creates_processes_externally

@@ -1,6 +1,6 @@
 """Checks of options of the Trainer and the LightningModule that a schedule cannot honour.
 
-Each check looks at one thing; add another to ``_CHECKS``.
+Each function checks one option; add new ones to ``_CHECKS``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ __all__ = ["check_numbers", "check_trainer"]
 
 
 def check_trainer(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
-    """Refuse what the schedule cannot honour.
+    """Refuse options that the schedule cannot honour.
 
     Raises:
-        MisconfigurationException: Names what is asked for, why it cannot be, and what would work.
+        MisconfigurationException: Names the option, the reason, and what would work.
     """
     for check in _CHECKS:
         check(strategy, trainer)
 
 
 def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
-    """Refuse numbers that Lightning does not check, such as a negative norm, with which clipping
-    reverses gradients."""
+    """Refuse numbers that Lightning does not check.
+
+    With a negative gradient norm, for example, clipping would reverse the gradients."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
         raise strategy.refusal(
             f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more: use 1.0, for "
@@ -48,9 +49,8 @@ def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         raise strategy.refusal(
             f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more"
         )
-    interval = getattr(
-        trainer, "val_check_interval", None
-    )  # Lightning leaves the attribute out when the interval is a time
+    # Lightning leaves the attribute out when the interval is a time.
+    interval = getattr(trainer, "val_check_interval", None)
     if isinstance(interval, int | float) and interval <= 0:
         raise strategy.refusal(
             f"val_check_interval={interval} must be above 0; limit_val_batches=0 leaves "
@@ -139,7 +139,7 @@ def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         hooks += ["validation_step", "test_step", "predict_step"]
     for hook in hooks:
         step = getattr(strategy.lightning_module, hook)
-        # None switches a step off.
+        # None disables a step.
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             raise strategy.refusal(
                 f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them "
@@ -242,7 +242,7 @@ def _check_finetuning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
 
 
 def _name_of(trainer: Trainer, kind: type) -> str | None:
-    """The class of the Trainer's callback of that kind, if it has one."""
+    """Return the class name of the Trainer's callback of that kind; None if it has none."""
     return next(
         (type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kind)),
         None,
