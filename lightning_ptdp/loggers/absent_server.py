@@ -1,4 +1,4 @@
-"""Runs of an MLflow server that does not answer."""
+"""Stand-in for a run on an MLflow server that does not answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ __all__ = ["AbsentRun", "is_unanswered"]
 
 
 class AbsentRun:
-    """A run of a server that does not answer, in the place of Lightning's logger: nothing is
-    sent."""
+    """Replacement of Lightning's logger for a server that does not answer; sends nothing."""
 
     experiment_id = ""
 
@@ -28,14 +27,14 @@ class AbsentRun:
 
 
 class _Nothing:
-    """A client whose calls do nothing."""
+    """Client whose calls do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def is_unanswered(error: BaseException | None) -> bool:
-    """Return True if a server gave no answer, and False if it refused what was asked."""
+    """Return True if a server gave no answer, and False if it refused the request."""
     from requests.exceptions import RequestException
 
     while error is not None:

@@ -1,8 +1,11 @@
-"""A thread that writes what training hands it, so that training never waits for a store.
+"""Background thread that writes log items, so that training never waits for a store.
 
-Ours and not MLflow's own asynchronous queue: that one lives in a process-wide cache with its
-threads, which a forked process inherits dead (its flush then waits forever), writes every call as a
-transaction of its own, and drops what fails."""
+MLflow's own asynchronous queue is not used, for three reasons:
+
+- It is stored in a process-wide cache with its threads. A forked process inherits the threads dead,
+  and its flush then waits forever.
+- It writes every call as a transaction of its own.
+- It drops calls that fail."""
 
 from __future__ import annotations
 
@@ -35,15 +38,15 @@ class _Task:
 
 
 class BackgroundWriter(Generic[Item]):
-    """Gives items to ``write`` in order, all that are waiting at a time.
+    """Queue of items that a thread passes to ``write``, in order and in batches.
 
-    A failed write is warned about once; its items are kept and written with the next ones. A
-    process is forked between two writes: in the middle of one its child would wait for ever for
-    locks that the store holds.
+    After a failed write there is one warning; the items are kept and written with the next ones. A
+    fork waits until no write is running. Otherwise the child would wait forever for locks that the
+    store holds.
 
     Args:
         write: Called in the thread with 1 to ``most`` items; may raise, and may take long.
-        most: Items in one call.
+        most: Largest number of items in one call.
     """
 
     def __init__(self, write: Callable[[Sequence[Item]], None], *, most: int = 1000) -> None:
@@ -75,12 +78,11 @@ class BackgroundWriter(Generic[Item]):
             return tuple(self._items)
 
     def run(self, action: Callable[[], object], *, limit_s: float) -> None:
-        """Write all items, then call ``action``, in the thread too; what fails is tried again for
-        ``limit_s``.
+        """Write all items, then call ``action`` in the thread, with retries for ``limit_s``.
 
         Raises:
-            TimeoutError: One of them did not return in time.
-            Exception: What one of them raised last. The items are kept.
+            TimeoutError: A write or the action did not return in time.
+            Exception: Last exception of a write or the action. The items are kept.
         """
         task = self._add(action, limit_s, awaited=True)
         if not task.done.wait(limit_s + _PAUSE_S):
@@ -89,7 +91,7 @@ class BackgroundWriter(Generic[Item]):
             raise task.error
 
     def later(self, action: Callable[[], object], *, limit_s: float) -> None:
-        """As ``run``, but returns at once; what fails until the end is a warning."""
+        """Do the same as ``run`` in the background; a final failure gives a warning."""
         self._add(action, limit_s, awaited=False)
 
     def _add(self, action: Callable[[], object], limit_s: float, *, awaited: bool) -> _Task:
@@ -142,7 +144,7 @@ class BackgroundWriter(Generic[Item]):
                 del self._items[: len(batch)]
 
     def _wait_for_more(self) -> None:
-        """A store that fails is not asked again and again for the same items."""
+        """Wait for new items or tasks, so that a failing store is not retried continuously."""
         with self._changed:
             known = len(self._items)
             self._changed.wait_for(lambda: len(self._items) > known or self._tasks)

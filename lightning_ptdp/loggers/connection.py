@@ -1,4 +1,4 @@
-"""A run in an MLflow store: made, or found again and set going."""
+"""Connection to a run in an MLflow store: a new run, or an existing one that continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from lightning_ptdp.loggers.absent_server import AbsentRun, is_unanswered
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.loggers.tracking_store import sqlite_path
 
-# imported when it is used: here, because the parser reads such imports where a class of its own is
+# Import it when used. The import is repeated here because the parser reads such imports in the file
+# of its own class.
 if TYPE_CHECKING:
     from mlflow.entities import Metric
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -29,9 +30,10 @@ __all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "quiet", "se
 Client: TypeAlias = "MlflowClient"
 
 LIMIT_S = 30.0
+# for a table, which is read before rows are appended
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # of a table, which is read to be appended to
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{LIMIT_S:.0f}",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
@@ -48,9 +50,9 @@ class RunOptions:
     """Arguments of Lightning's logger that describe a run; see ``MLFlowLogger``.
 
     Attributes:
-        run_name: None: made of the experiment's name, the layout and the time. MLflow would make
-            one up, from draws that a seed makes the same in every run.
-        layout: As far as it is known.
+        run_name: None: the experiment's name, the layout and the time. MLflow would draw a name at
+            random, and with the same seed every run would get the same name.
+        layout: Layout of the run, as far as it is known.
     """
 
     experiment_name: str
@@ -64,8 +66,9 @@ class RunOptions:
 
 @dataclass
 class OpenRun:
-    """Open connection to a run and the process that owns it; connections and threads must not cross
-    a fork."""
+    """Open connection to a run, and the process that owns it.
+
+    Connections and threads must not cross a fork."""
 
     inner: LightningMLFlowLogger | AbsentRun
     writer: BackgroundWriter[Metric]
@@ -75,21 +78,24 @@ class OpenRun:
 
 
 def set_defaults() -> None:
-    """Set MLflow's own variables, where the user has not: no telemetry, and a limit for every
-    request (120 s, eight times, by default)."""
+    """Set MLflow's own variables, unless the user has set them.
+
+    They turn off telemetry and limit the time of every request. By default a request takes up to
+    120 s, eight times."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
 def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:
-    """Lightning's logger of a new run, or of ``run_id``, which goes on; a new database gets its
-    tables here.
+    """Return Lightning's logger of a new run, or of ``run_id``, which continues.
+
+    A new database gets its tables here.
 
     Args:
-        options: Of the run.
-        run_id: To be resumed.
-        may_be_gone: Whether a new run is started, with a warning, where the store has that one no
-            more.
+        options: Options of the run.
+        run_id: Run to resume.
+        may_be_gone: Whether a new run is started, with a warning, if the store no longer has
+            ``run_id``.
 
     Raises:
         ValueError: The run cannot be resumed.
@@ -99,7 +105,7 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
     folder = None if path is None else path.parent
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    # Of several processes that find no tables all but one would fail over making them.
+    # If several processes find no tables, all but one would fail to create them.
     with one_at_a_time(folder, limit_s=LIMIT_S), quiet(*_CHATTY):
         try:
             inner = _find(options, run_id)
@@ -147,7 +153,7 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silence the chatter of loggers, such as some fifty migration messages of a new database."""
+    """Silence loggers, such as some fifty migration messages of a new database."""
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.data_record import DatasetRecord
 
-if TYPE_CHECKING:  # imported when it is used
+if TYPE_CHECKING:  # imported when used
     from mlflow.entities import DatasetInput
 
 __all__ = ["as_input"]
 
-_DIGEST = 8  # characters, as in MLflow's own: its list of runs shows them beside the name
+_DIGEST = 8  # characters, as in MLflow's own digests: its list of runs shows them beside the name
 
 
 def as_input(dataset: DatasetRecord) -> DatasetInput:
-    """As a run takes it."""
+    """Return the dataset as input of an MLflow run."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 

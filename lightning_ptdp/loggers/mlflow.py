@@ -1,8 +1,8 @@
 """Lightning's MLflow logger, made lazy, rank-safe and safe across a fork.
 
-What Lightning's own does too early: its constructor imports mlflow and creates the database on
-every rank (on a fresh SQLite file all ranks but one crash), and starts what must not cross a fork.
-Here nothing is touched until the first use on global rank 0; the other ranks get a dummy."""
+The constructor of Lightning's own logger imports mlflow and creates the database on every rank.
+With a new SQLite file all ranks but one crash. It also starts threads, which must not cross a fork.
+This logger does nothing until its first use on global rank 0. The other ranks get a dummy."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _PARAMS_PER_BATCH = 100
 
 
 class MLFlowLogger(Logger):
-    """Log to MLflow, by default to an SQLite file in ``save_dir``.
+    """Logger for MLflow, by default with an SQLite file in ``save_dir``.
 
-    Metrics, texts and tags are written by a background thread, and all of them by the end of
-    ``finalize``; training does not wait for the store. A run is FINISHED when training ends well,
-    KILLED when Ctrl-C or SIGTERM ended it, and FAILED otherwise. Checkpoints land in
+    A background thread writes metrics, texts and tags, and training does not wait for the store.
+    All of them are written by the end of ``finalize``. A run is FINISHED if training ends well,
+    KILLED if Ctrl-C or SIGTERM ended it, and FAILED otherwise. Checkpoints are saved in
     ``save_dir/experiment_name/run_id/checkpoints``.
 
     MLflow's own telemetry is off unless ``MLFLOW_DISABLE_TELEMETRY`` is already set in the
@@ -59,21 +59,21 @@ class MLFlowLogger(Logger):
     ``MLFLOW_HTTP_REQUEST_TIMEOUT`` and ``MLFLOW_HTTP_REQUEST_MAX_RETRIES`` are set.
 
     Args:
-        experiment_name: Groups runs.
-        run_name: Shown in MLflow's list of runs; None: the experiment's name and the time (``ptdp
+        experiment_name: Name of the group of runs.
+        run_name: Name in MLflow's list of runs; None: the experiment's name and the time (``ptdp
             fit``: recipe, layout and time).
-        save_dir: Folder of the database, of artifacts and of the checkpoints.
+        save_dir: Folder of the database, the artifacts and the checkpoints.
         tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
-        tags: Set on the run.
-        prefix: Put before every metric name, joined by "-".
-        artifact_location: Where artifacts go; None: ``<save_dir>/artifacts`` for the default store,
-            else the server's choice.
-        run_id: Resume this run: metrics are appended, only parameters that it does not have yet are
-            logged.
+        tags: Tags of the run.
+        prefix: Prefix of every metric name, joined by "-".
+        artifact_location: Folder or address of artifacts; None: ``<save_dir>/artifacts`` for the
+            default store, else the server's choice.
+        run_id: Run to resume: metrics are appended, and only parameters that it does not have yet
+            are logged.
         log_model: Copy checkpoints to the artifacts, as Lightning's logger does: False, True (at
             the end) or "all".
         log_system_metrics: Also log CPU, memory, disk, network and GPUs of rank 0's machine every
-            10 seconds, by MLflow's own monitor (``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` is
+            10 seconds, by MLflow's own monitor (``MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL`` sets
             another interval, in seconds).
     """
 
@@ -113,37 +113,40 @@ class MLFlowLogger(Logger):
 
     @property
     def tracking_uri(self) -> str:
-        """Address of the tracking store."""
+        """Return the address of the tracking store."""
         return self._options.tracking_uri
 
     @property
     def save_dir(self) -> str:
-        """Local folder of this logger, absolute."""
+        """Return the local folder of this logger, absolute."""
         return self._save_dir
 
     @property
     def name(self) -> str:
-        """The experiment's name."""
+        """Return the experiment's name."""
         return self._options.experiment_name
 
     @property
     def version(self) -> str | None:
-        """The run id; on ranks other than global 0 only known when resuming (Lightning broadcasts
-        folders itself)."""
+        """Return the run id.
+
+        Ranks other than global rank 0 know it only if a run is resumed. (Lightning broadcasts
+        folders itself.)"""
         return self.run_id
 
     @property
     def run_id(self) -> str | None:
-        """The run id; creates the run on global rank 0."""
+        """Return the run id; creates the run on global rank 0."""
         if rank_zero_only.rank == 0:
             self._open()
         return self._run_id
 
     @property
     def url(self) -> str:
-        """Address that shows the run in a browser, in MLflow's view for training: on the server, or
-        on that of ``mlflow ui`` if the store is a file. If the server does not answer, the path of
-        the file of metrics. Global rank 0 only."""
+        """Return the address of the run in a browser, in MLflow's view for training.
+
+        The address is on the server, or on the server of ``mlflow ui`` if the store is a file. If
+        the server does not answer, return the path of the file of metrics. Global rank 0 only."""
         if isinstance(self._open().inner, AbsentRun):
             return str(unwritten_file(self._folder))
         server = (
@@ -153,20 +156,20 @@ class MLFlowLogger(Logger):
         return f"{server.rstrip('/')}/#/{page}?workflowType=machine_learning"
 
     def set_layout(self, layout: str) -> None:
-        """A run that is not given a name has the layout in it, if this comes before the run."""
+        """Add the layout to the default name of the run; call it before the run is created."""
         self._options = replace(self._options, layout=layout)
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Client:
-        """The ``MlflowClient``; a dummy on ranks other than global 0."""
+        """Return the ``MlflowClient``; a dummy on ranks other than global 0."""
         return self._open().inner.experiment
 
     def continue_run_of(self, checkpoint: str | Path) -> bool:
-        """Go on with the run that wrote ``checkpoint``, if this logger did and was not told a
-        ``run_id``; whether it will.
+        """Continue the run that wrote ``checkpoint``; return True if this is possible.
 
-        Where the store does not have that run any more, a new one is started, with a warning.
+        It is possible if this logger wrote the checkpoint and no ``run_id`` was given. If the store
+        no longer has the run, a new run is started, with a warning.
         """
         home, path = Path(self._save_dir, self.name).resolve(), Path(checkpoint).resolve()
         if self._run_id is not None or not path.is_relative_to(home) or path.parent == home:
@@ -175,10 +178,10 @@ class MLFlowLogger(Logger):
         return True
 
     def check(self) -> None:
-        """Find out that the store cannot be written before training starts; touches nothing.
+        """Check before training that the store can be written; nothing is changed.
 
-        A server that accepts connections and does not answer is no error: training starts without
-        it, with a warning.
+        A server that accepts connections and does not answer is not an error: training starts
+        without it, with a warning.
 
         Raises:
             ValueError: ``save_dir`` or ``tracking_uri`` cannot be used.
@@ -199,7 +202,7 @@ class MLFlowLogger(Logger):
         now_ms = int(time.time() * 1000)
         prefix = f"{self._prefix}-" if self._prefix else ""
         for name, value in metrics.items():
-            if name == "epoch":  # Lightning's, beside every metric
+            if name == "epoch":  # Lightning adds it to every metric
                 if value == self._epoch:
                     continue
                 self._epoch = value
@@ -209,8 +212,10 @@ class MLFlowLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, object] | Namespace, *args: object, **kwargs: object
     ) -> None:
-        """Log parameters that the run does not have yet: MLflow refuses to change one. A resumed
-        run may differ; that is a warning."""
+        """Log parameters that the run does not have yet.
+
+        MLflow refuses to change a parameter. If a resumed run has other values, there is a
+        warning."""
         client, run_id = self.experiment, self.run_id
         if isinstance(self._open().inner, AbsentRun):
             return
@@ -246,7 +251,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_dataset(self, dataset: DatasetRecord) -> None:
-        """Note what a run reads, as MLflow's pages show datasets."""
+        """Log a dataset of the run, as MLflow's pages show datasets."""
         client, run_id = self.experiment, self.run_id
         self._open().writer.later(
             lambda: client.log_inputs(run_id, datasets=[as_input(dataset)]), limit_s=LIMIT_S
@@ -254,8 +259,9 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Copy the checkpoint to the artifacts if ``log_model`` asks for it; where that fails there
-        is a warning, and training goes on."""
+        """Copy the checkpoint to the artifacts if ``log_model`` asks for it.
+
+        If that fails, there is a warning, and training continues."""
         if self._options.log_model:
             inner = self._open().inner
             try:
@@ -268,16 +274,18 @@ class MLFlowLogger(Logger):
                 )
 
     def save(self) -> None:
-        """Nothing: Lightning calls this after every metric, and would wait for the store."""
+        """Do nothing. Lightning calls this after every metric, and would wait for the store."""
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Flush, and end the run as FINISHED, or, for any status but "success" and "finished", as
-        KILLED if Ctrl-C or SIGTERM is what ended training, and FAILED otherwise.
+        """Flush, and end the run.
 
-        What a store that is away does not take is kept in the file ``unwritten_metrics.jsonl`` of
-        the run's folder, with a warning; where that cannot be written either, as on a disk that is
-        full, the warning names what is lost."""
+        The run is FINISHED for the status "success" or "finished". For any other status it is
+        KILLED if Ctrl-C or SIGTERM ended training, and FAILED otherwise.
+
+        Metrics that an unavailable store does not accept are kept in the file
+        ``unwritten_metrics.jsonl`` of the run's folder, with a warning. If that file cannot be
+        written either, for example on a full disk, the warning names the lost metrics."""
         run, ended = self._here(), status
         if run is None:
             return
@@ -285,7 +293,7 @@ class MLFlowLogger(Logger):
         if status not in ("success", "finished"):
             ended = "KILLED" if was_told_to_end(sys.exc_info()[1]) else "failed"
         if run.monitor is not None:
-            # In the thread: it asks the store, which may not answer.
+            # In the thread, because it calls the store, which may not answer.
             run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)
             run.monitor = None
         try:
@@ -312,8 +320,9 @@ class MLFlowLogger(Logger):
         return run
 
     def _connected(self) -> OpenRun:
-        """Return the run in the store, or one that keeps its metrics in a file if the server does
-        not answer."""
+        """Return the run in the store.
+
+        If the server does not answer, return a run that keeps its metrics in a file."""
         try:
             self._check_folder()
             check_store(self.tracking_uri)

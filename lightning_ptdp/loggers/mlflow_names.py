@@ -1,4 +1,4 @@
-"""Names and values as MLflow takes them."""
+"""Names and values in the form that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported when it is used
+if TYPE_CHECKING:  # imported when used
     from mlflow.entities import Param
 
 __all__ = ["allowed_name", "flat_parameters", "new_parameters"]
@@ -18,13 +18,15 @@ _MAX_LISTED = 5
 
 
 def allowed_name(name: str) -> str:
-    """``name`` in the characters that MLflow takes."""
+    """Return ``name`` in the characters that MLflow accepts."""
     return re.sub(r"[^\w./: -]+", "_", name)
 
 
 def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings, dataclasses and namespaces as dotted keys that MLflow accepts, with values
-    that fit; nothing that is None, or that Lightning keeps for itself (``_instantiator``)."""
+    """Yield the parameters as dotted keys and texts that MLflow accepts.
+
+    Nested mappings, dataclasses and namespaces are flattened. None and Lightning's private keys
+    (``_instantiator``) are left out."""
     if is_dataclass(params) and not isinstance(params, type):
         params = asdict(params)
     for key, value in (params if isinstance(params, Mapping) else vars(params)).items():
@@ -41,8 +43,9 @@ def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str
 
 
 def new_parameters(params: object, known: Mapping[str, str], run_id: str | None) -> list[Param]:
-    """Return the parameters that a run does not have yet; warn of those that it has with another
-    value, which MLflow never changes."""
+    """Return the parameters that a run does not have yet.
+
+    Warns of parameters that the run has with another value, which MLflow never changes."""
     from mlflow.entities import Param
 
     found = dict(flat_parameters(params))

@@ -1,4 +1,4 @@
-"""MLflow's model registry."""
+"""Registration of exported models in MLflow's model registry."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _CHATTY = (
 
 
 def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """The tracking URI and the run of a checkpoint that lies where ``MLFlowLogger`` has put it;
-    None for any other."""
+    """Return the tracking URI and the run of a checkpoint that ``MLFlowLogger`` placed.
+
+    The result is None for any other checkpoint."""
     parents = Path(checkpoint).resolve().parents
     if len(parents) < 4 or not (parents[3] / _DATABASE).is_file():
         return None
@@ -39,22 +40,21 @@ def register_model(
     run_id: str | None = None,
     version_of: str = "",
 ) -> str:
-    """Offer a Hugging Face folder as the next version of a registered model.
+    """Register a Hugging Face folder as the next version of a model.
 
-    A language model with its tokenizer is stored as safetensors, for ``mlflow.transformers``, which
-    gives a pipeline. Anything else
-    ``mlflow.pytorch`` keeps as a pickle of transformers' class: load those only from a registry
-    that you trust.
+    A language model with its tokenizer is stored as safetensors by ``mlflow.transformers``, which
+    loads it as a pipeline. Any other model is stored by ``mlflow.pytorch`` as a pickle of
+    transformers' class. Load such a model only from a registry that you trust.
 
     Args:
-        folder: What ``AutoModel`` would read, with the name of the class in its ``config.json``.
-        name: Of the registered model.
+        folder: Folder that ``AutoModel`` reads, with the name of the class in its ``config.json``.
+        name: Name of the registered model.
         tracking_uri: Store or server.
-        run_id: The run that it belongs to; None: a new one.
-        version_of: What it was made from.
+        run_id: Run that made the folder; None: a new run.
+        version_of: Source of the folder.
 
     Returns:
-        The call that loads it.
+        The call that loads the registered model.
     """
     set_defaults()
     import mlflow

@@ -1,4 +1,4 @@
-"""MLflow's own thread that logs what the machine does."""
+"""MLflow's own thread that logs system metrics of the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ptdp.loggers.connection import quiet
 
-if TYPE_CHECKING:  # imported when it is used
+if TYPE_CHECKING:  # imported when used
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 __all__ = ["finish_monitor", "start_monitor"]
@@ -15,7 +15,7 @@ _MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 
 
 def start_monitor(run_id: str | None, tracking_uri: str) -> SystemMetricsMonitor:
-    """Begin; a run that goes on counts its samples on."""
+    """Start the monitor; in a resumed run its sample numbers continue."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     with quiet(_MONITOR):
@@ -25,6 +25,6 @@ def start_monitor(run_id: str | None, tracking_uri: str) -> SystemMetricsMonitor
 
 
 def finish_monitor(monitor: SystemMetricsMonitor) -> None:
-    """End it, quietly."""
+    """End the monitor, without its messages."""
     with quiet(_MONITOR):
         monitor.finish()

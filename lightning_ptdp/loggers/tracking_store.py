@@ -1,7 +1,7 @@
 """Checks of a tracking store that do not modify it.
 
-MLflow itself retries an unusable store for up to 100 seconds, and creates databases merely to look
-at them."""
+MLflow itself retries an unusable store for up to 100 seconds, and creates a database even to read
+it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _SQLITE = "sqlite:///"
 
 
 def sqlite_uri(path: Path) -> str:
-    """Return the tracking URI of a database file, with the characters quoted that have a meaning in
-    a URI."""
+    """Return the tracking URI of a database file, with special characters quoted."""
     return _SQLITE + quote(str(path))
 
 
 def sqlite_path(tracking_uri: str) -> Path | None:
-    """Return the file of ``sqlite:///relative.db`` or ``sqlite:////absolute.db``, as MLflow reads
-    it; None for any other store."""
+    """Return the file of a ``sqlite:///`` URI; None for any other store.
+
+    MLflow reads ``sqlite:///relative.db`` as a relative and ``sqlite:////absolute.db`` as an
+    absolute path."""
     if not tracking_uri.startswith(_SQLITE):
         return None
     quoted, _, _ = tracking_uri.removeprefix(_SQLITE).partition("?")
@@ -52,21 +53,20 @@ def sqlite_path(tracking_uri: str) -> Path | None:
 
 
 class SilentServerError(PTDPError, ValueError):
-    """An MLflow server accepts connections and does not answer."""
+    """Error of an MLflow server that accepts connections and does not answer."""
 
 
 def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
-    """Raise if the store cannot work; nothing is created or changed.
+    """Check that the store can work; nothing is created or changed.
 
     Args:
         tracking_uri: ``sqlite:///path``, ``http(s)://host:port`` or any other store of MLflow's, of
             which only the scheme is checked.
-        timeout_s: How long a server may take to accept a connection, and then to answer, in
-            seconds.
+        timeout_s: Time limit in seconds for a server to accept a connection, and then to answer.
 
     Raises:
         SilentServerError: A server accepts the connection and does not answer.
-        ValueError: MLflow has no such store; the folder or database cannot be written, the file is
+        ValueError: MLflow has no such store, the folder or database cannot be written, the file is
             not a database, or there is no server.
     """
     _check_scheme(tracking_uri)
@@ -78,8 +78,11 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
 
 
 def check_writable_folder(folder: Path, what: str) -> None:
-    """Raise if ``folder`` cannot be written or made; ``what`` names the field and value for the
-    message.
+    """Check that ``folder`` can be written or made.
+
+    Args:
+        folder: The folder, which need not exist.
+        what: Field and value, for the message.
 
     Raises:
         ValueError: The nearest existing parent is a file or is not writable.
@@ -157,4 +160,4 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
             "start it again, or leave tracking_uri out to log to a local file"
         ) from error
     except (OSError, http.client.HTTPException):
-        pass  # an answer, or a handshake that asks for more than this one offers
+        pass  # the server answered, or its handshake needs more than this one offers

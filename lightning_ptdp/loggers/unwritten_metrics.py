@@ -1,4 +1,4 @@
-"""Metrics that a store did not take, in a file."""
+"""File of metrics that a store did not accept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported when it is used
+if TYPE_CHECKING:  # imported when used
     from mlflow.entities import Metric
 
 __all__ = ["append_metrics", "keep_metrics", "unwritten_file"]
@@ -18,12 +18,12 @@ _FILE = "unwritten_metrics.jsonl"
 
 
 def unwritten_file(folder: Path) -> Path:
-    """Return the file of a run's folder that holds what a store did not take."""
+    """Return the file in a run's folder for metrics that a store did not accept."""
     return folder / _FILE
 
 
 def append_metrics(folder: Path, metrics: Sequence[Metric]) -> None:
-    """Append MLflow's metrics to a file in ``folder``, one JSON object a line.
+    """Append MLflow's metrics to a file in ``folder``, one JSON object per line.
 
     Raises:
         OSError: The file cannot be written.
@@ -42,8 +42,9 @@ def append_metrics(folder: Path, metrics: Sequence[Metric]) -> None:
 
 
 def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
-    """Append metrics as ``append_metrics`` does, and return a sentence about it that names the
-    metrics which are lost. Never raises."""
+    """Append metrics as ``append_metrics`` does, and return a sentence about it.
+
+    If that fails, the sentence names the lost metrics. Never raises."""
     if not metrics:
         return "which has all its metrics"
     try:
@@ -60,7 +61,7 @@ def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
 
 
 def _append(path: Path, text: str) -> None:
-    """All of ``text`` or nothing of it."""
+    """Append all of ``text``, or nothing if an error occurs."""
     size = path.stat().st_size if path.exists() else 0
     try:
         with open(path, "a", encoding="utf-8") as stream:
