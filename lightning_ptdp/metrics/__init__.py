@@ -1,4 +1,4 @@
-"""Metrics of model quality: perplexity and token accuracy."""
+"""Metrics of model quality: loss, perplexity and token accuracy."""
 
 from lightning_ptdp.metrics.accuracy import TokenAccuracy
 from lightning_ptdp.metrics.mean_loss import MeanLoss

@@ -1,4 +1,4 @@
-"""Share of tokens that the model predicts right."""
+"""Share of correctly predicted tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["TokenAccuracy"]
 
 
 class TokenAccuracy(Metric):
-    """Share of counted tokens whose prediction equals the label, over all updates and ranks; NaN
-    before the first.
+    """Share of counted tokens whose prediction equals the label, over all updates and ranks.
+
+    The result is NaN before the first token.
 
     Args:
         ignore_index: Label of tokens that do not count.
@@ -33,8 +34,10 @@ class TokenAccuracy(Metric):
         )
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
-        """Add predicted token ids, of the shape of ``labels``, or logits with a dimension more, the
-        vocabulary.
+        """Add predictions and their labels.
+
+        Predictions are token ids of the shape of ``labels``, or logits with the vocabulary as an
+        additional last dimension.
 
         Raises:
             ValueError: The shapes do not fit.
@@ -53,5 +56,5 @@ class TokenAccuracy(Metric):
         self.num_tokens += counted.sum()
 
     def compute(self) -> Tensor:
-        """The share, a float32 scalar in 0 .. 1."""
+        """Return the share, a float32 scalar in 0 .. 1."""
         return (self.correct.double() / self.num_tokens).float()

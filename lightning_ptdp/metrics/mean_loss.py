@@ -1,5 +1,6 @@
-"""The mean loss a token, over batches, microbatches and replicas that count different numbers of
-tokens."""
+"""Mean loss per token.
+
+Batches, microbatches and replicas may count different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ __all__ = ["MeanLoss"]
 class MeanLoss(Metric):
     """Sum of token NLL / number of tokens, over all updates and ranks.
 
-    Fed by losses, not by logits: these never exist whole on one rank under vocabulary parallelism.
-    Averaging the losses of batches or ranks with different numbers of counted tokens gives another,
-    wrong number; hence both sums are kept, in float64.
-    Ranks that hold the same replica may all be summed: they add the same factor to both sums.
+    The metric takes losses, not logits: under vocabulary parallelism no rank holds whole logits. If
+    batches or ranks count different numbers of tokens, the average of their losses is wrong. Both
+    sums are therefore kept, in float64. All ranks that hold the same replica may be summed, because
+    they add the same factor to both sums.
 
     The result is NaN if no token has been counted or a loss was NaN. (torchmetrics' own
-    ``MeanMetric`` leaves a NaN out, or, with ``nan_strategy="disable"``, the weights.)"""
+    ``MeanMetric`` leaves out a NaN, or, with ``nan_strategy="disable"``, the weights.)"""
 
     is_differentiable = False
     higher_is_better = False
@@ -41,11 +42,11 @@ class MeanLoss(Metric):
         """Add losses.
 
         Args:
-            nll: Negative log-likelihoods in nats, any shape: a mean over tokens, or one value a
+            nll: Negative log-likelihoods in nats, any shape: a mean over tokens, or one value per
                 token.
-            num_tokens: Number of tokens that each element of ``nll`` stands for, broadcast to its
-                shape: the count behind a mean, or a 0/1 mask over tokens. Elements that stand for
-                no token are left out, whatever their value.
+            num_tokens: Number of tokens for each element of ``nll``, broadcast to its shape: the
+                count behind a mean, or a 0/1 mask over tokens. Elements with no tokens are left
+                out, whatever their value.
         """
         weights = torch.as_tensor(num_tokens, device=nll.device).to(torch.float64).expand(nll.shape)
         losses = nll.detach().to(torch.float64).masked_fill(weights == 0, 0.0)
@@ -53,5 +54,5 @@ class MeanLoss(Metric):
         self.num_tokens += weights.sum()
 
     def compute(self) -> Tensor:
-        """The mean, a float64 scalar."""
+        """Return the mean, a float64 scalar."""
         return self.nll_sum / self.num_tokens

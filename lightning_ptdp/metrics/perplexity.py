@@ -8,17 +8,16 @@ from lightning_ptdp.metrics.mean_loss import MeanLoss
 
 __all__ = ["Perplexity"]
 
-# exp(88) still fits float32, which loggers and monitors convert to.
+# exp(88) still fits float32, to which loggers and monitors convert.
 _LARGEST_EXPONENT = 88.0
 
 
 class Perplexity(MeanLoss):
-    """exp(sum of token NLL / number of tokens), over all updates and ranks, as exact as
-    ``MeanLoss``.
+    """Perplexity exp(sum of token NLL / number of tokens), over all updates and ranks.
 
-    The result is capped at exp(88), the largest that float32 can hold, and is NaN if no token has
-    been counted or a loss was NaN."""
+    It is as exact as ``MeanLoss``. The result is capped at exp(88), the largest that float32 can
+    hold, and is NaN if no token has been counted or a loss was NaN."""
 
     def compute(self) -> Tensor:
-        """The perplexity, a float64 scalar."""
+        """Return the perplexity, a float64 scalar."""
         return super().compute().clamp(max=_LARGEST_EXPONENT).exp()
