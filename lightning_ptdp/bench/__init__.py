@@ -1,7 +1,8 @@
-"""Speed of training a configuration, without its data and its loggers.
+"""Benchmarks of training steps, without real data and loggers.
 
-``SyntheticData`` stands in for the data module, ``StepTimes`` measures steps inside an ordinary
-``Trainer.fit`` and writes a ``BenchResult``, which ``render`` shows; ``table`` ranks several."""
+``SyntheticData`` replaces the data module. ``StepTimes`` measures steps inside an ordinary
+``Trainer.fit`` and writes a ``BenchResult``. ``render`` shows one result; ``table`` ranks
+several."""
 
 from lightning_ptdp.bench.bench_report import ranked, render, table
 from lightning_ptdp.bench.measure import StepTimes

@@ -1,4 +1,4 @@
-"""Benchmarks as a table."""
+"""Tables of benchmark results."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ __all__ = ["ranked", "render", "table"]
 
 
 def render(one: BenchResult) -> str:
-    """A line a number."""
+    """Return a table with one number per line."""
     return columns(list(_rows(one)), words=(0,))
 
 
 def ranked(results: Sequence[BenchResult]) -> list[BenchResult]:
-    """The fastest first: by samples a second, since steps may differ in size."""
+    """Return the results, the fastest first, by samples per second.
+
+    Steps may differ in size."""
     return sorted(results, key=lambda one: one.median_s / one.samples)
 
 
 def table(results: Sequence[BenchResult]) -> str:
-    """A line a layout, as they are ranked, with the planner's estimate and the place that it gives
-    them."""
+    """Return a table with one layout per line, in the given order.
+
+    It contains the planner's estimate and the layout's rank by that estimate."""
     expected = [one.predicted_s / one.samples if one.predicted_s else None for one in results]
     order = sorted(seconds for seconds in expected if seconds is not None)
     rows = [

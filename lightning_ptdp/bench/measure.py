@@ -1,4 +1,4 @@
-"""Steps of an ordinary fit, by the clock."""
+"""Measurement of the steps of an ordinary fit."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["StepTimes"]
 
 
 class StepTimes(Callback):
-    """Measure optimizer steps and end the fit; global rank 0 writes a ``BenchResult``.
+    """Callback that measures optimizer steps and ends the fit.
 
-    The clock runs from the end of one step to the end of the next; on a GPU the device is waited
-    for there. After the measured steps one more is recorded where there is a pipeline, for its
-    bubble, and on a CPU, for the peak of its tensors' memory.
+    Global rank 0 writes a ``BenchResult``. Time runs from the end of one step to the end of the
+    next. On a GPU each end waits for the device. After the measured steps one more step is
+    recorded: with a pipeline for its bubble, and on a CPU for the peak memory of its tensors.
 
     Args:
         warmup: Steps before the measured ones.
         steps: Steps that are measured.
-        file: Where the result is written.
-        peak_flops: Operations a second of which one device is capable; None: the data sheet's,
-            where the device is known.
+        file: File of the result.
+        peak_flops: Peak operations per second of one device; None: the figure of the data sheet, if
+            the device is known.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class StepTimes(Callback):
         self._whole: nn.Module | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remember what the whole model is, without its values: what is measured may be a part."""
+        """Keep the structure of the whole model, because the measured model may be a part."""
         config = getattr(trainer.strategy, "config", None)
         if isinstance(config, PTDPConfig):
             self._whole = without_tensors(whole_model(pl_module, config))
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
-        """After the measured steps, record."""
+        """Start to record after the measured steps."""
         if not self._measured or self._recorder is not None:
             return
         device = trainer.strategy.root_device
@@ -78,7 +78,7 @@ class StepTimes(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Look at the clock; after the last step, gather and stop."""
+        """Record the time; after the last step, gather the records and stop."""
         if trainer.global_step <= len(self._ends):
             return  # gradients are being accumulated
         on_gpu = trainer.strategy.root_device.type == "cuda"
@@ -101,7 +101,7 @@ class StepTimes(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what was found."""
+        """Write the result."""
         device = trainer.strategy.root_device
         counted = 0 if self._counted is None else self._counted.peak_bytes
         peaks = gather(

@@ -1,5 +1,7 @@
-"""The peak of what tensors take on a CPU, counted: a process's own peak has the interpreter, the
-libraries and what the C library keeps."""
+"""Peak memory of tensors on a CPU, counted.
+
+The peak of the process would include the interpreter, the libraries and memory that the C library
+keeps."""
 
 from __future__ import annotations
 
@@ -19,11 +21,10 @@ _LEAST = 1024
 
 
 class CountedMemory(TorchDispatchMode):
-    """While it is entered, looks after each operation which memory of tensors is still there;
-    ``peak_bytes`` is the most that was.
+    """Context that counts the memory of living tensors after each operation.
 
-    Tensors of less than 1 KiB are left out. Some are freed by threads that communicate, of which
-    torch's profiler does not know."""
+    ``peak_bytes`` is the largest count. Tensors of less than 1 KiB are left out. torch's profiler
+    is not used, because it does not see tensors freed by threads that communicate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +34,14 @@ class CountedMemory(TorchDispatchMode):
     def __enter__(self) -> CountedMemory:
         gc.collect()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # isinstance looks at lazy attributes of modules
+            warnings.simplefilter("ignore")  # isinstance accesses lazy attributes of modules
             tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
         self._see(tensors)
         super().__enter__()
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation's result."""
+        """Return the operation's result, and count its tensors."""
         result = func(*args, **(kwargs or {}))
         self._see(iterate_tensors(result))
         return result
@@ -57,7 +58,7 @@ class CountedMemory(TorchDispatchMode):
             if found.cdata not in self._there:
                 self._there[found.cdata] = found, nbytes
                 self._held += nbytes
-        if self._held > self.peak_bytes:  # only then it matters what has gone
+        if self._held > self.peak_bytes:  # only then do freed tensors matter
             for key in [key for key, (storage, _) in self._there.items() if storage.expired()]:
                 self._held -= self._there.pop(key)[1]
             self.peak_bytes = max(self.peak_bytes, self._held)

@@ -1,4 +1,4 @@
-"""The planner's prediction for a step that is measured."""
+"""Planner's prediction for a step that is measured."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["Prediction", "predicted"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The planner's prediction.
+    """Time and memory that the planner predicts for a step.
 
     Attributes:
-        seconds: Of an optimizer step; None where it does not know the model, the device or the
-            schedule.
-        nbytes: Of the fullest rank's tensors, at their peak.
-        figures: Whose figures of the device these are.
+        seconds: Time of an optimizer step; None if the planner does not know the model, the device
+            or the schedule.
+        nbytes: Peak bytes of the tensors of the rank that needs most.
+        figures: Origin of the device's figures.
     """
 
     seconds: float | None = None
@@ -47,9 +47,9 @@ def predicted(
     """Return the planner's prediction for an optimizer step.
 
     Args:
-        trainer: With its strategy.
-        module: What is trained, before it was cut; None: it is not known.
-        samples: Of a step, over all replicas.
+        trainer: Trainer with its strategy.
+        module: The trained model before it was cut; None if it is not known.
+        samples: Samples of a step, over all replicas.
         length: Tokens of a sample.
     """
     strategy, accumulated = trainer.strategy, trainer.accumulate_grad_batches
@@ -98,5 +98,5 @@ def predicted(
             nbytes=fullest_rank(job, choice).total,
             figures=whose_figures(device, job.processes),
         )
-    except (ValueError, KeyError):  # a precision or a schedule of its own
+    except (ValueError, KeyError):  # the planner does not know the precision or the schedule
         return Prediction()

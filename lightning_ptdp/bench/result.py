@@ -13,27 +13,27 @@ __all__ = ["BenchResult"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """The measured steps of one layout.
+    """Measured steps of one layout.
 
     Attributes:
-        layout: Such as "t2 p2 v1 d1".
-        device: Its name.
-        precision: Lightning's.
+        layout: Degrees, such as "t2 p2 v1 d1".
+        device: Name of the device.
+        precision: Lightning's name of the precision.
         world_size: Number of processes.
-        num_microbatches: m, of a batch of a replica.
-        samples: Of a step, over all replicas.
-        tokens: The same; 0 if the batches hold no tokens.
+        num_microbatches: m, microbatches in a batch of a replica.
+        samples: Samples of a step, over all replicas.
+        tokens: Tokens of a step, over all replicas; 0 if the batches hold no tokens.
         flops: Model operations of a step, forward and backward, over all devices; 0 if the module
-            does not tell.
-        seconds: Of every measured step.
-        peak_memory_bytes: Of each rank's tensors.
-        peak_flops: Operations a second of which a device is capable; None if that is not known.
-        bubble: Bubble time over ideal time of one step of the pipeline, as measured; None without a
+            does not report them.
+        seconds: Time of every measured step.
+        peak_memory_bytes: Peak bytes of each rank's tensors.
+        peak_flops: Peak operations per second of a device; None if unknown.
+        bubble: Measured bubble time over ideal time of one step of the pipeline; None without a
             pipeline.
-        ideal_bubble: The same of the schedule with equal stages and free messages.
-        predicted_s: The planner's estimate of a step; None for what it does not know.
-        predicted_bytes: Its estimate of the fullest rank's peak.
-        predicted_by: Whose figures of the device these are.
+        ideal_bubble: Bubble of the schedule with equal stages and free messages.
+        predicted_s: The planner's estimate of a step; None if it has none.
+        predicted_bytes: The planner's estimate of the peak of the rank that needs most.
+        predicted_by: Origin of the device's figures.
     """
 
     layout: str
@@ -55,11 +55,11 @@ class BenchResult:
 
     @property
     def median_s(self) -> float:
-        """Median step."""
+        """Return the median time of a step."""
         return statistics.median(self.seconds)
 
     def percentile_s(self, percent: int) -> float:
-        """Step that ``percent`` of all steps are quicker than, interpolated."""
+        """Return the time below which ``percent`` of all steps are, interpolated."""
         ordered = sorted(self.seconds)
         place = (len(ordered) - 1) * percent / 100
         low, part = int(place), place % 1
@@ -67,21 +67,21 @@ class BenchResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all devices, of the median step."""
+        """Return the tokens per second over all devices, for the median step."""
         return self.tokens / self.median_s
 
     @property
     def flops_per_s(self) -> float:
-        """Model operations a second of one device, of the median step."""
+        """Return the model operations per second of one device, for the median step."""
         return self.flops / self.median_s / self.world_size
 
     @property
     def mfu(self) -> float | None:
-        """Model operations over what the device is capable of (arXiv 2204.02311, appendix B)."""
+        """Return model operations over the device's peak (arXiv 2204.02311, appendix B)."""
         return self.flops_per_s / self.peak_flops if self.peak_flops and self.flops else None
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, and what follows from them."""
+        """Return all fields, and the numbers that follow from them."""
         derived = {
             "median_s": self.median_s,
             "p10_s": self.percentile_s(10),
@@ -93,12 +93,12 @@ class BenchResult:
         return {**asdict(self), **derived}
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the fields as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> BenchResult:
-        """From ``as_dict`` or what ``write`` wrote."""
+        """Return the result from ``as_dict`` or from the JSON of ``write``."""
         fields: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__}
         for name in ("seconds", "peak_memory_bytes"):
             fields[name] = tuple(fields[name])

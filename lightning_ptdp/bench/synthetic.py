@@ -1,5 +1,6 @@
-"""Random tokens in the shapes that a data module would give: nothing is read, nothing is
-prepared."""
+"""Data module of random tokens in the shapes of another data module.
+
+No data are read or prepared."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ _SPECIAL = 3  # [CLS] and two [SEP]
 
 
 class SyntheticData(LightningDataModule):
-    """The batches of a ``StreamDataModule`` in size and shape, with random contents: one batch a
-    replica, again and again. A ramp-up begins at its end.
+    """Batches of a ``StreamDataModule`` in size and shape, with random contents.
+
+    Each replica repeats one batch. Batches have the size at the end of a ramp-up.
 
     Args:
-        like: The data module; it is not asked for data.
+        like: The data module; no data are read from it.
     """
 
     def __init__(self, like: StreamDataModule) -> None:
@@ -37,17 +39,17 @@ class SyntheticData(LightningDataModule):
         self.sequence_length, self.vocabulary_size = like.sequence_length, like.vocabulary_size
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
-        """The sizes that the steps have after a ramp-up."""
+        """Return the batch sizes after a ramp-up."""
         return self.like.batch_plans(num_replicas=num_replicas)[-1:]
 
     @property
     def step_sizes(self) -> RampUp:
-        """Samples of every step, of all replicas."""
+        """Return the samples of every step, over all replicas."""
         (plan,) = self.batch_plans(num_replicas=replica_of(self.trainer)[0])
         return RampUp(start=plan.global_batch, stop=plan.global_batch, increment=1, samples=1)
 
     def train_dataloader(self) -> _Again:
-        """The same batch for as long as it is wanted; the ranks of a replica have the same."""
+        """Return a loader that repeats one batch, the same on all ranks of a replica."""
         num_replicas, replica = replica_of(self.trainer)
         (plan,) = self.batch_plans(num_replicas=num_replicas)
         return _Again(self._batch(plan.replica_batch, torch.Generator().manual_seed(replica)))
@@ -73,7 +75,7 @@ class SyntheticData(LightningDataModule):
 
 
 class _Again:
-    """A loader of one batch, without end as far as a benchmark is concerned."""
+    """Loader that repeats one batch, practically without end."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
