@@ -1,8 +1,8 @@
-"""``torch.compile`` of the repeated blocks, each in place, when they are what this rank runs: cut,
-filled and sharded.
+"""Compilation of the repeated blocks by ``torch.compile``, each in place.
 
-Only a block's forward is compiled. Its own hooks, through which a pipeline and others watch it, and
-its recomputation, stay around that (so what is recomputed is compiled too), and all blocks of a
+Blocks are compiled after they have been cut, filled and sharded. Only a block's forward is
+compiled. The block's own hooks, which the pipeline and other observers use, and its recomputation
+are outside of the compiled forward. Recomputed forwards are therefore compiled too. All blocks of a
 kind share one graph."""
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ CompilePolicy = Literal["none", "blocks", "auto"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledForward(OwnForward):
-    """A compiled forward; a copy of the module compiles anew.
+    """Compiled forward of a module; a copy of the module compiles again.
 
     Attributes:
-        options: Of ``torch.compile``.
+        options: Options of ``torch.compile``.
     """
 
     options: Mapping[str, Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward."""
         return (
             self._compiled(self.module, *args, **kwargs)
             if self.replaced is None
@@ -50,8 +50,8 @@ class CompiledForward(OwnForward):
 
     @cached_property
     def _compiled(self) -> Any:
-        # The function and not the bound method: the blocks of a class share what is compiled for
-        # one.
+        # Compile the function, not the bound method: all blocks of a class then share the compiled
+        # code.
         return torch.compile(
             type(self.module).forward if self.replaced is None else self.replaced, **self.options
         )
@@ -68,17 +68,17 @@ def compile_blocks(
     device: torch.device,
     options: Mapping[str, Any],
 ) -> None:
-    """Compile this rank's blocks, in place; what an earlier call did is undone first.
+    """Compile this rank's blocks in place, after undoing an earlier call.
 
     Args:
         module: The module after ``parallelize``.
-        policy: "blocks", or "auto" for those on CUDA.
+        policy: "blocks", or "auto" to compile on CUDA only.
         blocks: Dotted names of the repeated containers; found if None.
-        device: Where the module is.
-        options: Of ``torch.compile``.
+        device: Device of the module.
+        options: Options of ``torch.compile``.
 
     Raises:
-        ValueError: There is no container, or with "blocks" no compiler.
+        ValueError: There is no container, or, with "blocks", no compiler.
     """
     give_back_forwards(module, CompiledForward)
     if policy == "none" or (policy == "auto" and device.type != "cuda"):
@@ -101,8 +101,8 @@ def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:
     """Check that the machine has what torch's own compiler needs.
 
     Args:
-        device: Where the model runs.
-        options: Of ``torch.compile``.
+        device: Device of the model.
+        options: Options of ``torch.compile``.
 
     Raises:
         ValueError: Something is missing.

@@ -1,16 +1,15 @@
-"""Linear layers of the repeated blocks whose three products are computed in float8, by torchao's
-recipes.
+"""Linear layers of the repeated blocks with products in float8, by torchao's recipes.
 
-Activations, weights and gradients stay what they are; each product rounds its two operands to 8
-bits just before, with a scale that brings the largest magnitude of the operand ("tensorwise"), or
-of each of its rows ("rowwise"), to the largest number in float8.
+Activations, weights and gradients keep their types. Each of a layer's three products rounds its two
+operands to 8 bits just before. The scale maps the largest magnitude of the operand ("tensorwise"),
+or of each of its rows ("rowwise"), to the largest number in float8.
 
-Under tensor parallelism a rank scales what it multiplies: of a shard, the shard. So does
-Transformer Engine under Megatron (torchtitan takes the maximum over the group, for a collective
-before every product). A smaller operand never has a larger scale, so that results are as exact as
-one process's but rounded elsewhere; what is whole, the input of a column layer and the gradient of
-a row layer, which are gathered in full precision under sequence parallelism, is scaled as in one
-process."""
+Under tensor parallelism a rank scales its own operands; for a shard it uses the maximum of the
+shard. Transformer Engine under Megatron does the same. (torchtitan takes the maximum over the
+group, with a collective before every product.) A smaller operand never has a larger scale. Results
+are therefore as exact as in one process, but rounded differently. Whole operands are scaled as in
+one process: the input of a column layer and the gradient of a row layer, which are gathered in full
+precision under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -56,16 +55,16 @@ _INDEX = re.compile(r"\.\d+\.")
 
 @dataclass(frozen=True, eq=False)
 class Float8Product(MatrixProduct):
-    """y = x W^T and its gradients, of operands rounded to float8.
+    """Product y = x W^T and its gradients, of operands rounded to float8.
 
     Attributes:
-        recipe: How.
+        recipe: Recipe of the rounding.
     """
 
     recipe: Recipe = field(kw_only=True)
 
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias."""
+        """Return x W^T + bias."""
         with torch.autocast(x.device.type, enabled=False):
             y = self._scaled(_rows(x), "input", -1).mm(self._scaled(self._turned(), "weight", 0))
             y = y if bias is None else y.add_(bias.to(y.dtype))
@@ -81,8 +80,12 @@ class Float8Product(MatrixProduct):
         )
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, in its shape, from that of the output (..., o) and the
-        input (..., i)."""
+        """Return the gradient of the weight, in the weight's shape.
+
+        Args:
+            grad: Gradient of the output, (..., o).
+            x: Input, (..., i).
+        """
         left, right = _rows(grad), _rows(x)
         pads = left.size(0) % _UNIT != 0
         product = (
@@ -102,22 +105,22 @@ class Float8Product(MatrixProduct):
         return scaled(matrix, role, dim, self.recipe, pads=pads)
 
     def _turned(self) -> Tensor:
-        """(i, o)."""
+        """Return the weight as (i, o)."""
         return self.weight.detach() if self.transposed else self.weight.detach().t()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Float8Linear(OwnForward):
-    """The forward of a layer that is whole.
+    """Forward of a layer that is not split.
 
     Attributes:
-        products: Makes its products.
+        products: Makes the layer's products.
     """
 
     products: Products
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The layer's forward."""
+        """Run the layer's forward."""
         own: Any = self.module
         store, transposed = own.weight_gradients, is_conv1d(own)
         return multiply(
@@ -132,13 +135,12 @@ def check_fp8(
     kinds: Mapping[str, Kind],
     tensor_parallel_size: int,
 ) -> None:
-    """Check what can be known before launch of the whole, uncut module, which may be on the meta
-    device.
+    """Check the whole, uncut module before launch; it may be on the meta device.
 
     Args:
         module: The module.
         blocks: Dotted names of the repeated containers; found if None.
-        kinds: How tensor parallelism splits what is in it.
+        kinds: Kinds of the modules that tensor parallelism splits.
         tensor_parallel_size: t.
 
     Raises:
@@ -169,13 +171,13 @@ def apply_fp8(
         module: The module after ``parallelize``.
         scaling: The option ``fp8``.
         blocks: Dotted names of the repeated containers; found if None.
-        device: Where it runs.
+        device: Device of the module.
 
     Returns:
-        Which layers, in words.
+        A note that names the layers.
 
     Raises:
-        ValueError: The device has no float8, or a rank's part of a layer is no multiple of 16.
+        ValueError: The device has no float8, or a rank's part of a layer is not a multiple of 16.
     """
     _check_device(device)
     products = partial(Float8Product, recipe=make_recipe(scaling, emulate=device.type == "cpu"))
@@ -193,8 +195,9 @@ def apply_fp8(
 
 
 def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in the local blocks that multiply by a weight, without those that are too
-    small to gain by float8, such as adapters and routers."""
+    """Yield the layers in the local blocks that multiply by a weight.
+
+    Layers that are too small to gain from float8, such as adapters and routers, are left out."""
     for block in layers_of(module, find_blocks(module) if blocks is None else blocks):
         inside = dict(module.get_submodule(block.name).named_modules(prefix=block.name))
         computed = {

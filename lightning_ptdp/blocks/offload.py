@@ -1,33 +1,34 @@
-"""Activation offload: what a block keeps for its backward lies in host memory in between.
+"""Activation offload: a block's saved activations stay in host memory until its backward.
 
-A block is sent while the next one runs forward, and fetched while the one behind it runs backward,
-so that the device holds two blocks of a microbatch instead of all, and copies run beside the
-computation::
+A block is sent while the next one runs forward. It is fetched while the block after it runs
+backward. The device therefore holds two blocks of a microbatch instead of all, and copies overlap
+with computation::
 
     forward     block 0 | block 1  | block 2  |                    backward   block 2 | block 1 | block 0
     copies              | 0 to host| 1 to host|  (2 stays)         copies     1 back  | 0 back  |
 
-What is copied is a storage: queries, keys and values that are views of one product travel once. Of
-a block there stay parameters and buffers, what the block is called with beside its first tensor
-(masks and rotary tables, which all blocks share), autocast's copies of weights (they are views of a
-matrix on its side), and whatever is smaller than an eighth of the first tensor.
+Storages are copied, so that queries, keys and values that are views of one product are copied once.
+These tensors of a block stay on the device: parameters and buffers, the block's arguments after its
+first tensor (masks and rotary tables, which all blocks share), autocast's copies of weights (they
+are views of a transposed matrix), and tensors smaller than an eighth of the first tensor.
 
-Why no tensor is overwritten while it is copied, on CUDA, where a copy is only queued:
+On CUDA a copy is only queued. No tensor is overwritten while it is copied, for these reasons:
 
-- All copies are queued on one stream of their own, so that they never overtake one another.
-- To the host: the copying stream waits for the computing one first. The block's storages are held
-  until the next block has run, and let go only after the computing stream was told to wait for the
-  copies: whoever gets the memory then writes behind them. (With ``record_stream`` instead, memory
-  would come back only when the host next looks, which runs ahead by a whole forward.)
-- From the host: the memory is allocated by the computing stream, the copying one waits for that,
-  and ``record_stream`` keeps the memory from being handed on before the copy is over, should nobody
-  ever ask for it. Whoever asks waits for the copy.
-- Pinned memory comes from torch's pool of it, which hands on what it gets back when the copies
-  queued before are over. It rounds sizes up to powers of two, and keeps the memory until the
-  process ends.
+- All copies are queued on one separate stream, so that they never overtake one another.
+- To the host: the copying stream waits for the computing stream first. The block's storages are
+  held until the next block has run. They are released only after the computing stream was made to
+  wait for the copies. A later owner of the memory therefore writes after them. (With
+  ``record_stream`` instead, memory would be freed only at the host's next check, and the host runs
+  ahead by a whole forward.)
+- From the host: the computing stream allocates the memory, and the copying stream waits for that.
+  ``record_stream`` prevents reuse of the memory before the end of the copy, even if no backward
+  uses it. A backward that uses it waits for the copy.
+- Pinned memory comes from torch's pool. The pool reuses freed memory only after the copies queued
+  before are finished. It rounds sizes up to powers of two, and keeps the memory until the process
+  ends.
 
-A tensor that was saved is not written to before its backward (autograd refuses that), so a copy is
-as good. On a CPU the copies are made at once."""
+A saved tensor is not written to before its backward, because autograd refuses that. A copy is
+therefore equivalent. On a CPU the copies are made at once."""
 
 from __future__ import annotations
 
@@ -52,26 +53,27 @@ _SMALL, _VIEW = 1 / 8, 1 / 4
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Offloaded(OwnForward):
-    """A block whose activations leave the device.
+    """Forward of a block whose activations leave the device.
 
     Attributes:
-        offload: Where they go.
+        offload: Store of the activations.
         layer: The block's number.
-        sends: Its own do; else it only lets go of those of the block before.
+        sends: Whether the block's own activations are sent; otherwise it only releases those of the
+            block before.
     """
 
     offload: Offload
     layer: int
     sends: bool
 
-    @untraced  # what is compiled is inside
+    @untraced  # the compiled forward is inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's forward."""
+        """Run the block's forward."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         staying = self._staying((*args, *kwargs.values())) if self.sends else None
-        # Nothing runs twice, but who may put off a gradient under somebody's hooks knows these by
-        # the first of the two contexts.
+        # Nothing runs twice. Deferred gradients of modules with hooks recognize blocks by the first
+        # of the two contexts.
         known = (
             self.surroundings.recomputation()[0]
             if self.surroundings is not None
@@ -102,9 +104,9 @@ class _Staying:
     """Tensors of a block that are not sent.
 
     Attributes:
-        device: Whatever lies elsewhere.
-        storages: Addresses of storages that others hold.
-        matrices: Shapes of the block's matrices: autocast's copies of them.
+        device: Device of the block; tensors on another device stay.
+        storages: Addresses of storages that other objects hold.
+        matrices: Shapes of the block's matrices, to recognize autocast's copies of them.
         first: Bytes of the block's first tensor.
     """
 
@@ -133,24 +135,24 @@ class _Staying:
 
 
 class Offload:
-    """Tensors that the blocks of one rank keep."""
+    """Saved tensors of the blocks of one rank."""
 
     def __init__(self) -> None:
         self._last: _Block | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type[Offload], tuple[()]]:
-        """A copy has nothing under way."""
+        """Return the recipe of an empty object: a copy has no tensors in transit."""
         return Offload, ()
 
     @contextlib.contextmanager
     def around(self, layer: int, staying: _Staying | None) -> Iterator[None]:
-        """Around the forward of a block.
+        """Surround the forward of a block.
 
         Args:
-            layer: Its number; the block before it, if that ran last, is fetched when its backward
-                begins.
-            staying: What is not sent; None: everything stays.
+            layer: The block's number. If the block with the number before ran last, it is fetched
+                when this block's backward begins.
+            staying: Tensors that are not sent; None: all tensors stay.
         """
         leaving = self._last
         if leaving is not None:
@@ -176,7 +178,7 @@ class Offload:
 
 
 class _Block:
-    """Tensors that one call of a block keeps: on the device, sent, or fetched."""
+    """Saved tensors of one call of a block: on the device, sent, or fetched."""
 
     def __init__(
         self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None
@@ -188,7 +190,7 @@ class _Block:
         self._done: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """Called by autograd with what it would keep."""
+        """Return a replacement of a tensor that autograd saves."""
         if self._staying.holds(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -205,7 +207,7 @@ class _Block:
         )
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
-        """Called by autograd when it needs it."""
+        """Return the tensor when autograd needs it."""
         if isinstance(saved, Tensor):
             return saved
         self.fetch()
@@ -228,7 +230,7 @@ class _Block:
                 storage.host.copy_(storage.on_device, non_blocking=True)
 
     def release(self) -> None:
-        """Let go of what is copied."""
+        """Release the memory of tensors that have been copied."""
         if self._done is not None:
             torch.cuda.current_stream(self._staying.device).wait_event(self._done)
         for storage in self._leaving:
@@ -236,7 +238,7 @@ class _Block:
         self._leaving = []
 
     def fetch(self) -> None:
-        """Start to copy back what is on the host, once."""
+        """Start to copy tensors on the host back to the device, once."""
         if self._wanted:
             return
         self._wanted = True
@@ -257,7 +259,7 @@ class _Block:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """Behind what is computed so far, and beside what comes."""
+        """Queue copies after the computation so far, in parallel to later computation."""
         if self._stream is None:
             yield
             return
@@ -284,7 +286,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor in a storage that may be away."""
+    """A view of a storage that may be on the host."""
 
     storage: _Storage
     dtype: torch.dtype
@@ -293,7 +295,7 @@ class _Saved:
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """As it was saved."""
+        """Return the tensor as it was saved."""
         source = self.storage.on_device.untyped_storage()
         return torch.empty(0, dtype=self.dtype, device=source.device).set_(
             source, self.offset, self.shape, self.stride

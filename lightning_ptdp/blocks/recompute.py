@@ -1,22 +1,22 @@
-"""Activation recomputation: drop what a part of the model would keep for its backward, and run its
-forward again there.
+"""Activation recomputation: a forward's saved tensors are dropped and computed again.
 
-``full`` recomputes whole blocks, so that of a block only its input is kept; ``selective`` only the
-modules that the plan names, for a GPT the attention core, which keeps much and costs little (arXiv
-2205.05198, section 5). The recomputation belongs to the backward of
-its microbatch, so that it fits any schedule: at the price of a longer backward a stage holds fewer
-bytes a microbatch in flight::
+``full`` recomputes whole blocks and keeps only a block's input. ``selective`` recomputes only the
+modules that the plan names: for a GPT the attention core, which keeps much and costs little (arXiv
+2205.05198, section 5). The recomputation belongs to the backward of its microbatch and therefore
+fits any schedule. The backward takes longer, and a stage holds fewer bytes for each microbatch in
+flight::
 
     kept for the backward of a block       none           selective                  full
                                            everything     all but the core's inside  the input (1/t of it: ``shard_input``)
 
-``offload`` recomputes nothing: what a block keeps lies in host memory until then (``offload.py``).
+``offload`` recomputes nothing: a block's saved tensors stay in host memory until then
+(``offload.py``).
 
-A module is made to do so by another forward (``own_forward.py``): its own hooks run once; those of
-modules inside of it run in the recomputation too. Random numbers are replayed, so dropout drops the
-same. Two things do not survive running twice: state that a forward changes (running statistics; a
-Hugging Face model's cache, so build it with ``use_cache=False``) and control flow that depends on
-it."""
+Another forward is put in the place of a module's own (``own_forward.py``). The module's own hooks
+run once. Hooks of modules inside of it run in the recomputation too. Random numbers are replayed,
+so that dropout drops the same elements. Two things do not work when a forward runs twice: state
+that the forward changes (running statistics; a Hugging Face model's cache, so build it with
+``use_cache=False``), and control flow that depends on such state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: int) -> None:
-    """Check what can be known without a model.
+    """Check the options as far as possible without a model.
 
     Args:
         policy: The option ``recompute``.
@@ -63,7 +63,7 @@ def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: i
         num_stages: p * v.
 
     Raises:
-        ValueError: ``layers`` is neither a number of layers nor one for each stage.
+        ValueError: ``layers`` has no effect, or is neither one number nor one for each stage.
     """
     if layers is None:
         return
@@ -91,12 +91,13 @@ def check_recomputation(
     layers: Layers = None,
     selective: Sequence[str] = (),
 ) -> None:
-    """Check the options of ``apply_recomputation`` against the whole, uncut module, which may be on
-    the meta device.
+    """Check the options of ``apply_recomputation`` against the whole, uncut module.
+
+    The module may be on the meta device.
 
     Raises:
-        ValueError: A stage has fewer layers than shall be recomputed; there is no container; or
-            nothing says what "selective" means, or what it says matches nothing inside the blocks.
+        ValueError: A stage has fewer layers than must be recomputed; there is no container; the
+            plan does not define "selective"; or its patterns match nothing inside the blocks.
     """
     if policy == "none":
         return
@@ -138,29 +139,28 @@ def apply_recomputation(
     shard_input: Group | None = None,
     surroundings: Surroundings | None = None,
 ) -> tuple[str, ...]:
-    """Make this rank's part of a module recompute, in place; what an earlier call did is undone
-    first.
+    """Make this rank's part of a module recompute, in place, after undoing an earlier call.
 
     Args:
         module: The module after ``parallelize``. Blocks of other stages are skipped.
         policy: "none", "full", "selective" or "offload".
         blocks: Dotted names of the repeated containers; found if None.
-        ranges: Half-open layer ranges, one a stage; empty: one stage of all layers.
-        layers: How many layers of each stage, the first ones, are recomputed or offloaded: one
-            number for all stages (for a stage with fewer layers all of them) or one a stage. None:
-            all layers.
+        ranges: Half-open layer ranges, one per stage; empty: one stage of all layers.
+        layers: Number of layers of each stage, counted from its first, that are recomputed or
+            offloaded: one number for all stages (in a stage with fewer layers, all of them) or one
+            per stage. None: all layers.
         selective: Glob patterns of the modules inside the blocks that "selective" recomputes
             (``ParallelPlan.selective``).
         shard_input: The tensor group, if its members hold the same input of a block (no sequence
             parallelism): "full" then keeps 1/t of the input and gathers it for the recomputation
             (arXiv 2205.05198, section 4). An input that t does not divide is kept whole.
-        surroundings: What surrounds a forward.
+        surroundings: Contexts around a forward.
 
     Returns:
         Names of the modules that are recomputed or offloaded.
 
     Raises:
-        ValueError: A stage has fewer layers than shall be recomputed.
+        ValueError: A stage has fewer layers than must be recomputed.
     """
     remove_recomputation(module)
     if policy == "none":
@@ -194,10 +194,10 @@ def remove_recomputation(module: nn.Module) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Recomputed(OwnForward):
-    """The forward of a module that is recomputed.
+    """Forward of a module that is recomputed.
 
     Attributes:
-        shard_input: Group to keep the first input in parts over.
+        shard_input: Group over which the first input is kept in parts.
     """
 
     shard_input: Group | None
@@ -205,8 +205,8 @@ class _Recomputed(OwnForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        # All by position: torch looks among these for the tensors to save and the devices whose
-        # random state to replay.
+        # Pass all arguments by position: torch searches these for tensors to save and for devices
+        # whose random state it replays.
         inputs = (*args, *kwargs.values())
         run = partial(self._run, tuple(kwargs))
         group = self.shard_input
@@ -226,7 +226,9 @@ class _Recomputed(OwnForward):
 def _checkpoint_in(
     surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...]
 ) -> Any:
-    """A compiler knows recomputation, but no contexts of it."""
+    """Run ``checkpoint`` with its contexts, untraced.
+
+    A compiler supports recomputation, but not its contexts."""
     return checkpoint(
         run,
         *inputs,
@@ -237,8 +239,7 @@ def _checkpoint_in(
 
 
 class _InParts:
-    """Runs on the whole input the first time, and on what it gathers from its parts whenever it is
-    run again."""
+    """Function that runs on the whole input first, and on gathered parts when recomputed."""
 
     def __init__(self, whole: Tensor, group: Group) -> None:
         self._whole: Tensor | None = whole
@@ -253,13 +254,12 @@ class _InParts:
 
 
 def _is_divisible(value: Any, group: Group) -> bool:
-    """Return True if the parts of ``value``, put together, are the very same tensor, strides
-    included."""
+    """Return True if the joined parts of ``value`` are the same tensor, strides included."""
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
 class _Layer(NamedTuple):
-    """A block that is here."""
+    """A block of this rank."""
 
     number: int
     name: str
@@ -270,7 +270,7 @@ class _Layer(NamedTuple):
 def _held_layers(
     module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers
 ) -> Iterator[_Layer]:
-    """The layers that are here; chosen are the first ones of each stage."""
+    """Yield the layers of this rank; the first ones of each stage are chosen."""
     members = layers_of(module, blocks)
     ranges = ranges or ((0, len(members)),)
     for (start, stop), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
@@ -283,8 +283,9 @@ def _held_layers(
 def _outermost(
     name: str, block: nn.Module, patterns: Sequence[str]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside ``block`` that a pattern names; not the ones inside of those, which would
-    be recomputed twice."""
+    """Yield the outermost modules inside ``block`` that match a pattern.
+
+    Matches inside of these are left out, because they would be recomputed twice."""
     outer = ""
     for inner, module in block.named_modules(prefix=name, remove_duplicate=False):
         if not (outer and inner.startswith(f"{outer}.")) and any(
