@@ -1,11 +1,10 @@
-"""Initializers of a module's values: the module itself, its model's ``_init_weights``, and the
-modules around it.
+"""Initializers of a module's values.
 
-A model that is initialized as a whole, as Hugging Face does, calls its initializer on every module
-from the leaves up, and a module may set weights of its children (GPT-2's attention scales its
-output projection). To do the same for one leaf alone, the leaf with
-real tensors is put into a copy of the model that has none: what an initializer does to the others
-does nothing."""
+They are the module itself, its model's ``_init_weights``, and the modules around it. A model that
+is initialized as a whole, as in Hugging Face, calls its initializer on every module from the leaves
+up. A module may set weights of its children (GPT-2's attention scales its output projection). To do
+the same for one leaf alone, the leaf with real tensors is put into a copy of the model without real
+tensors. Initializers then have no effect on the other modules."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Initializers:
-    """Initializes modules of a model one at a time.
+    """Initializer for the modules of a model, one at a time.
 
     Args:
         model: The whole, uncut model; not changed, and not kept.
@@ -35,15 +34,18 @@ class Initializers:
         self._shadow = without_tensors(model)
 
     def __call__(self, name: str, *, others: Collection[str] = ()) -> nn.Module | None:
-        """A copy of the module ``name`` whose own tensors have their initial values, at full size,
-        on the CPU.
+        """Return a copy of the module ``name`` with initial values, at full size, on the CPU.
 
-        Random numbers come from torch's generator. None if nothing is known that would initialize
-        the module. ``others`` are its tied parameters that another module initializes (a decoder's
-        weight that is the embedding's, beside a bias of its own).
+        Only the module's own tensors get values. Random numbers come from torch's generator. The
+        result is None if no initializer of the module is known.
+
+        Args:
+            name: Global name of the module.
+            others: Its tied parameters that another module initializes (a decoder's weight that is
+                the embedding's, beside a bias of its own).
 
         Raises:
-            ValueError: The initializers left a tensor as it was.
+            ValueError: The initializers did not set a tensor.
         """
         chain = self._chain(name)
         module = chain[-1]
@@ -75,25 +77,24 @@ class Initializers:
         return made
 
     def knows(self, name: str) -> bool:
-        """Return True if something initializes the module."""
+        """Return True if an initializer of the module is known."""
         owner, resets = self._who(self._chain(name))
         return owner is not None or bool(resets)
 
     def _who(self, chain: list[Any]) -> tuple[Any, list[Callable[[], object]]]:
-        """The model that initializes the last module of the chain, and the functions that do so
-        before."""
+        """Return the initializing model of the chain's last module, and earlier initializers."""
         adapter = adapter_initializer(chain)
         return (None, [adapter]) if adapter is not None else (self._owner(chain), _resets(chain))
 
     def _chain(self, name: str) -> list[Any]:
-        """The modules from the root down to ``name``."""
+        """Return the modules from the root down to ``name``."""
         chain: list[Any] = [self._shadow]
         for step in name.split(".") if name else ():
             chain.append(chain[-1]._modules[step])
         return chain
 
     def _owner(self, chain: list[Any]) -> Any:
-        """The nearest module at or above the last whose ``_init_weights`` takes a module."""
+        """Return the nearest module at or above the last whose ``_init_weights`` takes a module."""
         return next(
             (
                 module
@@ -105,7 +106,7 @@ class Initializers:
 
 
 def why_without_values(name: str, module: nn.Module) -> str:
-    """Return the message about a module that nothing initializes."""
+    """Return the message about a module without an initializer."""
     who = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
     return (
         f"{who} was built on the meta device but has no reset_parameters() method that gives it "
@@ -114,8 +115,10 @@ def why_without_values(name: str, module: nn.Module) -> str:
 
 
 def _resets(chain: list[Any]) -> list[Callable[[], object]]:
-    """Its own, and of the modules around it: torch's that set values of their children, such as
-    ``nn.MultiheadAttention``, do it in ``_reset_parameters``."""
+    """Return the reset functions of the last module and of the modules around it.
+
+    Modules of torch that set values of their children, such as ``nn.MultiheadAttention``, do so in
+    ``_reset_parameters``."""
     own = (getattr(chain[-1], key, None) for key in ("reset_parameters", "_reset_parameters"))
     around = (getattr(module, "_reset_parameters", None) for module in reversed(chain[:-1]))
     return [reset for reset in (next(filter(callable, own), None), *around) if callable(reset)]
@@ -147,8 +150,7 @@ def _unset(tensor: Tensor) -> Tensor:
 
 
 def _in_dtype_of(value: Tensor | None, declared: Tensor | None) -> Tensor | None:
-    """Return ``value`` rounded to the dtype of the tensor that ``_unset`` stood in for, a half
-    precision."""
+    """Return ``value`` rounded to a half precision, the dtype of the declared tensor."""
     if (
         value is None
         or declared is None

@@ -21,13 +21,13 @@ def layout_notes(
     padded: Collection[str],
     size: int,
 ) -> Iterator[str]:
-    """Remarks on a layout.
+    """Yield notes on a layout.
 
     Args:
         differing: Names of tensors that were built with different values on different ranks.
         everywhere: Names of the modules that every stage keeps.
-        shardings: Of this rank's parameters, by name.
-        padded: Those of them that are padded to divide by t.
+        shardings: Shardings of this rank's parameters, by name.
+        padded: Names of the parameters that are padded to a multiple of t.
         size: t.
     """
     if differing:
@@ -44,8 +44,9 @@ def layout_notes(
 
 
 def _whole_note(shardings: dict[str, Sharding], size: int) -> Iterator[str]:
-    """Note the parameters in the layers that tensor parallelism leaves whole, if they are many: an
-    adapter around a projection leaves its attention unsplit."""
+    """Yield a note if tensor parallelism leaves many of the layers' parameters unsplit.
+
+    An adapter around a projection, for example, leaves its attention unsplit."""
     layers = [
         (name, held)
         for name, held in shardings.items()

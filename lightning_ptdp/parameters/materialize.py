@@ -1,8 +1,8 @@
 """The same initial weights in every layout.
 
-A module built on the meta device is given values one leaf module at a time: its initializers run at
-full size under a generator seeded by (seed, the module's global name), so that the values depend
-neither on the layout nor on which rank asks, and no rank ever holds the whole model. A module built
+A module built on the meta device gets its values one leaf module at a time. Its initializers run at
+full size under a generator seeded by (seed, the module's global name). The values therefore depend
+neither on the layout nor on the rank, and no rank ever holds the whole model. A module built
 eagerly keeps its values, after a check that all ranks built the same ones."""
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def awaits_values(model: nn.Module) -> bool:
 def make_room(
     model: nn.Module, *, device: torch.device, padded: Collection[nn.Parameter] = ()
 ) -> None:
-    """Put memory on ``device`` in the place of every parameter that is on the meta device; it stays
-    the same object. It is zero for those that are ``padded``, of which somebody will not fill
-    everything."""
+    """Allocate memory on ``device`` for every parameter that is on the meta device.
+
+    The parameter stays the same object. ``padded`` parameters are filled with zeros, because later
+    values do not cover all of their elements."""
     for parameter in model.parameters():
         if parameter.is_meta:
             make = torch.zeros_like if parameter in padded else torch.empty_like
@@ -49,15 +50,15 @@ def make_room(
 
 
 class Materializer:
-    """Gives meta modules their values one at a time, keeping tied parameters tied.
+    """Materializer of meta modules, one at a time, that keeps tied parameters tied.
 
     Args:
         model: The whole, uncut module; the owner of a tied parameter is the first module that
             registers it.
         seed: Seed of the run.
-        device: Where values go.
-        left: Names of parameters that stay on the meta device, since somebody else has values for
-            them.
+        device: Device of the values.
+        left: Names of parameters that stay on the meta device, because their values come from
+            elsewhere.
     """
 
     def __init__(
@@ -65,13 +66,11 @@ class Materializer:
     ) -> None:
         self._seed, self._device, self._left = seed, device, frozenset(left)
         self._owners: dict[int, tuple[str, str]] = {}
-        self._others: dict[
-            str, set[str]
-        ] = {}  # keys of a module's parameters that another one owns
+        # keys of a module's parameters that another module owns
+        self._others: dict[str, set[str]] = {}
         self._made: dict[int, nn.Parameter] = {}
-        self._kept: list[nn.Parameter] = [
-            p for p in model.parameters() if p.is_meta
-        ]  # alive while their ids are keys
+        # kept alive while their ids are keys
+        self._kept: list[nn.Parameter] = [p for p in model.parameters() if p.is_meta]
         for name, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and self._owners.setdefault(
@@ -84,8 +83,7 @@ class Materializer:
         """Replace the module's own meta tensors by their initial values, in place.
 
         Raises:
-            ValueError: Nothing is known that would initialize the module, or what is known leaves a
-                tensor out.
+            ValueError: No initializer of the module is known, or it does not set a tensor.
         """
         if not is_meta(module):
             return
@@ -114,8 +112,7 @@ class Materializer:
                 module._buffers[key] = values(name).get_buffer(key).to(self._device)
 
     def _values(self, name: str, asked: nn.Module) -> nn.Module:
-        """A module with initial values, drawn on the CPU so that they do not depend on the
-        device."""
+        """Return a module with initial values, drawn on the CPU to be independent of the device."""
         name = original_name(name)
         assert self._initialize is not None
         with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
@@ -128,8 +125,9 @@ class Materializer:
 def agree_on_values(
     tensors: Iterable[tuple[str, Tensor]], *, device: torch.device, group: Any = None
 ) -> list[str]:
-    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world); rank 0's
-    values win.
+    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world).
+
+    All ranks get rank 0's values.
 
     Returns:
         Names of the tensors that differed.
@@ -153,8 +151,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Three sums over the bits, of all elements and of two selections, which different values are
-    very unlikely to share."""
+    """Return three sums over the bits, of all elements and of two selections.
+
+    Different values are very unlikely to have equal sums."""
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
     return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])

@@ -1,5 +1,6 @@
-"""Records of the local parameters, from which gradients, norms, checkpoints and summaries are
-derived."""
+"""Records of the local parameters.
+
+Gradients, norms, checkpoints and summaries are derived from them."""
 
 from __future__ import annotations
 
@@ -14,28 +15,28 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["ParameterRecord", "Records", "Sum"]
 
 Sum = tuple[tuple[slice, ...], Group]
-"""Part of a parameter (``()``: all of it) whose gradient is a sum, and the group over which it is
-one."""
+"""Part of a parameter (``()``: all) whose gradient is a sum, and the group of the sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
-    """A local parameter's place in the whole model.
+    """Place of a local parameter in the whole model.
 
     Attributes:
         name: Global name, the first under which the uncut model registers it.
         order: Position among the uncut model's parameters.
-        sharding: Which part of the full tensor is here, and how each axis' ranks hold it.
+        sharding: The local part of the full tensor, and its distribution over the ranks of each
+            axis.
         stages: Local pipeline stages that use it.
-        data_axes: The axes whose ranks read other samples or tokens, over which its gradient is a
-            sum.
-        sums: The other groups over which its gradient, or a part of it, is a sum.
+        data_axes: Axes whose ranks read different samples or tokens; its gradient is a sum over
+            them.
+        sums: Further groups over which its gradient, or a part of it, is a sum.
         tied: Whether other pipeline ranks hold it too (tied weights, modules kept by every stage).
-        counted: Whether this rank is the first of those that hold it alike and read the same, and
-            counts it in norms and totals (of pieces that several hold: whichever of them
-            ``sharding.counted`` tells).
-        leads: Whether this rank is the first of those of its block (``Axis.within``) that hold it
-            alike.
+        counted: Whether this rank counts it in norms and totals: the first of the ranks that hold
+            it alike and read the same data. For pieces that several ranks hold,
+            ``sharding.counted`` selects the rank.
+        leads: Whether this rank is the first of the ranks of its block (``Axis.within``) that hold
+            it alike.
     """
 
     name: str

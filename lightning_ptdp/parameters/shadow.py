@@ -1,5 +1,4 @@
-"""A copy of a model's structure without its tensors, to ask the model's own code questions at no
-cost."""
+"""Copies of a model's structure without its tensors, to run its own code at no cost."""
 
 from __future__ import annotations
 
@@ -9,17 +8,17 @@ __all__ = ["shallow_copy", "without_tensors"]
 
 
 def without_tensors(model: nn.Module) -> nn.Module:
-    """A copy whose tensors are on the meta device, without hooks and not compiled; the model is not
-    changed.
+    """Return a copy whose tensors are on the meta device, without hooks and not compiled.
 
-    Modules and parameters that are shared stay shared; plain attributes are the very objects of the
-    model."""
+    The model is not changed. Shared modules and parameters stay shared. Plain attributes are the
+    same objects as the model's."""
     return _copy(model, {}, {})
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same attributes. Not ``copy.copy()``, which modules may refuse, as
-    parametrized ones do."""
+    """Return a module with the same attributes.
+
+    ``copy.copy()`` is not used, because some modules refuse it, such as parametrized ones."""
     copied = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__)
     return copied
@@ -46,5 +45,5 @@ def _copy(
         for key, child in module._modules.items()
     }
     fields.update({key: value for key, value in vars(nn.Module()).items() if "_hooks" in key})
-    fields.pop("_compiled_call_impl", None)  # which would call the model itself
+    fields.pop("_compiled_call_impl", None)  # it would call the model itself
     return shadow

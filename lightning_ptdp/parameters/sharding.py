@@ -1,8 +1,8 @@
-"""Which part of a full tensor is here: one record, read by initialization, checkpoints, norms and
-the summary.
+"""Local part of a full tensor: one record for all parts of the package.
 
-A sharding is a list of rectangles. One rectangle is the usual case; a fused matrix [q | k | v]
-split over ranks has one a part, and a padded vocabulary has local rows that no rectangle covers::
+Initialization, checkpoints, norms and the summary read it. A sharding is a list of rectangles.
+Usually there is one rectangle. A fused matrix [q | k | v] split over ranks has one rectangle per
+part, and a padded vocabulary has local rows that no rectangle covers::
 
     full (q0 q1 | k0 k1 | v0 v1)          rank 0 of 2 holds (q0 | k0 | v0), rank 1 (q1 | k1 | v1)
 """
@@ -23,16 +23,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A rectangle that the local and the full tensor have in common.
+    """Rectangle that the local and the full tensor have in common.
 
     Attributes:
         local: Offset in the local tensor.
         full: Offset in the full tensor.
         size: Extent.
-        copies: Members of the tensor group that hold this rectangle, where there are fewer heads of
-            keys and values than members. Each member's gradient of it is a part of the sum over
-            these.
-        copy: Which of them this is; the first one counts the rectangle in norms.
+        copies: Number of members of the tensor group that hold this rectangle, if there are fewer
+            key/value heads than members. Each member's gradient is one term of the sum over these
+            members.
+        copy: Index of this member among them; the first one counts the rectangle in norms.
     """
 
     local: Shape
@@ -43,28 +43,28 @@ class Piece:
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """Index of the rectangle in the local tensor."""
+        """Return the index of the rectangle in the local tensor."""
         return _slices(self.local, self.size)
 
     @property
     def full_slices(self) -> tuple[slice, ...]:
-        """Index of the rectangle in the full tensor."""
+        """Return the index of the rectangle in the full tensor."""
         return _slices(self.full, self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Position of one local tensor in its full one.
+    """Position of one local tensor in its full tensor.
 
     Attributes:
         full_shape: Shape of the full tensor.
         local_shape: Shape of the local tensor.
-        pieces: The rectangles that are here. Local elements in none of them are padding: always
+        pieces: The local rectangles. Local elements outside of all rectangles are padding: always
             zero, never saved.
         sharded: Names of the axes whose ranks hold different pieces.
         partial: Names of the axes whose ranks hold it alike, each with one term of the gradient's
-            sum (a norm's weight under sequence parallelism: its rank saw a slice of the sequence).
-            On all other axes it is replicated: alike, with the same gradient.
+            sum (a norm's weight under sequence parallelism, of which each rank saw a slice of the
+            sequence). On all other axes it is replicated: alike, with the same gradient.
     """
 
     full_shape: Shape
@@ -84,7 +84,7 @@ class Sharding:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], *, partial: tuple[str, ...] = ()) -> Sharding:
-        """The record of a tensor that every rank holds whole."""
+        """Return the record of a tensor that every rank holds whole."""
         size = tuple(shape)
         origin = (0,) * len(size)
         return cls(
@@ -96,36 +96,40 @@ class Sharding:
 
     @property
     def num_padding(self) -> int:
-        """Local elements that no piece covers."""
+        """Return the number of local elements that no piece covers."""
         return math.prod(self.local_shape) - sum(math.prod(piece.size) for piece in self.pieces)
 
     @property
     def num_counted(self) -> int:
-        """Local elements without padding, and without what an earlier member holds as well."""
+        """Return the number of local elements without padding and repeated copies.
+
+        A copy is repeated if an earlier member holds it as well."""
         return sum(math.prod(piece.size) for piece in self.pieces if piece.copy == 0)
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """The numbers of copies, above one, that pieces have."""
+        """Return the numbers of copies, above one, that pieces have."""
         return tuple(sorted({piece.copies for piece in self.pieces if piece.copies > 1}))
 
     def held(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
+        """Yield (offset in the full tensor, view of ``local``) of every local rectangle."""
         for piece in self.pieces:
             if 0 not in piece.size or 0 in self.full_shape:
                 yield piece.full, local[piece.local_slices]
 
     def counted(self, local: Tensor) -> list[Tensor]:
-        """Views of a tensor of the local shape that together leave out what an earlier member holds
-        as well."""
+        """Return views of a tensor of the local shape, without repeated copies.
+
+        A copy is repeated if an earlier member holds it as well."""
         if not self.copies:
             return [local]
         return [local[piece.local_slices] for piece in self.pieces if piece.copy == 0]
 
 
 def slice_full(full: Tensor, sharding: Sharding) -> Tensor:
-    """A new tensor with the local part of ``full``, same dtype and device (meta stays meta);
-    padding is zero."""
+    """Return a new tensor with the local part of ``full``; padding is zero.
+
+    The dtype and device are those of ``full`` (meta stays meta)."""
     assert tuple(full.shape) == sharding.full_shape, (tuple(full.shape), sharding.full_shape)
     make = torch.zeros if sharding.num_padding else torch.empty
     local = make(sharding.local_shape, dtype=full.dtype, device=full.device)

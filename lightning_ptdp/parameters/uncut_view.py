@@ -1,8 +1,8 @@
-"""The uncut model as ``configure_optimizers`` sees it on a rank that holds a part.
+"""View of the uncut model for ``configure_optimizers`` on a rank that holds a part.
 
-Where a module is on another pipeline stage, or has been replaced, the tree lends a shell of it: an
-object of its type with its attributes and no memory. Shells hold this rank's parameters where it
-has them, and empty stand-ins where it has not. All of them are asked for their shapes in the whole
+If a module is on another pipeline stage, or has been replaced, the tree contains a shell of it: an
+object of its type with its attributes and no memory. A shell holds this rank's parameters, and
+empty stand-ins for the parameters of other ranks. All parameters report their shapes in the whole
 model::
 
     self.model.h        block 0 (shell, stand-ins)    block 1 (shell, stand-ins)    block 2    block 3
@@ -25,11 +25,11 @@ __all__ = ["WholeView"]
 
 
 class WholeView:
-    """The structure of a module before it is cut.
+    """Structure of a module before it is cut.
 
     Args:
         module: The whole module.
-        names: The first name under which each parameter is registered.
+        names: First name under which each parameter is registered.
     """
 
     def __init__(self, module: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
@@ -45,13 +45,13 @@ class WholeView:
     def lent(
         self, records: Records, *, trained: Mapping[str, bool], device: torch.device
     ) -> Iterator[dict[nn.Parameter, str]]:
-        """Let the module look uncut inside the context; yields the stand-ins and their names.
+        """Let the module look uncut inside the context; yield the stand-ins and their names.
 
         Args:
-            records: Of the local parameters.
-            trained: ``requires_grad`` of the parameters by name, where it is known better than from
+            records: Records of the local parameters.
+            trained: Current ``requires_grad`` of parameters by name, which replaces the value at
                 the time of the cut.
-            device: This rank's, which stand-ins claim too.
+            device: Device of this rank and of the stand-ins.
         """
         held = {record.name: parameter for parameter, record in records.items()}
         absent = {
@@ -108,8 +108,9 @@ class WholeView:
 def _replaced(
     module: nn.Module, shells: Mapping[str, nn.Module | None]
 ) -> Iterator[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]:
-    """Yield (children of the parent, key, module, shell) of the modules that are no longer the
-    uncut model's."""
+    """Yield (children of the parent, key, module, shell) of the replaced modules.
+
+    These modules are no longer those of the uncut model."""
     for key, child in module._modules.items():
         shell = shells.get(key)
         if child is None or shell is None:
@@ -156,7 +157,7 @@ _SHAPES: frozenset[Callable[..., object]] = frozenset(
 
 
 class _WholeShapes(PartialValues):
-    """Answers questions about shapes from the whole model.
+    """Mode that answers questions about shapes from the whole model.
 
     Args:
         views: By parameter, its name and a tensor of its shape in the whole model.
