@@ -1,5 +1,6 @@
-"""Ordinary Lightning callbacks that tell what a run is doing; they work with any strategy and say
-more with "ptdp"."""
+"""Lightning callbacks that report on a run.
+
+They work with any strategy, and report more with "ptdp"."""
 
 from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace

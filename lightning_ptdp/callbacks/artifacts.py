@@ -1,4 +1,4 @@
-"""Texts, tables, tags and files of a run, stored by those loggers that can store them."""
+"""Storage of a run's texts, tables, tags and files in loggers that support them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def store_tags(logger: Logger, tags: Mapping[str, object]) -> None:
 
 
 def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, step: int) -> None:
-    """Store a table with equally long columns: in MLflow and W&B as a table, in TensorBoard as
-    text."""
+    """Store a table with equally long columns.
+
+    MLflow and W&B store it as a table, TensorBoard as text."""
     if isinstance(logger, MLFlowLogger):
         logger.log_table(table, f"{name}.json")
     elif _is(logger, "MLFlowLogger"):
@@ -51,8 +52,9 @@ def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, st
 
 
 def store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
-    """Store files in ``folder`` of the run's artifacts in MLflow; a failure is a warning, since the
-    files remain on disk."""
+    """Store files in ``folder`` of the run's artifacts in MLflow.
+
+    A failure is a warning, because the files remain on disk."""
     if not _is(logger, "MLFlowLogger"):
         return
     try:
@@ -65,14 +67,14 @@ def store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
 
 
 def _is(logger: Logger, name: str) -> bool:
-    """Return True for Lightning's logger of this name, in either of its packages, and for loggers
-    derived from it.
+    """Return True for Lightning's logger of this name, and for loggers derived from it.
 
-    Methods do not tell: W&B's ``log_text`` has the name of ours and other arguments.
+    The logger may be from either of Lightning's packages. Methods do not identify a logger: W&B's
+    ``log_text`` has the name of this package's method and other arguments.
     """
     return any(kind.__name__ == name for kind in type(logger).__mro__)
 
 
 def _cell(value: object) -> str:
-    """Return a value for Markdown's tables, whose cells hold neither bars nor line breaks."""
+    """Return a value for Markdown tables, whose cells hold neither bars nor line breaks."""
     return str(value).replace("|", "\\|").replace("\n", "<br>")

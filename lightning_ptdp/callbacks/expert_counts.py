@@ -1,9 +1,8 @@
-"""Numbers of tokens that each expert gets, counted on the device and summed over the ranks on
-demand.
+"""Numbers of tokens per expert, counted on the device and summed over the ranks on demand.
 
-What is counted are choices of experts, as the modules of experts are called with them. Ranks that
-hold the same tokens count them again, and so does a recomputation; of one layer all tokens alike,
-so that the *share* of an expert is right in every layout."""
+The counted values are the choices of experts with which the modules of experts are called. Ranks
+that hold the same tokens count them again, and so does a recomputation. This applies to all tokens
+of a layer alike, so that the *share* of an expert is right in every layout."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from lightning_ptdp.tensor_parallel import Experts
 __all__ = ["ExpertCounts", "ExpertLoads", "LayerLoad"]
 
 _ROUNDING = 0.05
-"""By how much the sum of probabilities in half precision may miss 1."""
+"""Largest deviation from 1 of the sum of probabilities in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +33,10 @@ class LayerLoad:
     """Load of the experts of one layer, over the tokens of all ranks.
 
     Attributes:
-        name: Of its module of experts.
-        loads: Tokens that each expert got, over the mean of all.
-        router_entropy: Mean over the tokens of the entropy of the router's probabilities, over its
-            greatest value, that of the same probability for each; None where the scores were not
-            seen.
+        name: Name of its module of experts.
+        loads: Tokens of each expert over the mean of all experts.
+        router_entropy: Mean over the tokens of the entropy of the router's probabilities, divided
+            by the maximum entropy, that of equal probabilities; None if the scores were not seen.
     """
 
     name: str
@@ -47,8 +45,9 @@ class LayerLoad:
 
     @property
     def entropy(self) -> float:
-        """Return the entropy of the loads over its maximum: 1 if all experts got the same, 0 if one
-        expert got everything."""
+        """Return the entropy of the loads over its maximum.
+
+        It is 1 if all experts got the same, and 0 if one expert got everything."""
         shares = [load / len(self.loads) for load in self.loads if load]
         return -sum(share * math.log(share) for share in shares) / math.log(max(2, len(self.loads)))
 
@@ -58,7 +57,7 @@ class ExpertLoads:
     """Loads of all layers that processed tokens.
 
     Attributes:
-        layers: In the order of the model.
+        layers: Loads in the order of the model.
     """
 
     layers: tuple[LayerLoad, ...]
@@ -80,14 +79,15 @@ class ExpertLoads:
 
 @dataclass(eq=False, kw_only=True)
 class _Layer:
-    """One module of experts here.
+    """Counts of one local module of experts.
 
     Attributes:
-        counts: (E,) float64, choices of each.
-        entropy: (2,) float64, the sum of the entropies of the router's probabilities, and of how
-            many tokens.
-        scores: The last thing before the experts that looked like the router's scores, (..., E).
-        scored_by: Which of the modules beside the experts made it, or a module inside of it.
+        counts: (E,) float64, number of choices of each expert.
+        entropy: (2,) float64, sum of the entropies of the router's probabilities, and the number of
+            tokens in it.
+        scores: Last output before the experts that has the form of the router's scores, (..., E).
+        scored_by: Module beside the experts that made the scores, itself or by a module inside of
+            it.
     """
 
     counts: Tensor
@@ -146,10 +146,10 @@ class _Layer:
 
 @dataclass(kw_only=True)
 class ExpertCounts:
-    """The counts of all modules of experts of a model, on whatever rank these are.
+    """Counts of all modules of experts of a model, on any rank.
 
     Attributes:
-        numbers: Experts of each, by name, in the order of the model.
+        numbers: Number of experts of each module, by name, in the order of the model.
     """
 
     numbers: Mapping[str, int]
@@ -158,7 +158,7 @@ class ExpertCounts:
 
     @classmethod
     def attach(cls, trainer: Trainer, module: LightningModule) -> ExpertCounts:
-        """Begin to count; collective over the ranks of a pipeline."""
+        """Start to count; collective over the ranks of a pipeline."""
         kind = Experts()
         found = {name: child for name, child in module.named_modules() if kind.fits(child)}
         numbers = {name: _number(trainer, child) for name, child in found.items()}
@@ -175,13 +175,14 @@ class ExpertCounts:
         return counts
 
     def detach(self) -> None:
-        """End to count."""
+        """Stop counting."""
         for undo in self._undo:
             undo()
 
     def aside(self) -> Callable[[], None]:
-        """Begin anew; returns what throws away what is counted then, and goes on where this
-        began."""
+        """Set the counts aside and count from zero; return a function that restores them.
+
+        The function discards the counts made meanwhile."""
         kept = [tensor.clone() for tensor in self._tensors()]
         self._clear()
 
@@ -192,8 +193,9 @@ class ExpertCounts:
         return go_on
 
     def take(self, trainer: Trainer) -> ExpertLoads:
-        """Return and reset the counts since the last call, over all ranks; collective, and waits
-        for the device."""
+        """Return and reset the counts since the last call, over all ranks.
+
+        Collective, and waits for the device."""
         if not self.numbers:
             return ExpertLoads(layers=())
         width = max(self.numbers.values())
@@ -250,5 +252,5 @@ def _of_all_stages(trainer: Trainer, found: dict[str, int]) -> dict[str, int]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 10 after layer 9."""
+    """Return a key that sorts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]

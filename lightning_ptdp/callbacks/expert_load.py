@@ -19,30 +19,30 @@ __all__ = ["ExpertLoad"]
 
 
 class ExpertLoad(Callback):
-    """Log how evenly a mixture's routers use their experts, and draw it at every validation.
+    """Callback that logs and draws how evenly a mixture's routers use their experts.
 
-    Logged are, of the steps since the last time every ``log_every_n_steps``, and with ``val_``
-    before the name of each validation:
+    Metrics are logged every ``log_every_n_steps`` steps for the steps since the last time, and for
+    each validation with the prefix ``val_``:
 
-    - ``expert_load_max`` and ``expert_load_min``: the tokens of the expert that got most, and
-      least, in any layer, over the mean of its layer;
+    - ``expert_load_max`` and ``expert_load_min``: the tokens of the expert with the most and the
+      least tokens in any layer, over the mean of its layer;
     - ``expert_load_entropy``: the entropy of the tokens' distribution over the experts of a layer,
-      1 where it is even and 0 where one gets everything, mean over the layers;
-    - ``dead_experts``: how many, of all layers together, got nothing;
-    - ``router_entropy``: the entropy of what a router says of a token, in the same way, mean over
-      tokens and layers. Of the scores that a module beside the experts returns, one for each
-      expert, as probabilities or before the softmax (also where the router takes each one's
-      sigmoid); left out where none does.
+      1 if it is even and 0 if one expert gets everything, mean over the layers;
+    - ``dead_experts``: the number of experts of all layers that got no token;
+    - ``router_entropy``: the entropy of a router's distribution for a token, scaled in the same
+      way, mean over tokens and layers. It is computed from the scores that a module beside the
+      experts returns, one for each expert, as probabilities or before the softmax (also if the
+      router takes each one's sigmoid). It is left out if no module returns such scores.
 
-    The layers' loads are also written as ``step-000100.png``, a row a layer, and
-    ``step-000100.json``, which an MLflow logger keeps as artifacts. Counted are choices, on the
-    device; it is read when something is logged. Known are modules that list their experts as
-    Hugging Face's do (the kind "experts"), whatever the strategy; of a model without them nothing
-    is logged.
+    At every validation the layers' loads are also written as ``step-000100.png``, one row per
+    layer, and as ``step-000100.json``. An MLflow logger keeps both as artifacts. Choices are
+    counted on the device, and the counts are read when they are logged. Modules that list their
+    experts as Hugging Face's do (the kind "experts") are supported, with any strategy. For a model
+    without such modules nothing is logged.
 
     Args:
         picture: Whether to write the files.
-        dirpath: Where they go; default: the folder "experts" in the logger's folder, or in
+        dirpath: Folder of the files; default: the folder "experts" in the logger's folder, or in
             ``default_root_dir``.
     """
 
@@ -54,23 +54,23 @@ class ExpertLoad(Callback):
         self._step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count."""
+        """Start to count."""
         self._attached(trainer, pl_module)
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Log, if it is time."""
+        """Log the metrics if they are due."""
         step, every = trainer.global_step, trainer.log_every_n_steps
         if step != self._step and every and step % every == 0:
             self._log(self._attached(trainer, pl_module).take(trainer))
         self._step = step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what was counted in training."""
+        """Set the counts of training aside."""
         self._go_on = self._attached(trainer, pl_module).aside()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log and draw."""
+        """Log the metrics and draw the loads."""
         if trainer.sanity_checking:
             return
         loads = self._attached(trainer, pl_module).take(trainer)
@@ -79,13 +79,13 @@ class ExpertLoad(Callback):
             self._write(trainer, loads)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with what was counted in training."""
+        """Restore the counts of training."""
         if self._go_on is not None:
             self._go_on()
         self._go_on = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End to count."""
+        """Stop counting."""
         if self._counts is not None:
             self._counts.detach()
         self._counts = self._go_on = None
@@ -97,9 +97,9 @@ class ExpertLoad(Callback):
 
     def _log(self, loads: ExpertLoads, prefix: str = "") -> None:
         for name, value in loads.metrics().items():
-            self.log(
-                f"{prefix}{name}", value, batch_size=1, sync_dist=bool(prefix)
-            )  # equal on all ranks; Lightning would warn
+            # The values are equal on all ranks; without sync_dist Lightning would warn in
+            # validation.
+            self.log(f"{prefix}{name}", value, batch_size=1, sync_dist=bool(prefix))
 
     def _write(self, trainer: Trainer, loads: ExpertLoads) -> None:
         folder = Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "experts"
@@ -112,7 +112,7 @@ class ExpertLoad(Callback):
                 json.dumps({layer.name: layer.loads for layer in loads.layers}), encoding="utf-8"
             )
             draw_loads(loads, picture, title=f"step {trainer.global_step}")
-        except OSError as error:  # a full disk: training does not end for it
+        except OSError as error:  # a full disk must not end training
             rank_zero_warn(
                 f"the experts' loads at step {trainer.global_step} could not be written: {error}"
             )

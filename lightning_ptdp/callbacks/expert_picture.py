@@ -1,5 +1,6 @@
-"""A picture of what each expert of each layer gets; matplotlib is imported only when it is
-drawn."""
+"""Picture of the load of each expert of each layer.
+
+matplotlib is imported only when the picture is drawn."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ _HIGH_FOR_ALL = 7.0
 
 
 def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
-    """Write a PNG: a row a layer, a column an expert, its colour the tokens that it got over the
-    mean of its layer.
+    """Write a PNG with one row per layer and one column per expert.
 
-    The colours mean the same in every picture: a quarter of the mean and four times it are the ends
-    of the scale, and what got nothing is black. Where there is room the number is written."""
+    The colour is the number of the expert's tokens over the mean of its layer. The scale is the
+    same in every picture: it ends at a quarter of the mean and at four times the mean, and an
+    expert without tokens is black. If there is space, the number is written."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -105,6 +106,6 @@ def _said(loads: ExpertLoads) -> str:
 
 
 def _label(layer: LayerLoad) -> str:
-    """The number in the name."""
+    """Return the number in the layer's name."""
     numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", layer.name)
     return numbers[-1] if numbers else ""

@@ -1,4 +1,4 @@
-"""Training that ends with a Hugging Face folder."""
+"""Callback that exports the trained model as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ExportHuggingFace(pl.Callback):
-    """Write the trained model as a Hugging Face folder, which ``from_pretrained`` and what serves
-    such folders load: all ranks together, each what it has.
+    """Callback that writes the trained model as a Hugging Face folder.
 
-    Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is one of ours.
-    Beside the weights, as a checkpoint would hold them (adapters of LoRA are merged into those
-    beside which they are trained), there are ``config.json``, ``generation_config.json``, and the
-    tokenizer and chat template that the data had, or those of the folder that the model's
-    configuration was read from. What cannot be exported is an error before the first step.
+    ``from_pretrained`` and servers of such folders can load it. All ranks write together, each its
+    own part.
+
+    Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is a model of this
+    package. The weights are those of a checkpoint; LoRA adapters are merged into the weights beside
+    which they are trained. The folder also contains ``config.json``, ``generation_config.json``,
+    and the tokenizer and chat template of the data, or of the folder from which the model's
+    configuration was read. A model that cannot be exported is an error before the first step.
 
     Args:
         folder: The folder to make, on a file system that all ranks share; an earlier export there
-            is replaced when the new one is whole.
-        when: ``"end"``: of a fit that ends well. ``"checkpoint"``: besides, whenever a checkpoint
-            has been saved, if training goes on; these are ``folder/step-NUMBER`` then, also the
-            last one, and stay there.
-        dtype: What floating-point tensors are converted to; default: as they are.
-        shard_bytes: Most bytes of tensors in one file.
-        prefix: Where the module holds several Hugging Face models: the attribute of the one, with a
-            dot.
+            is replaced when the new one is complete.
+        when: ``"end"``: at the end of a fit that ends well. ``"checkpoint"``: also after each saved
+            checkpoint, if training continues; all exports are then named ``folder/step-NUMBER``,
+            including the last one, and are kept.
+        dtype: Type to which floating-point tensors are converted; default: unchanged.
+        shard_bytes: Largest number of tensor bytes in one file.
+        prefix: Attribute of the model to export, with a trailing dot, if the module holds several
+            Hugging Face models.
 
     Raises:
-        CheckpointError: (when fit begins, or when it is written) What is wrong with the model or
-            the folder.
+        CheckpointError: (when fit begins, or when it is written) The model or the folder cannot be
+            used.
     """
 
-    needs_checkpoint_folders = (
-        True  # an export can then be made again from each checkpoint, by to_huggingface
-    )
+    # to_huggingface can then repeat an export from each checkpoint
+    needs_checkpoint_folders = True
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class ExportHuggingFace(pl.Callback):
         self._last, self._is_due = -1, False
 
     def check(self, read: Iterable[object]) -> None:
-        """Check the folder against what the run reads.
+        """Check the folder against the files that the run reads.
 
         Args:
             read: Values of the run's options. Those that are paths, alone or in lists and mappings,
@@ -93,7 +94,7 @@ class ExportHuggingFace(pl.Callback):
         files.check_apart(self._folder, files.existing_paths(list(read)), what="export folder")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what could not be written at the end."""
+        """Refuse an export that could not be written at the end."""
         data: Any = getattr(trainer, "datamodule", None)
         self.check([dict(pl_module.hparams), dict(getattr(data, "hparams", {})), trainer.ckpt_path])
         if not hasattr(trainer.strategy, "export_huggingface"):
@@ -107,7 +108,9 @@ class ExportHuggingFace(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember it: a run that is told to end has no time for more than its checkpoint."""
+        """Mark the export as due; it is written later.
+
+        A run that was asked to end has time only for its checkpoint."""
         self._is_due = (
             self._when == "checkpoint"
             and trainer.state.fn == TrainerFn.FITTING

@@ -1,4 +1,4 @@
-"""The gradient's norm as a metric."""
+"""Callback that logs the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["GradientNorm"]
 
 
 class GradientNorm(Callback):
-    """Log ``grad_norm``: the global 2-norm of the gradient before clipping.
+    """Callback that logs ``grad_norm``: the global 2-norm of the gradient before clipping.
 
-    A strategy that shards parameters computes it while it clips and offers it as ``gradient_norm``
-    (a scalar tensor, or None before the first clipped step); without clipping it is asked to
-    (``compute_gradient_norm()``). Where every rank holds the whole gradient (one device, DDP) it is
-    computed here. With any other strategy nothing is logged."""
+    A strategy that shards parameters computes the norm while it clips, and provides it as
+    ``gradient_norm`` (a scalar tensor, or None before the first clipped step). Without clipping,
+    ``compute_gradient_norm()`` of the strategy is called. If every rank holds the whole gradient
+    (one device, DDP), the norm is computed here. With any other strategy nothing is logged."""
 
     def __init__(self) -> None:
         self._norm: Tensor | None = None
@@ -27,7 +27,7 @@ class GradientNorm(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Compute the norm where the gradient is whole."""
+        """Compute the norm before clipping changes the gradient."""
         strategy: Any = trainer.strategy
         if hasattr(strategy, "compute_gradient_norm"):
             self._norm = None if trainer.gradient_clip_val else strategy.compute_gradient_norm()

@@ -1,4 +1,4 @@
-"""Training that begins with somebody's weights."""
+"""Callback that initializes a model from existing weights."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["InitFrom"]
 
 
 class InitFrom(pl.Callback):
-    """Begin a fit with the weights of a checkpoint of any layout; a run that is resumed keeps those
-    that it had reached.
+    """Callback that starts a fit with the weights of a checkpoint of any layout.
 
-    Needs the "ptdp" strategy. A Hugging Face folder (config.json and safetensors, as
-    ``save_pretrained`` writes it) is read for a module that wraps that model, built from its
-    configuration, or for our own model of that kind; each rank reads its own part.
+    A resumed run keeps the weights that it had reached. Needs the "ptdp" strategy. A Hugging Face
+    folder (config.json and safetensors, as ``save_pretrained`` writes it) can be read into a module
+    that wraps that model, built from its configuration, or into this package's own model of that
+    kind. Each rank reads its own part.
 
     Args:
         path: The checkpoint folder, Lightning's single file, or the Hugging Face folder.
         strict: Whether names that only the model or only the checkpoint has are an error. False for
-            a model with a new head: what the checkpoint lacks keeps its initial values.
-        rename: What names of the model are called in the checkpoint: ``{"encoder.": "model."}``. A
-            key that ends with a dot stands for all names that begin with it. In a Hugging Face
-            folder they are found without it, where the module holds one such model.
+            a model with a new head: parameters that the checkpoint lacks keep their initial values.
+        rename: Maps names of the model to names in the checkpoint: ``{"encoder.": "model."}``. A
+            key that ends with a dot applies to all names that begin with it. For a Hugging Face
+            folder it is not needed if the module holds one such model.
 
     Raises:
-        CheckpointError: (when fit begins) The checkpoint is damaged or does not fit; names and
-            shapes are told.
+        CheckpointError: (when fit begins) The checkpoint is damaged or does not fit; names the
+            entries and shapes.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class InitFrom(pl.Callback):
         self._path, self._strict, self._rename = os.fspath(path), strict, dict(rename or {})
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Load, unless the weights of a checkpoint that is resumed are there; those that are cut
-        are restored after this."""
+        """Load the weights, unless those of a resumed checkpoint have been restored already.
+
+        If the model is cut, a resumed checkpoint is restored after this hook."""
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "load_weights"):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The start-up table."""
+"""Callback that prints the layout at the start of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["LayoutSummary"]
 
 
 class LayoutSummary(Callback):
-    """Print the strategy's layout once, on global rank 0, and keep it with the run as tags and
-    ``layout.txt``.
+    """Callback that prints the strategy's layout once, on global rank 0.
 
-    Strategies without a ``summary()`` are left alone.
+    The run keeps the layout as tags and as ``layout.txt``. Strategies without a ``summary()`` are
+    ignored.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print; ``summary()`` is called on every rank, since it may gather."""
+        """Print the summary; ``summary()`` is called on every rank, because it may gather."""
         describe = getattr(trainer.strategy, "summary", None)
         if describe is None:
             return

@@ -1,4 +1,4 @@
-"""The learning rate as a metric."""
+"""Callback that logs the learning rate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ __all__ = ["LearningRate"]
 
 
 class LearningRate(Callback):
-    """Log ``learning_rate`` with the other metrics of a step: one number where all parameter groups
-    have the same one, else one a group (``learning_rate/1`` …); of several optimizers the first.
-    Lightning's ``LearningRateMonitor`` draws the same curve for every group."""
+    """Callback that logs ``learning_rate`` with the other metrics of a step.
+
+    One number is logged if all parameter groups have the same rate, otherwise one per group
+    (``learning_rate/1`` …). With several optimizers the first one is used. Lightning's
+    ``LearningRateMonitor`` draws the same curve for every group."""
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
-        """Log that of the step that begins."""
+        """Log the rate of the step that begins."""
         if not trainer.optimizers:
             return
         rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]

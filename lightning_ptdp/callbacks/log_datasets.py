@@ -10,12 +10,14 @@ __all__ = ["LogDatasets"]
 
 
 class LogDatasets(Callback):
-    """Tell loggers that know datasets (``MLFlowLogger.log_dataset``) which data are trained and
-    validated on: name, source, hash, samples and tokens of every split, if the data module can say
-    so (``datasets()``, as those of ``lightning_ptdp.data`` can)."""
+    """Callback that logs the datasets of training and validation.
+
+    Loggers that support datasets (``MLFlowLogger.log_dataset``) get name, source, hash, samples and
+    tokens of every split. The data module must provide them (``datasets()``, as those of
+    ``lightning_ptdp.data`` do)."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell them, on global rank 0."""
+        """Log the datasets, on global rank 0."""
         describe = getattr(getattr(trainer, "datamodule", None), "datasets", None)
         loggers = [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
         if describe is None or not loggers or not trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""Perplexity of the training batches."""
+"""Callback that logs the perplexity of the training batches."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ __all__ = ["TrainPerplexity"]
 
 
 class TrainPerplexity(Callback):
-    """Log ``train_perplexity``: e to the logged mean loss of the step.
+    """Callback that logs ``train_perplexity``: e to the logged mean loss of the step.
 
-    From the mean and not inside ``training_step``, where a mean over microbatches would be taken of
-    the exponentials.
+    It is computed from the mean loss. Computed inside ``training_step`` it would be a mean of
+    exponentials over the microbatches.
 
     Args:
-        loss: Name under which the module logs its mean loss in nats a token; None: what the
-            module's attribute ``perplexity_loss`` says, or else ``train_loss``.
+        loss: Name under which the module logs its mean loss in nats per token; None: the module's
+            attribute ``perplexity_loss``, or else ``train_loss``.
     """
 
     def __init__(self, loss: str | None = None) -> None:
         self.loss = loss
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Log it, if the loss was logged."""
+        """Log the perplexity, if the loss was logged."""
         name = self.loss or getattr(pl_module, "perplexity_loss", "train_loss")
         loss = trainer.callback_metrics.get(name)
         if loss is not None:

@@ -20,22 +20,22 @@ __all__ = ["PipelineTimeline", "has_pipeline"]
 
 
 class PipelineTimeline(Callback):
-    """Record training steps and draw them beside their ideal: the same schedule with the mean
-    measured costs and free messages.
+    """Callback that records training steps and draws them beside their ideal timeline.
 
-    Every pipeline rank of the first replica records. Written are ``step-000100.png`` and
-    ``step-000100.json`` (for https://ui.perfetto.dev), which an MLflow logger also keeps as
-    artifacts, and the loggers get ``timeline/step_seconds``, ``timeline/bubble_measured``,
+    The ideal timeline is the same schedule with the mean measured costs and free messages. Every
+    pipeline rank of the first replica records. The files ``step-000100.png`` and
+    ``step-000100.json`` (for https://ui.perfetto.dev) are written, and an MLflow logger keeps them
+    as artifacts. The loggers get ``timeline/step_seconds``, ``timeline/bubble_measured``,
     ``timeline/bubble_ideal`` (idle over computing time) and ``timeline/overhead`` (measured over
-    ideal step time, less 1). A step is the forwards, backwards and reductions of a batch, without
-    the optimizer; while gradients are accumulated, of the last batch. Steps that are not recorded
-    cost nothing.
+    ideal step time, less 1). A recorded step contains the forwards, backwards and reductions of a
+    batch, without the optimizer. If gradients are accumulated, it is the last batch. Steps that are
+    not recorded cost nothing.
 
     Args:
         every_n_steps: Record the steps n, 2n, … as ``trainer.global_step`` counts them, from 0. The
-            first step is never among them: it pays for what is done once.
+            first step is never recorded, because it includes work that is done once.
         steps: Record these steps.
-        dirpath: Where the files go; default: the folder "timeline" in the logger's folder, or in
+        dirpath: Folder of the files; default: the folder "timeline" in the logger's folder, or in
             ``default_root_dir``.
 
     Raises:
@@ -64,12 +64,12 @@ class PipelineTimeline(Callback):
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say so if there is nothing to record."""
+        """Print a message if there is nothing to record."""
         if not has_pipeline(trainer):
             rank_zero_info("PipelineTimeline: there is no pipeline, so there is nothing to record")
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
-        """Begin to record."""
+        """Start to record."""
         if (
             self._recorder is None
             and self._wants(trainer.global_step)
@@ -80,7 +80,7 @@ class PipelineTimeline(Callback):
             trainer.strategy.observers.add(self._recorder)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Gather, write and log, if the step is complete."""
+        """Gather, write and log the recorded step if it is complete."""
         if self._recorder is None or trainer.global_step == self._step:
             return
         recorder = self._recorder
@@ -90,13 +90,13 @@ class PipelineTimeline(Callback):
             self._tell(trainer, measured, ideal_timeline(measured))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget a step that was not completed."""
+        """Discard a step that was not completed."""
         self._stop(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Forget the step that failed."""
+        """Discard the step that failed."""
         self._stop(trainer)
 
     def _wants(self, step: int) -> bool:
@@ -112,7 +112,7 @@ class PipelineTimeline(Callback):
         self._recorder = None
 
     def _tell(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
-        """On the first rank of the pipeline, which is global rank 0."""
+        """Write and log a step, on the first rank of the pipeline, which is global rank 0."""
         folder = (
             Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "timeline"
         )
@@ -127,7 +127,7 @@ class PipelineTimeline(Callback):
             trace.write_text(
                 json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8"
             )
-        except OSError as error:  # a full disk: training does not end for it
+        except OSError as error:  # a full disk must not end training
             rank_zero_warn(f"the timeline of step {self._step} could not be written: {error}")
             return
         metrics = {
@@ -148,5 +148,7 @@ def has_pipeline(trainer: Trainer) -> bool:
 
 
 def _in_first_replica(trainer: Trainer) -> bool:
-    """One pipeline is enough, and the one with global rank 0 can log."""
+    """Return True on the ranks of the pipeline that contains global rank 0.
+
+    One pipeline is enough, and this one can log."""
     return trainer.strategy.mesh.group("pipeline").ranks[0] == 0

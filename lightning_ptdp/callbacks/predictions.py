@@ -1,4 +1,6 @@
-"""Predictions as JSON lines, a line a sample, in the order of the samples whatever the layout."""
+"""Callback that writes predictions as JSON lines.
+
+One line per sample is written, in the order of the samples in any layout."""
 
 from __future__ import annotations
 
@@ -21,16 +23,18 @@ Record = dict[str, object]
 
 
 class PredictionWriter(Callback):
-    """Write what ``predict_step`` returns: a tensor, or a mapping of tensors, with a row a sample;
-    or what the module's ``summarize_predictions(outputs)`` makes of it, if it has one.
+    """Callback that writes the results of ``predict_step`` as JSON lines.
 
-    A line is ``{"sample": 7, "nll": 61.2, …}``; the number of the sample is there if the loader
-    tells it, by a method ``indices(step)`` as ``EvaluationLoader`` has it, where -1 marks a row
-    that only fills up its batch and is left out. Rank 0 gathers every batch from
-    the other replicas and writes it at once: a batch of all replicas is all that is held.
+    A result is a tensor, or a mapping of tensors, with one row per sample. If the module has a
+    method ``summarize_predictions(outputs)``, its result is written instead.
+
+    A line is ``{"sample": 7, "nll": 61.2, …}``. It contains the number of the sample if the loader
+    has a method ``indices(step)``, as ``EvaluationLoader`` has. There -1 marks a row that only
+    fills up its batch and is left out. Rank 0 gathers every batch from the other replicas and
+    writes it at once. It therefore holds no more than a batch of all replicas.
 
     Args:
-        file: Where to; None prints the lines.
+        file: Path of the file; None prints the lines.
 
     Raises:
         ValueError: (while predicting) ``predict_step`` returns something else.
@@ -70,7 +74,7 @@ class PredictionWriter(Callback):
                 self._written += 1
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the file and say where it is."""
+        """Close the file and print its path."""
         if self._out is not None:
             rank_zero_info(f"{self._written} predictions written to {self._path}")
         self._close()
@@ -78,7 +82,7 @@ class PredictionWriter(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Keep what was written."""
+        """Close the file, and keep the lines written so far."""
         self._close()
 
     def _close(self) -> None:

@@ -10,8 +10,9 @@ __all__ = ["run_folder"]
 
 
 def run_folder(trainer: Trainer) -> Path:
-    """The folder of this run, above Lightning's ``checkpoints``; call it on global rank 0 only, it
-    is not collective."""
+    """Return the folder of this run, above Lightning's ``checkpoints``.
+
+    Call it on global rank 0 only; it is not collective."""
     if not trainer.loggers:
         return Path(trainer.default_root_dir)
     logger = trainer.loggers[0]

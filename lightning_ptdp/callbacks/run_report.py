@@ -1,4 +1,4 @@
-"""Report of a run's results and their paths."""
+"""Callback that reports a run's results and their paths."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class RunRecord:
 
     Attributes:
         folder: Folder of the run.
-        checkpoint_folder: Where checkpoints are written; "" without ModelCheckpoint.
+        checkpoint_folder: Folder of the checkpoints; "" without ModelCheckpoint.
         checkpoint: The newest checkpoint, "" if there is none.
-        best_checkpoint: The best one by the monitored metric, "" if nothing is monitored.
+        best_checkpoint: The best checkpoint by the monitored metric, "" if no metric is monitored.
         monitor: Name of the monitored metric.
         best_score: Value of the monitored metric for the best checkpoint.
         validation: Results of the last validation, by name.
         tracking_uri: MLflow store, "" if the run is not logged to MLflow.
         run_id: MLflow run.
-        url: Where a browser shows it.
+        url: Address of the run in a browser.
         finished: Whether training ended well.
     """
 
@@ -66,12 +66,14 @@ class RunRecord:
 
 
 class RunReport(Callback):
-    """Print where the checkpoint and the MLflow run are when training has ended, on global rank 0.
+    """Callback that prints the paths of the checkpoint and the MLflow run after training.
+
+    It prints on global rank 0.
 
     Args:
-        file: Also write the record there as JSON, first when training starts and again at its end.
-            A process that launched the ranks as children of its own reads it with
-            ``RunReport.read``, since it sees nothing of what they did.
+        file: Also write the record to this file as JSON, when training starts and again at its end.
+            A process that launched the ranks as child processes reads it with ``RunReport.read``,
+            because it has no other access to their results.
     """
 
     def __init__(self, file: str | None = None) -> None:
@@ -79,7 +81,7 @@ class RunReport(Callback):
 
     @staticmethod
     def read(file: str) -> RunRecord | None:
-        """The record in ``file``; None if training never started."""
+        """Return the record in ``file``; None if training never started."""
         text = Path(file).read_text(encoding="utf-8") if Path(file).exists() else ""
         return RunRecord(**json.loads(text)) if text else None
 

@@ -1,5 +1,4 @@
-"""Summary of a run before it starts: degrees, stages and their layers, parameters a rank,
-bubble."""
+"""Summary of a run before it starts: degrees, stages, parameters per rank, bubble."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ class StageSummary:
     """One pipeline stage.
 
     Attributes:
-        stage: Index of the stage, 0 is where the batch enters.
+        stage: Index of the stage; the batch enters at stage 0.
         rank: Pipeline rank that holds it.
         first_layer: Index of its first layer.
         last_layer_exclusive: One past the index of its last layer.
-        extra: What it holds beside the layers, such as ``"embedding"`` or ``"norm, head"``.
+        extra: Modules that it holds beside the layers, such as ``"embedding"`` or ``"norm, head"``.
     """
 
     stage: int
@@ -44,7 +43,7 @@ class StageSummary:
 
     @property
     def layers(self) -> str:
-        """``"0-2"``, ``"3"`` or ``"none"``."""
+        """Return the layers as ``"0-2"``, ``"3"`` or ``"none"``."""
         last = self.last_layer_exclusive - 1
         if last < self.first_layer:
             return "none"
@@ -58,17 +57,17 @@ class StrategySummary:
     Attributes:
         layout: Degrees of parallelism.
         schedule: Name of the pipeline schedule.
-        num_microbatches: m, microbatches in a step of one replica; None if it follows from each
+        num_microbatches: m, microbatches in a step of one replica; None if it depends on each
             batch.
-        micro_batch_size: b, samples of a microbatch, where m follows from it.
+        micro_batch_size: b, samples of a microbatch, if it determines m.
         stages: All pipeline stages in order; empty without a pipeline.
         parameters_per_rank: Parameters (elements) that each global rank holds.
-        parameters: Of the whole model, tied ones once.
-        active_parameters: Those that one token visits, of a mixture whose number of experts a token
-            is known; else None.
-        bubble: The schedule's, over the time of its computations, with equal stages; None if m is
-            not known.
-        notes: Remarks for the user, such as a padded vocabulary.
+        parameters: Parameters of the whole model, tied ones counted once.
+        active_parameters: Parameters that one token visits, for a mixture whose number of experts
+            per token is known; else None.
+        bubble: Bubble of the schedule over the time of its computations, with equal stages; None if
+            m is not known.
+        notes: Notes for the user, such as a padded vocabulary.
     """
 
     layout: ParallelLayout
@@ -84,8 +83,9 @@ class StrategySummary:
 
 
 def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig) -> StrategySummary:
-    """Degrees, stages, parameters a rank and the schedule's ideal bubble; collective over the
-    world."""
+    """Return the summary of a run: degrees, stages, parameters per rank and the ideal bubble.
+
+    Collective over the world."""
     layout = mesh.layout
     microbatches = config.usual_microbatches
     schedule = None if microbatches is None else config.build_schedule(microbatches)
@@ -117,8 +117,14 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
 
 
 class _Held(NamedTuple):
-    """Parameters that a rank has, that it counts for all ranks that have them, and of those the
-    ones that a token passes by: NaN where it is not known how many experts it visits."""
+    """Numbers of parameters of a rank.
+
+    Attributes:
+        local: Parameters that the rank holds.
+        counted: Parameters that the rank counts for all ranks that hold them.
+        resting: Counted parameters that a token does not visit; NaN if its number of experts is not
+            known.
+    """
 
     local: int
     counted: int
@@ -146,8 +152,9 @@ def _held(parallel: ParallelModel) -> _Held:
 
 
 def _chosen(module: nn.Module, experts: str) -> int | None:
-    """Return the number of experts that a token visits, by the modules around them, or their
-    configurations."""
+    """Return the number of experts that a token visits; None if it is not known.
+
+    It is an attribute of the modules around the experts, or of their configurations."""
     parent = module.get_submodule(experts.rpartition(".")[0])
     around = [module.get_submodule(experts), parent, *parent.children()]
     said = (
@@ -185,15 +192,17 @@ def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSumma
 
 
 def render(summary: StrategySummary) -> str:
-    """The summary as a text table, at most 100 columns wide for ordinary sizes::
+    """Return the summary as a text table.
 
-    layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, sequence
-    parallel schedule    interleaved, 8 microbatches, bubble 6.2 % parameters  912.5 K to 1.2 M a
-    rank
+    The table is at most 100 columns wide for ordinary sizes::
 
-    stage  ranks  layers  also
-        0  0-1    0       embedding
-        1  2-3    1
+        layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank
+        schedule    interleaved, 8 microbatches, bubble 6.2 %
+        parameters  912.5 K to 1.2 M a rank
+
+        stage  ranks  layers  also
+            0  0-1    0       embedding
+            1  2-3    1
     """
     facts = [
         ["layout", _degrees(summary.layout)],
@@ -242,8 +251,9 @@ def _parameters(summary: StrategySummary) -> list[list[str]]:
 
 
 def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:
-    """Global ranks of all replicas that hold a stage of this pipeline rank; pipeline is the
-    outermost axis."""
+    """Return the global ranks of all replicas that hold a stage of this pipeline rank.
+
+    Pipeline is the outermost axis."""
     width = layout.world_size // layout.size("pipeline")
     first = pipeline_rank * width
     return str(first) if width == 1 else f"{first}-{first + width - 1}"
@@ -254,7 +264,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _short(number: int) -> str:
-    """``1234567`` -> ``"1.2 M"``."""
+    """Return a short form of a number: ``1234567`` -> ``"1.2 M"``."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.1f} {letter}"

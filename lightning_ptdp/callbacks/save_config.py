@@ -1,4 +1,4 @@
-"""Keep the resolved configuration with the run."""
+"""Callback that keeps the resolved configuration with the run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ __all__ = ["SaveResolvedConfig"]
 
 
 class SaveResolvedConfig(Callback):
-    """Write ``config.yaml`` into the run folder once, and as an artifact in MLflow.
+    """Callback that writes ``config.yaml`` into the run folder, and as an artifact in MLflow.
 
-    Every logger gets the Trainer's and the strategy's keys as hyperparameters, beside those of the
-    module and the data, which Lightning logs.
-
-    A run that is resumed in the same folder with another configuration writes ``config-1.yaml`` and
-    so on; nothing is overwritten.
+    Every logger gets the Trainer's and the strategy's keys as hyperparameters, in addition to those
+    of the module and the data, which Lightning logs. A run that is resumed in the same folder with
+    another configuration writes ``config-1.yaml`` and so on. No file is overwritten.
 
     Args:
-        text: The configuration, resolved, as YAML.
+        text: The resolved configuration as YAML.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write it, on global rank 0."""
+        """Write the configuration, on global rank 0."""
         if stage != "fit" or not trainer.is_global_zero or trainer.fast_dev_run:
             return
         path = _unused(run_folder(trainer), self.text)
@@ -42,7 +40,7 @@ class SaveResolvedConfig(Callback):
 
 
 _OBJECTS = ("callbacks", "logger", "plugins", "profiler", "strategy")
-"""Keys of the Trainer that are no values."""
+"""Keys of the Trainer that are objects, not values."""
 
 
 def _parameters(text: str) -> dict[str, object]:
@@ -57,7 +55,7 @@ def _parameters(text: str) -> dict[str, object]:
 
 
 def _unused(folder: Path, text: str) -> Path:
-    """The first of config.yaml, config-1.yaml, … that is free or already holds ``text``."""
+    """Return the first of config.yaml, config-1.yaml, … that is free or holds ``text``."""
     path, number = folder / "config.yaml", 0
     while path.exists() and path.read_text(encoding="utf-8") != text:
         number += 1

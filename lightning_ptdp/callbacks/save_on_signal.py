@@ -1,4 +1,6 @@
-"""A run that is told to end saves first: Ctrl-C, SIGTERM, and SLURM's signal before pre-emption."""
+"""Callback that saves a checkpoint when a signal ends the run.
+
+The signals are Ctrl-C, SIGTERM, and SLURM's signal before pre-emption."""
 
 from __future__ import annotations
 
@@ -25,20 +27,21 @@ _REQUEUED = "hpc_ckpt_*.ckpt"  # Lightning's names, in default_root_dir
 
 
 class SaveOnSignal(pl.Callback):
-    """After Ctrl-C or SIGTERM to any rank, all ranks finish the step that they are in, save, say
-    where, and end.
+    """Callback that ends all ranks with a checkpoint after Ctrl-C or SIGTERM to any rank.
 
-    Lightning's own handler of SIGTERM talks to the other ranks from inside the signal handler, in
-    the middle of whatever they are in, and Ctrl-C raises there; here a handler sets a flag, and the
-    ranks compare flags after every step, over a group of their own and one step late, so that
-    nobody waits. The second Ctrl-C ends them where they are. The signal that SLURM sends before it
-    takes a job away (Lightning's handler for it saves and puts the job back in the queue) is put
-    off to the same moment; one that arrived while ``ptdp`` was starting is acted on after the first
-    steps. Under the ptdp strategy the checkpoint that it leaves is removed when the run has a newer
-    one.
+    The ranks finish their current step, save, print the path, and end. Lightning's own handler of
+    SIGTERM communicates with the other ranks from inside the signal handler, at an arbitrary point,
+    and Ctrl-C raises there. Here a handler only sets a flag. The ranks compare flags after every
+    step, over a separate group and one step late, so that no rank waits. The second Ctrl-C ends the
+    ranks immediately.
+
+    SLURM sends a signal before it takes a job away; Lightning's handler of it saves and requeues
+    the job. This signal is deferred to the same point. If it arrives while ``ptdp`` is starting, it
+    is handled after the first steps. Under the ptdp strategy its checkpoint is removed when the run
+    has a newer one.
 
     Args:
-        name: Name of the checkpoint; it lies where ModelCheckpoint writes, else in
+        name: Name of the checkpoint, in the folder of ModelCheckpoint, or else in
             ``default_root_dir``.
 
     Raises:
@@ -47,7 +50,7 @@ class SaveOnSignal(pl.Callback):
         KeyboardInterrupt: (after the save) Likewise.
     """
 
-    needs_checkpoint_folders = True  # whose metadata tell which run left them, and when
+    needs_checkpoint_folders = True  # their metadata contain the run and the time
 
     def __init__(self, name: str = "on_signal.ckpt") -> None:
         self._name = name
@@ -59,7 +62,7 @@ class SaveOnSignal(pl.Callback):
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the signals over from Lightning."""
+        """Take over the handling of the signals from Lightning."""
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         numbers = _signals(trainer)
@@ -77,7 +80,7 @@ class SaveOnSignal(pl.Callback):
         self._left = {Path(trainer.ckpt_path).resolve()} if trainer.ckpt_path else set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Look at what the ranks said after the step before, and say what has come since."""
+        """Read the flags of the step before, and exchange the current ones."""
         numbers = _signals(trainer)
         agreed = self._agreed()
         mine = torch.tensor([int(number in self._notes.received) for number in numbers])
@@ -101,24 +104,26 @@ class SaveOnSignal(pl.Callback):
             raise SIGTERMException
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Give the signals back."""
+        """Restore the signal handlers."""
         self._agreed()
         self._close()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remove what earlier signals left."""
+        """Remove the checkpoints of earlier signals."""
         self._remove_superseded(trainer)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Give the signals back; of a SIGTERM that no step followed, the launcher is told."""
+        """Restore the signal handlers.
+
+        The launcher is notified of a SIGTERM after which no step ended."""
         if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "told_to_end"):
             trainer.strategy.run.stop_request.received = True
         self._close()
 
     def __reduce__(self) -> tuple[type[SaveOnSignal], tuple[str]]:
-        """Without handlers and groups, which cannot be copied."""
+        """Return the arguments of a copy, because handlers and groups cannot be copied."""
         return type(self), (self._name,)
 
     def _agreed(self) -> torch.Tensor | None:
@@ -132,9 +137,8 @@ class SaveOnSignal(pl.Callback):
 
     def _requeue(self, trainer: pl.Trainer, number: int) -> None:
         """Let Lightning save and put the job back into the queue."""
-        _finish_saving(
-            trainer
-        )  # and save in the foreground from now on: SLURM ends the job as soon as it is in the queue
+        # Save in the foreground from now on: SLURM ends the job as soon as it is in the queue.
+        _finish_saving(trainer)
         before = _requeued(trainer)
         self._before[number](number, None)
         self._left |= _requeued(trainer) - before
@@ -182,7 +186,7 @@ class SaveOnSignal(pl.Callback):
         rank_zero_info(f"{why}: saved {path}; go on with fit(..., ckpt_path=...)")
 
     def _close(self) -> None:
-        self._pending = None  # not waited for: after an exception a rank may be gone
+        self._pending = None  # not awaited: after an exception a rank may be lost
         self._notes.give_back()
         for number, handler in self._after.items():
             signal.signal(number, handler)
@@ -200,8 +204,9 @@ def _requeued(trainer: pl.Trainer) -> set[Path]:
 
 
 def _signals(trainer: pl.Trainer) -> tuple[int, ...]:
-    """Those that end, and the one after which Lightning saves and asks SLURM to run the job
-    again."""
+    """Return the signals that end a run, and the one for requeueing.
+
+    After the latter Lightning saves and asks SLURM to run the job again."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     if not getattr(environment, "auto_requeue", False) or not hasattr(
         environment, "requeue_signal"

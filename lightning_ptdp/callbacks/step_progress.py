@@ -1,4 +1,4 @@
-"""Progress of training in optimizer steps."""
+"""Progress display of training in optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Style = Literal["rich", "tqdm", "lines"]
 
 
 class StepProgress(ProgressBar):
-    """The step and the last one, what was logged with ``prog_bar=True`` (loss, tokens/s, MFU), and
-    when it will be done; on rank 0.
+    """Progress bar that counts optimizer steps, on rank 0.
 
-    Lightning's own bars count the batches of an epoch; a run of ``max_steps`` has no epochs to
-    count, and they show "Epoch 0/-2".
+    It shows the current and the last step, the metrics that were logged with ``prog_bar=True``
+    (loss, tokens/s, MFU), and the expected end. Lightning's own bars count the batches of an epoch.
+    A run of ``max_steps`` has no epochs to count, and these bars show "Epoch 0/-2".
 
     Args:
-        style: "rich" or "tqdm", or "lines", a line now and then, as for a log file; None: rich on a
-            terminal, else lines.
+        style: "rich" or "tqdm", or "lines", which prints a line at intervals, as for a log file;
+            None: rich on a terminal, else lines.
         refresh_rate: Steps from one update to the next; lines follow the Trainer's
             ``log_every_n_steps`` too.
     """
@@ -42,15 +42,15 @@ class StepProgress(ProgressBar):
         self._shown = -1
 
     def disable(self) -> None:
-        """Show nothing."""
+        """Hide the display."""
         self._enabled = False
 
     def enable(self) -> None:
-        """Show again."""
+        """Show the display again."""
         self._enabled = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the display, at the step of a checkpoint if training goes on from one."""
+        """Open the display, at the step of the checkpoint if training is resumed."""
         if self._enabled:
             every = math.lcm(self._refresh_rate, max(1, trainer.log_every_n_steps))
             self._shown = trainer.global_step
@@ -74,7 +74,7 @@ class StepProgress(ProgressBar):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Say that this is a validation."""
+        """Show the progress of a validation."""
         if self._display is not None and not isinstance(self._display, _Lines):
             self._display.show(
                 trainer.global_step,
@@ -82,7 +82,7 @@ class StepProgress(ProgressBar):
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the display; the last step stays."""
+        """Close the display; the last step stays visible."""
         if self._display is not None:
             self._display.show(trainer.global_step, describe(trainer.progress_bar_metrics))
         self._close()
@@ -90,11 +90,11 @@ class StepProgress(ProgressBar):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
         self._close()
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the display, which belongs to a terminal."""
+        """Return the state without the display, which belongs to a terminal."""
         return {**vars(self), "_display": None}
 
     def _close(self) -> None:
@@ -104,7 +104,7 @@ class StepProgress(ProgressBar):
 
 
 def describe(metrics: Mapping[str, object]) -> str:
-    """Metrics in a line: ``train_loss 3.142, 12.3k tokens/s, MFU 41.2%``."""
+    """Return metrics as a line: ``train_loss 3.142, 12.3k tokens/s, MFU 41.2%``."""
     return ", ".join(
         _one(name, float(value))
         for name, value in metrics.items()
@@ -128,7 +128,7 @@ def _short(value: float) -> str:
 
 
 def _last_step(trainer: Trainer) -> int | None:
-    """The step at which training ends; None if it has no end."""
+    """Return the step at which training ends; None if it has no end."""
     steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
     return None if math.isinf(steps) else int(steps)
 
@@ -167,14 +167,14 @@ class _Rich:
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        # Not as markup: a metric's name may hold brackets.
+        # Without markup, because a metric's name may contain brackets.
         self._progress = Progress(
             TextColumn("step"), *columns, TextColumn("{task.description}", markup=False)
         )
         streams = (sys.stdout, sys.stderr)
         self._progress.start()
-        # What is printed now goes above the bar. Log handlers, Lightning's among them, still hold
-        # the streams of before.
+        # Later output is printed above the bar. Log handlers, including Lightning's, still hold the
+        # earlier streams.
         self._handlers = [
             (handler, before, now)
             for before, now in zip(streams, (sys.stdout, sys.stderr), strict=True)
@@ -241,4 +241,4 @@ class _Lines:
         return f", ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing, because there is nothing to close."""

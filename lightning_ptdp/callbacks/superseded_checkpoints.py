@@ -1,4 +1,4 @@
-"""Checkpoints saved for a requeue that a later one of the same run has replaced."""
+"""Selection of requeue checkpoints that a later checkpoint of the same run has replaced."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def superseded(
     own: Collection[Path],
     experiment: object | None,
 ) -> list[Path]:
-    """Return those checkpoints of this run that are older than its newest.
+    """Return the checkpoints of this run that are older than its newest.
 
     Args:
-        found: Checkpoints saved for a requeue, also those of other runs in the same folder.
+        found: Checkpoints saved for a requeue, including those of other runs in the same folder.
         saved: Other checkpoints of this run.
-        own: Checkpoints that are known to be of this run.
-        experiment: What checkpoints of this run state as their experiment; None: nothing.
+        own: Checkpoints that are known to belong to this run.
+        experiment: Experiment named in checkpoints of this run; None if they name none.
     """
     newest = 0.0
     for path in saved:

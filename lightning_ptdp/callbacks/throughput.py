@@ -1,4 +1,4 @@
-"""Throughput of training: samples, tokens and model operations per second, over all devices."""
+"""Callback that logs throughput: samples, tokens and model operations per second."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["Throughput", "batch_shape", "device_name", "flops_per_sample", "repl
 
 
 class Throughput(Callback):
-    """Log ``samples_per_s``, ``tokens_per_s``, ``model_tflops_per_s`` and ``mfu``, the mean over
-    the last steps.
+    """Callback that logs the throughput over all devices, as the mean over the last steps.
 
-    Time runs from the end of one step to the end of the next, so that loading data counts; the
-    first step and validation do not count. All three are totals over the replicas. Tokens are
-    counted if the batch holds token ids: ``input_ids`` (b, s), or else an integer first tensor of
-    two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)``
-    method on the LightningModule: model operations, forward and backward, of one sample. ``mfu`` is
-    these operations over what all devices are capable of (arXiv 2204.02311, appendix B).
+    The metrics are ``samples_per_s``, ``tokens_per_s``, ``model_tflops_per_s`` and ``mfu``. Time
+    runs from the end of one step to the end of the next, so that data loading is included. The
+    first step and validation are excluded. The first three metrics are totals over the replicas.
+    Tokens are counted if the batch holds token ids: ``input_ids`` (b, s), or else an integer first
+    tensor of two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)`` method
+    on the LightningModule: model operations, forward and backward, of one sample. ``mfu`` is these
+    operations over the peak of all devices (arXiv 2204.02311, appendix B).
 
     Args:
         window: Number of steps to average over.
-        peak_tflops: Of one device, in the precision of the matrix products; None: the data sheet's,
-            or no ``mfu`` where the device is none of the planner's.
+        peak_tflops: Peak of one device, in the precision of the matrix products; None: the figure
+            of the data sheet, or no ``mfu`` if the planner does not know the device.
     """
 
     def __init__(self, window: Size = 20, peak_tflops: float | None = None) -> None:
@@ -45,7 +45,7 @@ class Throughput(Callback):
         self._pause_began = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget an earlier run."""
+        """Discard the steps of an earlier run."""
         self._steps.clear()
         self._last = None
 
@@ -54,7 +54,7 @@ class Throughput(Callback):
         self._pause_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the clock run on."""
+        """Restart the clock."""
         self._paused += time.perf_counter() - self._pause_began
 
     def on_train_batch_end(
@@ -65,7 +65,7 @@ class Throughput(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Measure and log."""
+        """Measure the step and log the rates."""
         now, is_first = time.perf_counter(), self._last is None
         samples, length = batch_shape(batch)
         samples *= replicas(trainer)
@@ -73,7 +73,7 @@ class Throughput(Callback):
         if self._last is not None:
             self._steps.append((now - self._last - self._paused, samples, samples * length, flops))
             self._log_rates(trainer)
-        # A module that counts its operations does so once.
+        # A module that counts its operations does so once, in the first step.
         self._last, self._paused = time.perf_counter() if is_first else now, 0.0
 
     def _log_rates(self, trainer: Trainer) -> None:
@@ -97,21 +97,23 @@ def device_name(device: torch.device) -> str:
 
 
 def replicas(trainer: Trainer) -> int:
-    """Ranks that read different data."""
+    """Return the number of ranks that read different data."""
     layout = getattr(trainer.strategy, "layout", None)
     return trainer.world_size if layout is None else layout.num_replicas
 
 
 def flops_per_sample(module: LightningModule, length: int) -> float:
-    """Model operations, forward and backward, of a sample of ``length`` tokens; 0 if the module
-    does not tell."""
+    """Return the model operations, forward and backward, of a sample of ``length`` tokens.
+
+    The result is 0 if the module does not report them."""
     count = getattr(module, "flops_per_sample", None)
     return float(count(length)) if callable(count) and length else 0.0
 
 
 def batch_shape(batch: object) -> tuple[int, int]:
-    """(samples, tokens in each) of this rank's batch; 0 tokens where it does not look like token
-    ids."""
+    """Return (samples, tokens in each) of this rank's batch.
+
+    It has 0 tokens if it does not look like token ids."""
     tensor = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if tensor is None:
         tensor = next(iterate_tensors(batch), None)

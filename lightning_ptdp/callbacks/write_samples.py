@@ -1,4 +1,4 @@
-"""Text of given prompts while a model is trained: what a loss does not show."""
+"""Callback that writes continuations of prompts while a model is trained."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ At = Literal["validation", "end"]
 
 
 class WriteSamples(Callback):
-    """Continue prompts with the model as it is, in the layout that it is trained in: no rank
-    gathers it.
+    """Callback that continues prompts with the model in its current state.
 
-    The texts are printed, and appended to ``samples.jsonl`` in the run's folder with step and
-    prompt; an MLflow logger gets them as the table ``samples.json``, a TensorBoard logger as text.
-    Training goes on as it would have without.
+    The model runs in the layout in which it is trained; no rank gathers it. The texts are printed,
+    and appended to ``samples.jsonl`` in the run's folder with step and prompt. An MLflow logger
+    gets them as the table ``samples.json``, a TensorBoard logger as text. The texts do not
+    influence training.
 
     Args:
-        prompts: Texts to continue, or a file with one a line.
-        sampling: How tokens are chosen.
-        chat: Each prompt is what a user says to the model, by the tokenizer's chat template, and
-            the text is the answer.
-        at: "validation": at the end of every validation of a fit; "end": when training has ended,
-            where a problem is only told.
+        prompts: Texts to continue, or a file with one prompt per line.
+        sampling: Options for the choice of tokens.
+        chat: Whether each prompt is a user's message in the tokenizer's chat template, and the text
+            is the answer.
+        at: "validation": at the end of every validation of a fit; "end": after training, where a
+            problem gives only a message.
         every_n_validations: At the end of every n-th validation, beginning with the first.
         tokenizer: Folder of the tokenizer; None: that of the prepared data, or of the Hugging Face
             model that the module's ``path`` names.
@@ -67,12 +67,12 @@ class WriteSamples(Callback):
         self._tokenizer: TextTokenizer | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out now what cannot work."""
+        """Check prompts and tokenizer before training."""
         if self.at == "validation":
             self._encoded(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write, if it is time."""
+        """Write the texts, if they are due."""
         if self.at != "validation" or trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         if self._validations % self.every_n_validations == 0:
@@ -80,7 +80,7 @@ class WriteSamples(Callback):
         self._validations += 1
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write, if it is asked for; by now the run has said where it is."""
+        """Write the texts, if requested; the run has already printed its paths."""
         if self.at == "end":
             try:
                 if language_model(pl_module) is None:
@@ -104,8 +104,9 @@ class WriteSamples(Callback):
     def _encoded(
         self, trainer: Trainer, module: LightningModule
     ) -> tuple[list[str], list[list[int]], frozenset[int]]:
-        """Prompts, their ids, and what ends a text; rank 0 alone has the files and the
-        tokenizer."""
+        """Return the prompts, their ids, and the ids that end a text.
+
+        Only rank 0 has the files and the tokenizer."""
 
         def encode() -> tuple[list[str], list[list[int]], frozenset[int]]:
             if self._tokenizer is None:
@@ -140,7 +141,7 @@ class WriteSamples(Callback):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        except OSError as error:  # a full disk: training does not end for it
+        except OSError as error:  # a full disk must not end training
             rank_zero_warn(f"the samples of step {step} could not be kept: {error}")
         for logger in trainer.loggers:
             store_table(
@@ -152,7 +153,7 @@ def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
     """Call ``make`` on rank 0 and return its result on all ranks; collective.
 
     Raises:
-        ValueError: Rank 0 could not, with its words on all ranks.
+        ValueError: The call failed on rank 0; raised with its message on all ranks.
     """
     made: Any = None
     problem = ""
