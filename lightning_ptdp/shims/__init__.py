@@ -1,4 +1,5 @@
-"""Private and version-dependent names of torch, Lightning, peft, transformers and torchao, each in
-one place."""
+"""Private and version-dependent names of torch, Lightning, peft, transformers and torchao.
+
+Each name is used in one place only."""
 
 __all__: list[str] = []

@@ -1,9 +1,8 @@
-"""The names of Lightning that the strategy needs, private ones included, for either of its two
-namespaces.
+"""Names of Lightning that the strategy needs, for either of its two namespaces.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names with unrelated
-classes. Everything that is not public API is named here and nowhere else
-(tests/test_lightning_names.py watches them)."""
+classes. All names that are not public API are used in this file only (tests/test_lightning_names.py
+checks them)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as StrategyBase
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as Launcher
 else:
-    # For annotations, of either namespace; mixins of a strategy derive from its base, and the class
-    # of a namespace adds its own.
+    # Names for annotations, of either namespace. The mixins of a strategy derive from its base, and
+    # the class of a namespace adds its own base.
     LightningCLI = LightningModule = Trainer = Precision = StrategyBase = Launcher = object
 
 __all__ = [
@@ -58,25 +57,28 @@ LOADERS = {
     for namespace, fabric in NAMESPACES.items()
     for module in (f"{namespace}.core.saving", f"{fabric}.plugins.io.torch_io")
 }
-"""Modules that read checkpoints, and their name for the function that does."""
+"""Modules that read checkpoints, and the name of the reading function in them."""
 
 CLIS = {f"{namespace}.cli": ("LightningCLI", "_parse_ckpt_path") for namespace in NAMESPACES}
-"""Modules with a command line, whose method takes hyperparameters from the file of
-``--ckpt_path``."""
+"""Modules with a command line, its class, and its method for ``--ckpt_path``.
+
+The method takes hyperparameters from the checkpoint file."""
 
 UPLOADERS = {
     f"{namespace}.loggers.{module}": (logger, "_scan_and_log_checkpoints")
     for namespace in NAMESPACES
     for module, logger in (("mlflow", "MLFlowLogger"), ("wandb", "WandbLogger"))
 }
-"""Modules of loggers that copy checkpoints, which they find by ``_scan_checkpoints``; the logger
-and its method that does."""
+"""Modules of loggers that copy checkpoints, the logger, and its copying method.
+
+They find checkpoints by ``_scan_checkpoints``."""
 
 TRAINERS = {
     f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES
 }
-"""Modules with a Trainer, and their name for the function that refuses compiled modules for
-strategies that it does not know."""
+"""Modules with a Trainer, and the name of the function that refuses compiled modules.
+
+The function refuses them for strategies that it does not know."""
 
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
@@ -115,7 +117,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "casting": tuple(
         f"{{core}}.plugins.precision:{plugin}.convert_module"
         for plugin in ("Precision", "HalfPrecision", "DoublePrecision")
-    ),  # of the precision plugins that change dtypes only
+    ),  # precision plugins that only change dtypes
     "LightningEnvironment": "{core}.plugins.environments:LightningEnvironment",
     "SubprocessLauncher": "{core}.strategies.launchers:_SubprocessScriptLauncher",
     "MultiProcessingLauncher": "{core}.strategies.launchers:_MultiProcessingLauncher",
@@ -129,15 +131,16 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "sync_tensor": "{fabric}.utilities.distributed:_sync_ddp_if_available",
     "optimizers_to_device": "{fabric}.utilities.optimizer:_optimizers_to_device",
 }
-"""Name in this package -> place of the object in a namespace."""
+"""Place of each object in a namespace, by its name in this package."""
 
 
 class LightningNames(SimpleNamespace):
-    """One namespace's classes and functions: those of the table, and ``namespace``."""
+    """Classes and functions of one namespace: those of the table, and ``namespace``."""
 
     def writes_elsewhere(self, plugin: object, path: object) -> bool:
-        """Return True if a checkpoint plugin is a user's, or the path a URL that only Lightning's
-        plugin knows."""
+        """Return True if the checkpoint plugin must write ``path``, instead of this package.
+
+        The plugin is then the user's, or the path is a URL that only Lightning's plugin knows."""
         return type(plugin) is not self.TorchCheckpointIO or "://" in str(path).removeprefix(
             "file://"
         )
@@ -145,7 +148,7 @@ class LightningNames(SimpleNamespace):
 
 @lru_cache(maxsize=len(NAMESPACES))
 def lightning_names(namespace: str) -> LightningNames:
-    """The names of ``namespace``.
+    """Return the names of ``namespace``.
 
     Raises:
         ValueError: It is not one of Lightning's two namespaces.
@@ -164,11 +167,11 @@ def lightning_names(namespace: str) -> LightningNames:
 
 
 def replace_once(owner: object, name: str, instead: Callable[..., object]) -> None:
-    """Have ``owner.name(...)``, a function of Lightning's, call ``instead`` with that function in
-    front of the arguments.
+    """Replace ``owner.name``, a function of Lightning's, by a call of ``instead``.
 
-    Nothing happens if it has been done before, or if ``owner`` (None, say) has no such name: a
-    module that is still being imported."""
+    ``instead`` gets the original function before the arguments. Nothing happens if the function has
+    been replaced before, or if ``owner`` has no such name: it may be None, or a module that is
+    still being imported."""
     plain = getattr(owner, name, None)
     if plain is None or hasattr(plain, REPLACED):
         return
@@ -182,8 +185,9 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
 
 def replace_after_closure(plugin: Precision, instead: Callable[..., None]) -> None:
-    """Have a precision plugin call ``instead`` where it calls the hooks between the backward and
-    the step, with these in front."""
+    """Let a precision plugin call ``instead`` between the backward and the step.
+
+    ``instead`` gets the plugin's own hooks as first argument."""
     plugin._after_closure = partial(instead, partial(type(plugin)._after_closure, plugin))
 
 
@@ -193,25 +197,31 @@ def fits(trainer: Trainer) -> bool:
 
 
 def layer_sync(strategy: StrategyBase) -> LayerSync | None:
-    """The plugin that Lightning gives a strategy for ``sync_batchnorm=True``, or that its user
-    gave; None without."""
+    """Return the plugin for synchronized layers; None if there is none.
+
+    Lightning creates it for ``sync_batchnorm=True``, or the user provides it."""
     return strategy._layer_sync
 
 
 def validation_times(trainer: Trainer) -> tuple[float | None, float]:
-    """Seconds between validations, if ``val_check_interval`` is a time, and when by
-    ``time.monotonic()`` the last one ended or the fit began."""
+    """Return the seconds between validations and the start of the current interval.
+
+    The seconds are None unless ``val_check_interval`` is a time. The start is the time, by
+    ``time.monotonic()``, at which the last validation ended or the fit began."""
     return trainer._val_check_time_interval, getattr(trainer, "_last_val_time", float("inf"))
 
 
 def set_last_validation(trainer: Trainer, last: float) -> None:
-    """Lightning validates at the end of a batch if that is as long ago as the interval."""
+    """Set the time of the last validation.
+
+    Lightning validates at the end of a batch if the interval has passed since that time."""
     trainer._last_val_time = last
 
 
 def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ranks: int) -> None:
-    """Have Lightning's monitors of throughput count ``replicas`` of ``ranks`` devices each; they
-    take every process for a replica."""
+    """Let Lightning's throughput monitors count ``replicas`` of ``ranks`` devices each.
+
+    By default they count every process as a replica."""
     for monitor in trainer.callbacks:
         if isinstance(monitor, names.ThroughputMonitor):
             for throughput in monitor._throughputs.values():
@@ -222,7 +232,7 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
 
 
 def trainer_options(trainer: Trainer) -> dict[str, Any]:
-    """Return the arguments that make another Trainer whose steps are those of ``trainer``."""
+    """Return the arguments of another Trainer that makes the same steps as ``trainer``."""
     strategy = trainer.strategy
     names = (
         "precision",
@@ -243,14 +253,16 @@ def trainer_options(trainer: Trainer) -> dict[str, Any]:
 
 
 def is_compiled(module: object) -> bool:
-    """Return True if the Trainer was given ``torch.compile``'s result for the LightningModule, so
-    that its steps are compiled."""
+    """Return True if the LightningModule's steps are compiled.
+
+    The Trainer was then given the result of ``torch.compile``."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def is_profiling(hook: object) -> bool:
-    """Return True if a forward hook is of ``PyTorchProfiler``, which times modules where they
-    run."""
+    """Return True if a forward hook belongs to ``PyTorchProfiler``.
+
+    This profiler times modules where they run."""
     return (
         type(getattr(getattr(hook, "func", None), "__self__", None)).__name__
         == "RegisterRecordFunction"
@@ -258,9 +270,8 @@ def is_profiling(hook: object) -> bool:
 
 
 def logs_graph(trainer: Trainer) -> bool:
-    """Return True if a logger of the Trainer records the graph of the module's forward when a fit
-    starts."""
-    # Other loggers may answer to any name.
+    """Return True if a logger records the graph of the module's forward at the start of a fit."""
+    # Read ``vars``, because other loggers may return an attribute for any name.
     return any(vars(logger).get("_log_graph") for logger in trainer.loggers)
 
 
@@ -270,10 +281,11 @@ def replace_signal_handlers(
     sigterm: Callable[[int, FrameType | None], None] | None,
     register: Callable[[], None],
 ) -> None:
-    """Have ``trainer`` call ``register`` where it registers its handlers, which it does after the
-    strategy's ``setup``, and use ``sigterm``
-    for its own notifier of SIGTERM (None: that one). Ranks then need not tell each other before
-    every batch and wait for it."""
+    """Replace the signal handlers of ``trainer``.
+
+    ``register`` is called where the Trainer registers its handlers, after the strategy's ``setup``.
+    ``sigterm`` replaces Lightning's notifier of SIGTERM (None: keep it). Ranks then need not
+    exchange messages about SIGTERM before every batch and wait for them."""
     connector = trainer._signal_connector
     assert hasattr(connector, "_sigterm_notifier_fn") and hasattr(
         connector, "register_signal_handlers"
@@ -300,18 +312,18 @@ def register_signal_handlers(trainer: Trainer) -> None:
 
 
 def load_only_named_checkpoints(trainer: Trainer) -> None:
-    """Keep ``fit`` without ``ckpt_path`` from loading any ``hpc_ckpt_*`` in ``default_root_dir``,
-    as Lightning does in SLURM's jobs."""
+    """Prevent ``fit`` without ``ckpt_path`` from loading ``hpc_ckpt_*`` by itself.
+
+    In SLURM jobs Lightning loads such a checkpoint from ``default_root_dir``."""
     connector = trainer._checkpoint_connector
     assert hasattr(connector, "_user_managed")
     connector._user_managed = True
 
 
 def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
-    """Return Lightning's handler that saves ``hpc_ckpt_*`` and puts a SLURM job back into the
-    queue.
+    """Return Lightning's handler that saves ``hpc_ckpt_*`` and requeues a SLURM job.
 
-    Lightning does not register it where the signal already has a handler.
+    Lightning does not register it if the signal already has a handler.
     """
     handler: Callable[[int, FrameType | None], None] = (
         trainer._signal_connector._slurm_sigusr_handler_fn
@@ -320,13 +332,15 @@ def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]
 
 
 def announce_sigterm(trainer: Trainer) -> None:
-    """Do what Lightning's own notifier does in the end: the loops stop after the batch."""
+    """Let the loops stop after the batch, as Lightning's own notifier does."""
     trainer._signal_connector.received_sigterm = True
 
 
 def keep_model_summary(trainer: Trainer, module: LightningModule) -> None:
-    """Have the ``ModelSummary`` of a trainer tell of ``module`` as it is now, whole: it looks when
-    a fit starts, and counts when it is asked."""
+    """Let the Trainer's ``ModelSummary`` describe ``module`` as it is now, uncut.
+
+    By default the callback reads the module when a fit starts, and counts parameters when it is
+    asked."""
     for callback in trainer.callbacks:
         if (
             not getattr(callback, "_max_depth", 0)

@@ -1,5 +1,6 @@
-"""Names of peft, in one place (tests/huggingface/test_lora.py): told by name, so that peft need not
-be imported."""
+"""Names of peft, recognized as strings so that peft need not be imported.
+
+tests/huggingface/test_lora.py checks them."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ _BASES = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_
 
 
 def replaced_by(module: nn.Module) -> str | None:
-    """Under which name a module of peft's holds the module in whose place it was put; None: it is
-    no such module."""
+    """Return the name under which a peft module holds the module that it replaced.
+
+    The result is None for other modules."""
     for kind in type(module).__mro__:
         if kind.__name__ in _BASES and kind.__module__.startswith("peft."):
             return _BASES[kind.__name__]
@@ -34,15 +36,14 @@ def replaced_by(module: nn.Module) -> str | None:
 
 
 def copies_of(module: nn.Module) -> Iterator[str]:
-    """Under which names a module of ``modules_to_save`` holds the copies that are trained."""
+    """Yield the names under which a module of ``modules_to_save`` holds the trained copies."""
     held = module._modules.get("modules_to_save")
     for name in held._modules if held is not None else ():
         yield f"modules_to_save.{name}"
 
 
 def adapters_of(module: nn.Module) -> list[str] | None:
-    """Names of the adapters that a layer of LoRA has; None: it is none, but something else of
-    peft's."""
+    """Return the names of a LoRA layer's adapters; None for other modules."""
     if not any(
         kind.__name__ == "LoraLayer" and kind.__module__.startswith("peft.")
         for kind in type(module).__mro__
@@ -54,8 +55,9 @@ def adapters_of(module: nn.Module) -> list[str] | None:
 def seen_through(
     module: nn.Module, name: str = "", plain: str = ""
 ) -> Iterator[tuple[str, str, nn.Module]]:
-    """(name, name without peft's, module) of everything in ``module``; its own layers stand for
-    what they replace."""
+    """Yield (name, name without peft's parts, module) of everything in ``module``.
+
+    Modules of peft are skipped, and their inner layers appear under the replaced modules' names."""
     base = replaced_by(module)
     if base is None:
         yield name, plain, module
@@ -76,14 +78,16 @@ def plain_name(name: str) -> str:
 
 
 def original_name(name: str) -> str:
-    """Return the name in the original of a module in a copy of ``modules_to_save``; the copy has
-    the original's initial values."""
+    """Return the original's name for a module in a copy of ``modules_to_save``.
+
+    The copy has the original's initial values."""
     return re.sub(r"\.modules_to_save\.[^.]+", ".original_module", name)
 
 
 def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | None:
-    """Return peft's initializer of the last module of ``chain`` (from the root down) if it belongs
-    to an adapter."""
+    """Return peft's initializer of the last module of ``chain``; None outside of adapters.
+
+    ``chain`` begins with the root module."""
     for place in reversed(range(len(chain) - 1)):
         layer: Any = chain[place]
         if adapters_of(layer) is not None and chain[place + 1] is not layer.base_layer:
@@ -114,9 +118,9 @@ def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
         if id(part) not in own and adapter not in part._parameters:
             continue
         for parameter in part.parameters():
-            nn.init.normal_(
-                parameter
-            )  # where nothing below says otherwise; magnitudes follow from the weights: set_magnitudes
+            # Default for parameters that are not set below. Magnitudes depend on the weights: see
+            # set_magnitudes.
+            nn.init.normal_(parameter)
         if isinstance(part, nn.Linear):
             part.reset_parameters()
         layer.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
@@ -124,8 +128,9 @@ def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
 
 @torch.no_grad()
 def set_magnitudes(model: nn.Module) -> None:
-    """Let the magnitudes of DoRA be those of the weights that are there, in place: what peft does
-    where it makes an adapter."""
+    """Set the magnitudes of DoRA to those of the current weights, in place.
+
+    peft does so when it creates an adapter."""
     for module in model.modules():
         for adapter in adapters_of(module) or ():
             layer: Any = module

@@ -1,7 +1,7 @@
 """Private and renamed functions of torch, and differences between its supported versions.
 
 A comment "Needed until torch X" marks code that can be removed once X is the lowest supported
-version. A test names these places when the bound in ``pyproject.toml`` is raised
+version. A test reports these places when the bound in ``pyproject.toml`` is raised
 (tests/test_torch_shims.py)."""
 
 from __future__ import annotations
@@ -62,15 +62,17 @@ _GLOO_ERROR = re.compile(
 
 
 def untraced(function: Function) -> Function:
-    """A function that a compiler calls, but does not look into (``torch.compiler.disable``, which
-    imports the compiler at once)."""
+    """Return a function that a compiler calls without tracing it.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler at once."""
     return cast(Function, torch._disable_dynamo(function))
 
 
 def keep_padded(model: nn.Module) -> None:
-    """Let torch's encoders compute padding in evaluation too, instead of handing packed sequences
-    to their layers, in place: stand-ins for layers of other pipeline stages and sharded attentions
-    take tensors."""
+    """Let torch's encoders compute padding in evaluation too, in place.
+
+    By default they pass packed sequences to their layers. Stand-ins for layers of other pipeline
+    stages and sharded attentions accept only tensors."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
@@ -103,9 +105,10 @@ def reduce_scatter_single(
 
 
 def has_symmetric_products() -> bool:
-    """Return True if this torch has the two functions below. (What registers them, and the memory
-    behind them, is private.)"""
-    from torch.distributed import _symmetric_memory  # noqa: F401 - a second of imports that few need
+    """Return True if this torch has the two fused products below.
+
+    The code that registers them, and their memory, are private."""
+    from torch.distributed import _symmetric_memory  # noqa: F401 - slow import, rarely needed
 
     return all(
         hasattr(torch.ops.symm_mem, name)
@@ -114,8 +117,9 @@ def has_symmetric_products() -> bool:
 
 
 def connect_symmetric_memory(group: str, size: int) -> None:
-    """Make the group's memory that all its members' GPUs reach, ``size`` bytes on each; collective
-    over the group. It grows where more is needed."""
+    """Allocate ``size`` bytes of memory on each GPU of the group that all its members reach.
+
+    Collective over the group. The memory grows when more is needed."""
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.get_symm_mem_workspace(cast(Any, group), min_size=size)
@@ -124,8 +128,10 @@ def connect_symmetric_memory(group: str, size: int) -> None:
 def all_gather_product(
     x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str, keeps: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``x`` of every member, concatenated along ``dim``, times a matrix, and what was gathered if
-    it is kept; each member's part is multiplied while the next one is read from its memory."""
+    """Return the gathered ``x`` times a matrix, and the gathered ``x`` if it is kept.
+
+    ``x`` of every member is concatenated along ``dim``. Each member's part is multiplied while the
+    next one is read from its memory."""
     gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x, [matrix], dim, group, return_A=keeps
     )
@@ -135,8 +141,9 @@ def all_gather_product(
 def reduce_scatter_product(
     x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str
 ) -> torch.Tensor:
-    """This member's slice along ``dim`` of the sum over the group of ``x`` times a matrix; each
-    member's part is sent to it while the next one is computed."""
+    """Return this member's slice along ``dim`` of the group's sum of ``x`` times a matrix.
+
+    Each member's part is sent to it while the next one is computed."""
     summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x, matrix, "sum", dim, group
     )
@@ -144,9 +151,10 @@ def reduce_scatter_product(
 
 
 def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor:
-    """A collective that a compiler takes into its graph: one of torch's functional ones (their
-    Python functions are private, and make subclasses of tensors). What it returns is not to be read
-    before ``wait_traced``."""
+    """Start a collective that a compiler can put into its graph.
+
+    It is one of torch's functional collectives, whose Python functions are private and create
+    tensor subclasses. The result must not be read before ``wait_traced``."""
     result: torch.Tensor = getattr(torch.ops._c10d_functional, name)(x, *arguments)
     return result
 
@@ -158,13 +166,16 @@ def wait_traced(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``torch.compile``, by which a graph waits for a collective where it needs it, as
-    its source says: torch's compiler has it wait where it starts it."""
+    """Return arguments of ``torch.compile`` with which a graph waits late for collectives.
+
+    The graph then waits where the result is needed, as in its source. By default torch's compiler
+    waits where a collective starts."""
     if arguments.get("backend", "inductor") != "inductor":
         return dict(arguments)
+    # A mode is a named set of options, and torch accepts either a mode or options.
     from torch._inductor import (
         list_mode_options,
-    )  # a mode is options by a name, and torch takes one or the other
+    )
 
     late = {
         "reorder_for_compute_comm_overlap": True,
@@ -177,41 +188,45 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same for all views of a tensor, and another for each storage that is alive; also where
-    there are no addresses."""
+    """Return a key of the tensor's storage, equal for all views of it.
+
+    Living storages have different keys, even without addresses."""
     return tensor.untyped_storage()._cdata
 
 
 def without_data() -> AbstractContextManager[object]:
-    """Return a context in which tensors have sizes but no values, and cost no memory."""
+    """Return a context in which tensors have sizes but no values, and use no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # It has torch take a GPU for there. A first backward would start a thread for that, and none
-    # could run in processes forked after it.
+    # FakeTensorMode makes torch report an available GPU. A first backward would then start a thread
+    # for that GPU, and no backward could run in processes forked later.
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group that torch calls so (a graph holds names; torch's accessor is private)."""
+    """Return the process group with this name.
+
+    A graph holds names; torch's accessor is private."""
     return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have a loss scaler divide by the scale before the step, in place; a fused step would do so by
-    itself."""
+    """Let a loss scaler divide by the scale before the step, in place.
+
+    A fused step would otherwise divide by itself."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["_step_supports_amp_scaling"] = False
 
 
 @contextlib.contextmanager
 def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let ``clip_grad_norm_`` and ``get_total_norm`` compute norms by ``replacement``, which is
-    given the original in front.
+    """Let ``clip_grad_norm_`` and ``get_total_norm`` compute norms by ``replacement``.
 
-    Modules that imported ``clip_grad_norm_`` by name are reached too, since it looks up a private
-    name when it is called."""
+    ``replacement`` gets the original function as first argument. Modules that imported
+    ``clip_grad_norm_`` by name are affected too, because it looks up a private name when it is
+    called."""
     places = [(torch.nn.utils.clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
     before = [getattr(*place) for place in places]
     for place, original in zip(places, before, strict=True):
@@ -240,8 +255,9 @@ def copy_gradient_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def adds_to_gradient(parameter: torch.Tensor) -> bool:
-    """Return True if the running backward will add to ``parameter.grad``, as that of
-    ``torch.autograd.grad`` will not, and no hook sees the value."""
+    """Return True if the running backward will add to ``parameter.grad``, unseen by hooks.
+
+    The backward of ``torch.autograd.grad`` does not add to it."""
     if (
         type(parameter) is not nn.Parameter
         or not parameter.requires_grad
@@ -252,7 +268,7 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(
             torch.autograd.graph.get_gradient_edge(parameter).node
         )
-    except RuntimeError:  # no backward runs, or one that was asked for this very gradient
+    except RuntimeError:  # no backward runs, or one that computes only this gradient
         return False
 
 
@@ -263,32 +279,37 @@ def has_module_hooks(module: nn.Module) -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Return True if tensors that autograd saves now go through ``saved_tensors_hooks``, as under
-    activation checkpointing."""
+    """Return True if tensors that autograd saves now go through ``saved_tensors_hooks``.
+
+    This is the case under activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
-    """A module's forward hooks by key, and the keys of those that take keyword arguments: the very
-    dictionaries that it keeps."""
+    """Return a module's forward hooks by key, and the keys of those with keyword arguments.
+
+    Both are the module's own dictionaries."""
     return module._forward_hooks, module._forward_hooks_with_kwargs
 
 
 def forward_pre_hooks(
     module: nn.Module,
 ) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
-    """Return the same of a module's hooks that run before its forward."""
+    """Return the same for the hooks that run before a module's forward."""
     return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True if ``module.compile()`` was called: the module is traced with its hooks and any
-    replacement of its forward."""
+    """Return True if ``module.compile()`` was called.
+
+    The module is then traced with its hooks and any replacement of its forward."""
     return module._compiled_call_impl is not None
 
 
 def default_store() -> dist.Store:
-    """The key-value store that the process group was made with (torch's accessor is private)."""
+    """Return the key-value store of the default process group.
+
+    torch's accessor is private."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -298,12 +319,13 @@ def nccl_options(
     """Return the options of an NCCL group.
 
     Args:
-        timeout: Of the group; torch warns if its options say another.
-        high_priority: Whether its kernels go before computation that waits for a place on the GPU.
+        timeout: Time limit of the group; torch warns if its options have another limit.
+        high_priority: Whether its kernels run before computation that waits for resources of the
+            GPU.
         max_ctas: Thread blocks that its kernels may use; None: NCCL decides.
 
     Raises:
-        ValueError: This NCCL takes no number of thread blocks.
+        ValueError: This NCCL accepts no number of thread blocks.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
     if timeout is not None:
@@ -319,23 +341,25 @@ def nccl_options(
 
 
 def flight_record() -> bytes:
-    """Return NCCL's latest operations and their progress, pickled as torch's analyzer
-    (``torchfrtrace``) reads it.
+    """Return NCCL's latest operations and their progress, pickled as in torch's own dump.
 
-    (torch writes it by itself only when it notices a hang.)
+    torch's analyzer (``torchfrtrace``) reads this form. (torch itself writes it only after a hang.)
     """
     return bytes(cast(Any, torch._C._distributed_c10d)._dump_nccl_trace())
 
 
 def abort_process_groups() -> None:
-    """Give up whatever is under way on all process groups, and the groups with it (torch's function
-    for all backends is private)."""
+    """Abort all operations on all process groups, and the groups.
+
+    torch's function for all backends is private."""
     dist.distributed_c10d._abort_process_group()
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """Return True if torch's communication failed: an error class of its own, except that gloo's
-    errors are recognized by their text alone."""
+    """Return True if torch's communication failed.
+
+    The error has a class of torch's own, except that gloo's errors are recognized only by their
+    text."""
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None
     )
@@ -344,14 +368,16 @@ def is_communication_error(error: BaseException) -> bool:
 def grouped_product(
     x: torch.Tensor, matrices: torch.Tensor, *, sizes: list[int], ends: torch.Tensor
 ) -> torch.Tensor:
-    """Consecutive rows of ``x`` (r, i) times one of ``matrices`` (E, i, o) each: by torch's grouped
-    product where it takes these, else one after the other.
+    """Return the products of consecutive rows of ``x`` (r, i) with ``matrices`` (E, i, o).
+
+    torch's grouped product is used if it accepts these. Otherwise the products are computed one
+    after the other.
 
     Args:
         x: The rows.
-        matrices: As they are, or a view with the last two dimensions exchanged.
-        sizes: How many rows each matrix has.
-        ends: (E,) int32 on the device, where these end.
+        matrices: The matrices, or a view with the last two dimensions exchanged.
+        sizes: Number of rows of each matrix.
+        ends: (E,) int32 on the device, end of each matrix's rows.
     """
     if x.size(0) and _has_grouped_kernel(x, matrices):
         return nn.functional.grouped_mm(x, matrices, offs=ends)
@@ -360,8 +386,9 @@ def grouped_product(
 
 
 def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return True if torch's kernel takes these: no double precision, rows of whole 16 bytes, and
-    on CUDA Ampere or later."""
+    """Return True if torch's grouped kernel accepts these tensors.
+
+    It needs single or half precision, rows of whole 16 bytes, and on CUDA Ampere or later."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
         size * x.element_size() % 16 for size in matrices.shape[1:]
     ):
@@ -399,7 +426,7 @@ class _ProductsInTurn(torch.autograd.Function):
 
 
 def set_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let autograd cast to ``dtype`` what it adds to ``parameter.grad`` (in torch since 2.10)."""
+    """Let autograd accumulate ``parameter.grad`` in ``dtype`` (in torch since 2.10)."""
     if dtype != gradient_dtype(parameter):
         parameter.grad = None
         parameter.grad_dtype = dtype
@@ -413,8 +440,9 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 def found_inf(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> torch.Tensor:
-    """Return the tensor in which ``GradScaler.unscale_`` records whether a gradient overflowed; it
-    is made if this rank has no gradient at all."""
+    """Return the tensor in which ``GradScaler.unscale_`` records an overflow.
+
+    It is created if this rank has no gradient at all."""
     found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
         "found_inf_per_device"
     ]

@@ -1,5 +1,6 @@
-"""The used parts of torchao's float8 training (tests/test_fp8.py); torchao is imported on
-demand."""
+"""Parts of torchao's float8 training that this package uses.
+
+torchao is imported on demand; tests/test_fp8.py checks these names."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ class Recipe:
     """One of torchao's recipes for a linear layer.
 
     Attributes:
-        config: How each operand is cast (``Float8LinearConfig``).
-        products: How operands are multiplied (``LinearMMConfig``).
-        padded: The same, padding what is summed over to a multiple of 16.
+        config: Casts of the operands (``Float8LinearConfig``).
+        products: Products of the operands (``LinearMMConfig``).
+        padded: Products that pad the summed dimension to a multiple of 16.
     """
 
     config: Any
@@ -29,8 +30,9 @@ class Recipe:
 
 
 def make_recipe(name: str, *, emulate: bool) -> Recipe:
-    """torchao's recipe of this name; ``emulate``: multiply in float32 what was rounded to
-    float8."""
+    """Return torchao's recipe of this name.
+
+    With ``emulate`` operands are rounded to float8 and multiplied in float32."""
     from torchao.float8 import Float8LinearConfig, LinearMMConfig, ScaledMMConfig
 
     config = Float8LinearConfig.from_recipe_name(name)
@@ -51,8 +53,9 @@ def make_recipe(name: str, *, emulate: bool) -> Recipe:
 def scaled(
     tensor: Tensor, role: Role, dim: Literal[0, -1], recipe: Recipe, *, pads: bool = False
 ) -> Tensor:
-    """A matrix in float8 with its scales, to be multiplied by another; with rowwise scaling one for
-    each vector along ``dim``."""
+    """Return a matrix in float8 with its scales, as operand of a product.
+
+    Rowwise scaling has one scale for each vector along ``dim``."""
     from torchao.float8.float8_scaling_utils import (
         get_maybe_axiswise_dim,
         hp_tensor_to_float8_dynamic,

@@ -1,5 +1,6 @@
-"""Names of transformers that it does not promise to keep, in one place
-(tests/huggingface/test_collected.py)."""
+"""Names of transformers that are not part of its stable API.
+
+tests/huggingface/test_collected.py checks them."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def captured_outputs() -> dict[str, list[object]]:
-    """Return the outputs that the running forward of a Hugging Face model has captured of its
-    layers so far, by kind
-    ("hidden_states"): lists that hooks on the layers go on filling. Empty if nothing is captured.
+    """Return the outputs that a running Hugging Face forward has captured of its layers.
+
+    They are listed by kind ("hidden_states"). Hooks on the layers continue to fill the lists. The
+    result is empty if nothing is captured.
     """
     capturing = sys.modules.get(_CAPTURING)
     active = None if capturing is None else capturing._active_collector.get()
@@ -42,12 +44,13 @@ def captured_outputs() -> dict[str, list[object]]:
 
 
 def install_capture(model: nn.Module) -> None:
-    """Put the hooks that capture on the layers that are now in ``model``, instead of at the first
-    forward that captures."""
+    """Install the capturing hooks on the layers that are now in ``model``.
+
+    By default they are installed at the first forward that captures."""
     capturing = sys.modules.get(_CAPTURING)
     if capturing is not None:
         for module in model.modules():
-            # Where a model inside has them already, those around it would put them there once more.
+            # If an inner model has hooks already, an outer model would install them again.
             if hasattr(module, "_can_record_outputs") and not any(
                 _INSTALLED in vars(child) for child in module.modules()
             ):
@@ -65,8 +68,9 @@ def is_huggingface_model(module: nn.Module) -> bool:
 
 
 def collects_by_itself(module: nn.Module) -> bool:
-    """Return True if a model's own loop collects what its configuration asks for: no hooks on the
-    layers capture it."""
+    """Return True if a model's own loop collects outputs that its configuration requests.
+
+    No hooks on the layers capture them then."""
     model: Any = module
     if not is_huggingface_model(model) or getattr(model.base_model, "_can_record_outputs", None):
         return False
@@ -85,8 +89,9 @@ def is_causal_model(module: nn.Module) -> bool:
 
 
 def new_cache(config: Any) -> Any:
-    """An empty cache of keys and values for a model of ``config``; None where the model keeps
-    something else, or its layers share them."""
+    """Return an empty cache of keys and values for a model of ``config``.
+
+    The result is None if the model caches something else, or if its layers share the cache."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=config)
@@ -99,8 +104,9 @@ def new_cache(config: Any) -> Any:
 
 
 def advance_cache(cache: Any, length: int, device: torch.device) -> None:
-    """Let the layers that were not called, since they are on other stages, have seen ``length``
-    tokens too: a model asks any of them."""
+    """Let the layers of other stages count ``length`` tokens as seen.
+
+    These layers were not called, but a model may query the length of any layer."""
     for layer in cache.layers:
         missing = length - layer.get_seq_length()
         if missing > 0:
@@ -109,21 +115,22 @@ def advance_cache(cache: Any, length: int, device: torch.device) -> None:
 
 
 def has_sdpa(kind: type[nn.Module]) -> bool:
-    """Return True if a class of models can compute attention by
-    ``scaled_dot_product_attention``."""
+    """Return True if a model class supports ``scaled_dot_product_attention``."""
     return bool(getattr(kind, "_supports_sdpa", False))
 
 
 def ignored_names(model: nn.Module) -> tuple[str, ...]:
-    """Return regular expressions for the names of stored tensors that a Hugging Face model leaves
-    out: buffers that were saved once, and are computed now."""
+    """Return patterns for the names of stored tensors that a Hugging Face model ignores.
+
+    These are regular expressions for buffers that were saved once, and are computed now."""
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*sorted(own), *_COMPUTED)
 
 
 def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state as ``save_pretrained`` writes it: other names, and tensors cut apart, as views
-    where it would copy."""
+    """Return a state as ``save_pretrained`` writes it, with views instead of copies.
+
+    Names differ, and tensors are split."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with Replacing({Tensor.contiguous: lambda value, **_: value}):
