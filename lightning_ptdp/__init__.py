@@ -1,6 +1,6 @@
-"""Pipeline, tensor, sequence and data parallel training (PTD-P) as a PyTorch Lightning strategy.
+"""PyTorch Lightning strategy for pipeline, tensor, sequence and data parallelism (PTD-P).
 
-Importing this package registers ``Trainer(strategy="ptdp")``; an installed package is registered
+Importing this package registers ``Trainer(strategy="ptdp")``. An installed package is registered
 without the import."""
 
 from importlib import import_module

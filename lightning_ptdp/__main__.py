@@ -1,4 +1,4 @@
-"""``python -m lightning_ptdp`` is ``ptdp``."""
+"""Entry point of ``python -m lightning_ptdp``, which runs ``ptdp``."""
 
 import sys
 

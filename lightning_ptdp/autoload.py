@@ -1,11 +1,10 @@
-"""Makes ``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints work without
-an import in the user's script.
+"""Registration of the strategy and its checkpoints in Lightning, without a user's import.
 
-torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``;
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off).
-It imports nothing heavy: it only leaves a finder that, once Lightning is imported, registers the
-strategy's name, and has Lightning take our folders where it takes a checkpoint file and leave
-compiled modules to the strategy."""
+``Trainer(strategy="ptdp")`` and ``load_from_checkpoint`` of its checkpoints then work in any
+script. torch calls ``install`` at ``import torch`` (the entry point group ``torch.backends``;
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off). ``install`` imports nothing heavy. It only adds a
+finder. Once Lightning is imported, the finder registers the strategy's name, lets Lightning accept
+this package's folders as checkpoint files, and leaves compiled modules to the strategy."""
 
 from __future__ import annotations
 
@@ -38,8 +37,9 @@ _START_METHODS = {"ptdp": "popen", "ptdp_spawn": "spawn", "ptdp_fork": "fork"}
 
 
 def install() -> None:
-    """Change Lightning's modules, now or when they are imported. Never raises: torch's import must
-    not fail."""
+    """Change Lightning's modules, now or when they are imported.
+
+    Never raises, because torch's import must not fail."""
     try:
         for name in _CHANGES:
             if name in sys.modules:
@@ -51,8 +51,10 @@ def install() -> None:
 
 
 def register(strategies: ModuleType) -> None:
-    """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace, as
-    factories that import nothing yet; to Fabric's, as one that says what to use."""
+    """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace.
+
+    The entries are factories that import nothing yet. Fabric's registry gets a factory whose error
+    says what to use."""
     fabric = strategies.__name__ in _FABRICS
     registry = getattr(strategies, "STRATEGY_REGISTRY" if fabric else "StrategyRegistry", None)
     if registry is None:
@@ -84,8 +86,9 @@ def _factory(namespace: str) -> Callable[..., StrategyBase]:
 
 
 def take_compiled(trainer: ModuleType) -> None:
-    """Have a module with a Trainer leave it to this package's strategy, which checks before launch,
-    what it does with compiled modules."""
+    """Let this package's strategy decide about compiled modules, in a module with a Trainer.
+
+    The strategy checks them before launch."""
     replace_once(trainer, TRAINERS[trainer.__name__], _verify_others)
 
 
@@ -106,7 +109,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules of Lightning as usual and has them changed when they have run."""
+    """Finder that changes Lightning's modules after they have run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -121,5 +124,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _run_and_change(run: Callable[[ModuleType], None], module: ModuleType) -> None:
     run(module)
-    if module.__name__ in _CHANGES:  # a loader may be that of other modules too
+    if module.__name__ in _CHANGES:  # one loader may run several modules
         _CHANGES[module.__name__](module)

@@ -1,7 +1,7 @@
-"""Lightning reads and uploads checkpoint files: these changes have it do the same with the folders
-of this package.
+"""Changes of Lightning that make it read and upload checkpoint folders of this package.
 
-Imports nothing heavy: see autoload.py, which applies them when a module of Lightning is imported.
+By default Lightning accepts only checkpoint files. This file imports nothing heavy: see
+autoload.py, which applies the changes when a module of Lightning is imported.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from lightning_ptdp.shims.lightning import CLIS, LOADERS, UPLOADERS, LightningCL
 
 __all__ = ["parse_folders", "read_folders", "upload_folders"]
 
-_TYPES = "lightning_ptdp_types"  # checkpoint.types.TYPES, which imports torch
+# key checkpoint.types.TYPES, repeated here because that module imports torch
+_TYPES = "lightning_ptdp_types"
 
 Found = tuple[float, str, object, str]
-"""When a checkpoint was written, its path, its score, and what it is."""
+"""Time at which a checkpoint was written, its path, its score, and its kind."""
 
 
 def read_folders(reader: ModuleType) -> None:
-    """Have a module that reads checkpoints read folders too."""
+    """Let a module that reads checkpoints read folders too."""
     replace_once(reader, LOADERS[reader.__name__], _load_file_or_folder)
 
 
@@ -62,7 +63,7 @@ def _with_types(found: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def upload_folders(logger: ModuleType) -> None:
-    """Have a module with a logger that copies checkpoints (``log_model``) copy folders too."""
+    """Let a module with a logger that copies checkpoints (``log_model``) copy folders too."""
     class_name, method = UPLOADERS[logger.__name__]
     replace_once(logger, "_scan_checkpoints", _scan_files_and_folders)
     if class_name == "WandbLogger":
@@ -86,8 +87,9 @@ def _upload_files_and_folders(upload: Callable[..., None], *args: object) -> Non
 
 
 def parse_folders(cli: ModuleType) -> None:
-    """Have a module with a command line take hyperparameters from a folder, which is given to it as
-    a file for that time."""
+    """Let a module with a command line take hyperparameters from a folder.
+
+    The folder's hyperparameters are passed to it as a temporary file."""
     class_name, method = CLIS[cli.__name__]
     replace_once(getattr(cli, class_name, None), method, _parse_file_or_folder)
 
@@ -113,7 +115,7 @@ def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningC
 
 
 def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Found]:
-    """Every folder that a checkpoint callback keeps and that has not been uploaded."""
+    """Yield every folder that a checkpoint callback keeps and that has not been uploaded."""
     kept: dict[str, tuple[object, str]] = {
         getattr(callback, "last_model_path", ""): (
             getattr(callback, "current_score", None),
@@ -135,7 +137,7 @@ def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Fo
 
 @contextlib.contextmanager
 def _artifacts_of_folders() -> Iterator[None]:
-    """While in the context, a file that is added to a new W&B artifact may be a folder."""
+    """Let new W&B artifacts accept a folder as a file, inside the context."""
     import wandb
 
     plain = wandb.Artifact

@@ -1,4 +1,4 @@
-"""The strategy's options, checked when they are given."""
+"""Options of the strategy, checked when they are given."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ CheckpointFormat = Literal["auto", "file", "folder"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
 Verification = Literal["first_step"]
 _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
-"""A TiB; thirty years, which clocks and sockets still take; and what every NCCL takes."""
+"""Largest values of options.
+
+They are a TiB; thirty years, which clocks and sockets still accept; and the maximum that every NCCL
+accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,114 +56,118 @@ class PTDPConfig:
     """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
 
     Args:
-        layout: Of the strategy alone: "auto" chooses the fastest layout that fits by the planner's
-            estimate, where none of the sizes, the schedule, recomputation and sharding of the
-            optimizer is given, and says which.
+        layout: Option of the strategy alone: "auto" lets the planner choose the layout that it
+            estimates to be the fastest of those that fit, and prints it. The sizes, the schedule,
+            recomputation and sharding of the optimizer must then be left out.
         tensor_parallel_size: t, ranks that share one layer's matrices.
         pipeline_parallel_size: p, ranks that share the layers.
-        virtual_pipeline_size: v, model chunks a pipeline rank holds (interleaving).
+        virtual_pipeline_size: v, model chunks per pipeline rank (interleaving).
         context_parallel_size: c, ranks that share every sequence along time, through the whole
             network.
-        expert_parallel_size: e, ranks that share the experts of a mixture, of those of data and
-            context parallelism: each has 1/e of the experts, and tokens travel to them.
+        expert_parallel_size: e, ranks of data and context parallelism that share the experts of a
+            mixture: each holds 1/e of the experts, and tokens are sent to them.
         expert_tensor_parallel_size: 1 (every tensor rank computes its part of the tokens with whole
             experts), or t: each expert is split over the tensor ranks, for experts that are too
             wide or too few for e ranks.
-        context_parallel_attention: "ring" (keys and values go round; arXiv 2310.01889) or
-            "all_to_all" (heads are traded for the sequence; arXiv 2309.14509).
-        context_parallel_positions: Refuse a model that cannot be handed its tokens' places in the
-            whole sequence; False for one that needs none.
-        sequence_dims: Under context parallelism, the dimension along time of tensors in the batch
-            under these keys (None: none), where it is not dimension 1.
+        context_parallel_attention: "ring" (keys and values are passed around the ranks; arXiv
+            2310.01889) or "all_to_all" (ranks exchange slices of the sequence for heads; arXiv
+            2309.14509).
+        context_parallel_positions: Refuse a model that does not accept its tokens' positions in the
+            whole sequence; False for a model that needs none.
+        sequence_dims: Under context parallelism, the time dimension of the batch's tensors with
+            these keys (None: no time dimension), if it is not dimension 1.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             over the t ranks.
         tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which
-            linear layers gather their input, or sum their output, beside their products with the
-            other pieces; 1: before, or after, one product. "symmetric": by torch's symmetric
-            memory, where a tensor group's GPUs are joined by NVLink.
+            linear layers gather their input, or sum their output, in parallel to their products
+            with the other pieces; 1: before, or after, one product. "symmetric": by torch's
+            symmetric memory, if a tensor group's GPUs are connected by NVLink.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline,
             else 1.
-        micro_batch_size: b, samples of a microbatch, instead: m follows from each batch, which may
-            grow during training.
+        micro_batch_size: b, samples of a microbatch, instead of num_microbatches: m then follows
+            from each batch, which may grow during training.
         schedule: "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", or "auto"
             (1F1B, interleaved if v > 1); the path of a CSV file; or a ``CustomSchedule``.
-        microbatch_group_size: Microbatches that visit a chunk before the next chunk's turn, in
+        microbatch_group_size: Microbatches that pass through a chunk before the next chunk runs, in
             interleaved schedules. Default: p.
         partition: Number of layers of each of the p*v stages, or the name of each stage's first
             block; default: balanced by cost.
         recompute: "none", "full" (every block's activations are computed again in the backward), or
-            "selective" (only those of the modules that the plan calls selective); "offload"
-            recomputes nothing, but keeps every block's in host memory meanwhile.
-        recompute_layers: How many blocks of a stage are recomputed or offloaded, for all stages or
-            one number a stage. Default: all.
+            "selective" (only those of the modules that the plan lists as selective); "offload"
+            recomputes nothing, but keeps every block's activations in host memory until the
+            backward.
+        recompute_layers: Number of blocks of a stage that are recomputed or offloaded, for all
+            stages or one number per stage. Default: all.
         distribute_saved_activations: With recompute="full" and tensor parallelism, keep 1/t of a
             block's input on each tensor rank and gather it for the recomputation (under sequence
             parallelism it is split anyway).
         scatter_gather: With tensor parallelism but without sequence parallelism, send 1/t of a
-            hidden state on each tensor rank and gather it behind the boundary (arXiv 2104.04473,
+            hidden state on each tensor rank and gather it after the boundary (arXiv 2104.04473,
             section 4.1).
         channel_ctas: Thread blocks of a GPU (1 to 32) that NCCL may use for a message between
-            pipeline stages: fewer leave more of the GPU to the computation beside it. Default: NCCL
+            pipeline stages: fewer leave more of the GPU to concurrent computation. Default: NCCL
             decides.
         fp8: Let the linear layers of the repeated blocks multiply in float8, by torchao, with a
             scale for each operand ("tensorwise") or for each of its rows ("rowwise": more exact).
-        compile: Hand each repeated block to ``torch.compile`` when it is sharded: "blocks", "none",
-            or "auto" (those on CUDA, unless the schedule splits the backward).
+        compile: Compile each repeated block with ``torch.compile`` after it is sharded: "blocks",
+            "none", or "auto" (on CUDA, unless the schedule splits the backward).
         compile_options: Arguments of ``torch.compile``, such as {"mode":
             "max-autotune-no-cudagraphs"} or {"backend": "aot_eager"}.
-        plan: Which submodules are sharded how, and where the repeated container is. Default: the
-            module's own ``configure_parallel()``, else found automatically (pipeline) or an error
-            (tensor parallelism).
-        meta_init: Build what ``configure_model`` builds on the meta device, so that each rank only
-            ever holds its own part.
-        seed: Decides initial weights of such modules and dropout; default: torch's seed
-            (``seed_everything``) on rank 0.
+        plan: Sharding of the submodules, and name of the repeated container. Default: the module's
+            own ``configure_parallel()``, else found automatically (pipeline) or an error (tensor
+            parallelism).
+        meta_init: Run ``configure_model`` on the meta device, so that each rank only ever holds its
+            own part.
+        seed: Seed of dropout, and of initial weights built on the meta device; default: torch's
+            seed (``seed_everything``) on rank 0.
         keyed_dropout: Drop the same elements in every layout, for comparing layouts; slower
             (``lightning_ptdp.keyed_dropout``).
         bucket_mb: Size of a gradient bucket in MiB. Default: 25, or with many replicas 4 for each
             of them.
-        shard_optimizer: Each replica keeps the optimizer states of its part of the parameters only,
+        shard_optimizer: Each replica keeps only the optimizer states of its part of the parameters,
             updates that part, and gathers the rest (ZeRO-1, arXiv 1910.02054). The optimizer must
             work element by element.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision
             ("bf16-true", "16-true").
-        gradient_dtype: In what the gradients of such parameters are accumulated: "float32" or the
-            "parameter" dtype.
-        reduce_dtype: In what gradients are summed over the replicas: "float32", "bfloat16" or
+        gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
+            the "parameter" dtype.
+        reduce_dtype: Type in which gradients are summed over the replicas: "float32", "bfloat16" or
             "float16". Default: as accumulated.
-        data_parallel_replicas: Number of nodes (or other islands of fast links) that the replicas
-            stand in, in order; gradients are then summed in two levels, and a sharded optimizer is
-            sharded inside a node only.
-        inter_node_reduce_dtype: In what gradients cross between nodes. Default: as inside them.
+        data_parallel_replicas: Number of nodes (or other groups with fast links) over which the
+            replicas are distributed, in order; gradients are then summed in two levels, and a
+            sharded optimizer is sharded inside a node only.
+        inter_node_reduce_dtype: Type in which gradients are sent between nodes. Default: as inside
+            a node.
         broadcast_buffers: Give all replicas rank 0's buffers (BatchNorm's statistics, codebooks)
             before the first batch of each optimizer step and before validation, as DDP does. With
-            False each replica keeps its own. Checkpoints hold rank 0's. A stage's buffers are on
-            the ranks that hold the stage, and are broadcast among these.
-        overlap_parameter_gather: Let parameters arrive while the next step's forward runs. Default:
-            if nobody but Lightning reads them between the steps.
-        check_finite: What to do with a step whose loss or gradient is NaN or infinite: "raise"
+            False each replica keeps its own. Checkpoints hold rank 0's. A stage's buffers are
+            broadcast among the ranks that hold the stage.
+        overlap_parameter_gather: Gather parameters while the next step's forward runs. Default: if
+            only Lightning reads them between the steps.
+        check_finite: Reaction to a step whose loss or gradient is NaN or infinite: "raise"
             NonFiniteError with the first parameter, rank and microbatch, "skip" the update with a
-            warning that says the same, or nothing. Under float16 the loss scale skips.
+            warning that names the same, or None: no check. Under float16 the loss scale skips the
+            step.
         timeout_s: Limit in seconds of every wait for another rank.
         start_method: How Lightning starts processes: "popen" (scripts), "fork", "spawn" or
             "forkserver".
         process_group_backend: "nccl" or "gloo"; default by device.
-        on_damage: When the checkpoint to continue from is damaged: "previous" (the newest whole one
-            before it in its folder, with a warning) or "refuse".
-        async_save: Training waits only until a checkpoint's tensors are copied to host memory; they
-            are written in the background.
+        on_damage: If the checkpoint to resume from is damaged: "previous" (resume from the newest
+            complete one before it in its folder, with a warning) or "refuse".
+        async_save: Let training wait only until a checkpoint's tensors are copied to host memory;
+            they are written in the background.
         checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's
-            single file), or "auto": a file where every rank holds the whole model and optimizer,
-            saves wait, no callback has ``needs_checkpoint_folders = True`` (ExportHuggingFace,
+            single file), or "auto": a file if every rank holds the whole model and optimizer, saves
+            wait, no callback has ``needs_checkpoint_folders = True`` (ExportHuggingFace,
             SaveOnSignal), and ``ptdp`` does not run the training; else a folder.
         verify: "first_step": before training, compare the first step with one process, and end with
             the reason if they differ.
 
-    The data-parallel size is what remains of the world. Without sizes, the strategy is data
-    parallel over all devices.
+    The data-parallel size is the world size divided by the other sizes. Without sizes, the strategy
+    is data parallel over all devices.
 
     Raises:
-        ValueError: A size or name is impossible; says what would work.
+        ValueError: A size or name is impossible; the message says what would work.
     """
 
     tensor_parallel_size: Size = 1
@@ -262,16 +269,16 @@ class PTDPConfig:
 
     @property
     def num_stages(self) -> int:
-        """p * v."""
+        """Return p * v."""
         return self.pipeline_parallel_size * self.virtual_pipeline_size
 
     @property
     def timeout(self) -> timedelta:
-        """Limit of every wait for another rank."""
+        """Return the time limit of every wait for another rank."""
         return timedelta(seconds=self.timeout_s)
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """The layout on ``world_size`` processes.
+        """Return the layout on ``world_size`` processes.
 
         Raises:
             ValueError: The degrees do not fit the world size.
@@ -282,10 +289,10 @@ class PTDPConfig:
         )
 
     def build_schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
-        """The proven schedule of a step of ``num_microbatches``.
+        """Return the proven schedule of a step of ``num_microbatches``.
 
         Raises:
-            ValueError: The schedule does not take these sizes.
+            ValueError: The schedule does not accept these sizes.
         """
         return build_schedule(
             self.schedule,
@@ -298,9 +305,11 @@ class PTDPConfig:
 
     @property
     def usual_microbatches(self) -> int | None:
-        """m of a batch that is large enough: as asked, else what a schedule from a file is for,
-        else 4p with a pipeline (bubble under a quarter) and 1 without; None if it follows from the
-        batch (``micro_batch_size``)."""
+        """Return m for a batch that is large enough.
+
+        It is the given number, else the number of a schedule from a file, else 4p with a pipeline
+        (bubble under a quarter) and 1 without. It is None if it follows from the batch
+        (``micro_batch_size``)."""
         if self.micro_batch_size is not None:
             return None
         default = 4 * self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1
@@ -313,20 +322,25 @@ class PTDPConfig:
 
     @property
     def runs_backward(self) -> bool:
-        """Return True if the schedule runs a batch's backward inside ``training_step``, because
-        there can be more than one microbatch, stage, or slice of time. Otherwise Lightning runs it.
+        """Return True if the schedule runs a batch's backward inside ``training_step``.
+
+        It does so if there can be more than one microbatch, stage, or slice of time. Otherwise
+        Lightning runs the backward.
         """
         return self.has_microbatches or self.cuts_forward
 
     @property
     def cuts_forward(self) -> bool:
-        """Return True if one forward is split over stages or slices of time, so that the schedule
-        runs evaluation steps too."""
+        """Return True if one forward is split over stages or slices of time.
+
+        The schedule then runs evaluation steps too."""
         return self.pipeline_parallel_size > 1 or self.context_parallel_size > 1
 
     def microbatches(self, samples: int) -> int:
-        """m for a replica's batch of ``samples``: as many as ``micro_batch_size`` asks, else the
-        usual number; never more than samples."""
+        """Return m for a replica's batch of ``samples``.
+
+        It follows from ``micro_batch_size``, or else is the usual number; it is never more than
+        ``samples``."""
         usual = self.usual_microbatches
         if usual is None:
             assert self.micro_batch_size is not None
@@ -335,7 +349,7 @@ class PTDPConfig:
 
     @property
     def compiles(self) -> CompilePolicy:
-        """``compile``, where compiled blocks lose nothing that was asked for by another option."""
+        """Return ``compile``, where "auto" becomes "none" if another option conflicts with it."""
         return "none" if self.compile == "auto" and self._why_not_compiled else self.compile
 
     @property

@@ -1,11 +1,11 @@
-"""From an ordinary module to this rank's part of it: converted, cut into stages, given values,
-sharded.
+"""Conversion of an ordinary module to this rank's part of it.
 
-Read ``parallelize`` as the order in which parallelism is applied. Gradients are made last, by the
-engine, because ``configure_optimizers`` may still say what is trained; a parameter that appears
-behind ``parallelize`` is refused by name. Afterwards the module is the user's own object, holding
-only what this rank needs, under the names of the uncut model; the returned record says how every
-local parameter sits in the whole."""
+The module is converted, cut into stages, given values, and sharded. ``parallelize`` shows the order
+in which parallelism is applied. Gradients are made last, by the engine, because
+``configure_optimizers`` may still change which parameters are trained. A parameter that is added
+after ``parallelize`` is refused by name. The result is the user's own object. It holds only this
+rank's part, under the names of the uncut model. The returned record describes the place of every
+local parameter in the whole model."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class ParallelModel:
 
     Attributes:
         module: The module, changed in place.
-        plan: What became of its submodules.
+        plan: Plan of its submodules.
         cut: This rank's stages (None without a pipeline).
-        records: What is known of every local parameter.
+        records: Records of all local parameters.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
-        names: Of all parameters of the uncut model, tied ones once.
+        names: Names of all parameters of the uncut model, tied ones once.
         whole: The uncut module's structure; None if every rank has all of it.
-        notes: Remarks for the user.
+        notes: Notes for the user.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the
             sequence whole; None: there is none.
     """
@@ -69,8 +69,9 @@ class ParallelModel:
     split_blocks: str | None = None
 
     def check(self, *, frozen: bool = True) -> None:
-        """Check that every parameter of the module is recorded, or with ``frozen=False`` every one
-        that is trained.
+        """Check that every parameter of the module is recorded.
+
+        With ``frozen=False`` only trained parameters are checked.
 
         Raises:
             ValueError: Some are not; names them.
@@ -89,7 +90,7 @@ class ParallelModel:
 
     @cached_property
     def kept(self) -> dict[str, nn.Parameter]:
-        """Parameters of the modules that every pipeline stage keeps, by name."""
+        """Return the parameters of the modules that every pipeline stage keeps, by name."""
         everywhere = self.cut.parts.everywhere if self.cut is not None else ()
         return {
             f"{top}.{name}": one
@@ -99,7 +100,7 @@ class ParallelModel:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Half-open layer ranges, one a stage; none without a pipeline."""
+        """Return the half-open layer ranges, one per stage; none without a pipeline."""
         return self.cut.ranges if self.cut is not None else ()
 
 
@@ -119,14 +120,15 @@ def parallelize(
 
     Args:
         module: The whole module, on the meta device or with values.
-        convert: Puts other modules and parameters into it, where something asks for them.
-        plan: What becomes of the submodules of the converted module.
-        mesh: This rank's place and groups.
-        partition: Layers a stage, or the name of each stage's first layer, for an uneven cut on
-            purpose.
-        seed: Decides the initial values of meta modules.
-        device: Where parameters go.
-        left: Names of meta parameters for which no initial values are drawn: somebody fills them.
+        convert: Replaces modules and parameters of it, if an option requires that.
+        plan: Returns the plan of the converted module.
+        mesh: This rank's coordinates and groups.
+        partition: Layers per stage, or the name of each stage's first layer, for a chosen uneven
+            cut.
+        seed: Seed of the initial values of meta modules.
+        device: Device of the parameters.
+        left: Names of meta parameters without drawn initial values, because their values are loaded
+            later.
         known: Places of the modules, if the check before launch has found them.
 
     Raises:
@@ -202,12 +204,13 @@ def parallelize(
 
 @dataclass(frozen=True)
 class KnownParts:
-    """Places of a whole model's modules, kept because it takes several runs without data to find
-    them.
+    """Places of a whole model's modules.
+
+    They are kept, because finding them takes several runs without data.
 
     Attributes:
         parts: The places.
-        found_for: Names and classes of the modules, and what the plan says of them.
+        found_for: Names and classes of the modules, and the plan's fields about places.
     """
 
     parts: ModelParts
@@ -217,11 +220,12 @@ class KnownParts:
     def of(
         cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None
     ) -> KnownParts:
-        """Find the places by the plan and the model, unless ``known`` has them; hooks may have
-        changed the model since.
+        """Return the places by the plan and the model, or ``known`` if it still applies.
+
+        Hooks may have changed the model since ``known`` was found.
 
         Raises:
-            ValueError: Of ``find_parts``.
+            ValueError: See ``find_parts``.
         """
         said = {
             name: getattr(plan, name)
@@ -241,13 +245,13 @@ class KnownParts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Whole:
-    """Properties of the uncut model's parameters.
+    """Names, positions and users of the uncut model's parameters.
 
     Attributes:
-        names: The first name under which each is registered; also of whatever took its place since.
-        order: Their positions, by name.
-        users: Names of the modules that hold each, tied ones included.
-        aliases: Further names -> the first.
+        names: First name under which each parameter, or its later replacement, is registered.
+        order: Position of each parameter, by name.
+        users: Names of the modules that hold each parameter, tied ones included.
+        aliases: Further names -> the first name.
     """
 
     names: dict[nn.Parameter, str]
@@ -281,8 +285,9 @@ def _build_local(
     whole: _Whole,
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Sharding]:
-    """Give values to and shard what is left in the tree, one module at a time; keeps
-    ``whole.names`` up to date."""
+    """Give values to the local modules and shard them, one module at a time.
+
+    Keeps ``whole.names`` up to date."""
     tensor, sequence_parallel = (
         mesh.group("tensor"),
         mesh.layout.sequence_parallel and mesh.group("tensor").size > 1,
@@ -292,7 +297,7 @@ def _build_local(
     places, names = _places(module), whole.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
-        # A kind may speak for a module with children, which then need their values first.
+        # A kind may apply to a module with children, which then need their values first.
         for suffix, part in (
             [("", child)] if kind is None or kind.keeps_children else child.named_modules()
         ):
@@ -325,9 +330,8 @@ def _build_local(
             parameter = new.get_parameter(key)
             names[parameter], shardings[parameter] = names[old[key]], sharding
             if parameter is not old[key] and len(whole.users[names[parameter]]) == 1:
-                old[key].data = old[key].data.new_empty(
-                    0
-                )  # the slice is a copy: the full value is not held any longer
+                # The slice is a copy. Release the full value.
+                old[key].data = old[key].data.new_empty(0)
     replace_aliases(module, shared)
     for name, parameter in module.named_parameters():
         if parameter not in shardings:
@@ -340,8 +344,9 @@ def _build_local(
 
 
 def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the parents and names under which each module is registered; a module may have several
-    names."""
+    """Return the parents and names under which each module is registered.
+
+    A module may have several names."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():
@@ -358,8 +363,9 @@ def _records(
     mesh: ProcessMesh,
     copy_groups: Mapping[int, Group],
 ) -> dict[nn.Parameter, ParameterRecord]:
-    """Records of the local parameters; makes the groups of shared ones (in the same order on all
-    ranks of a pipeline)."""
+    """Return the records of the local parameters.
+
+    The groups of shared parameters are made here, in the same order on all ranks of a pipeline."""
     pipeline, layout = mesh.group("pipeline"), mesh.layout
     same = [axis.name for axis in layout.axes if axis.reads == "same"]
     stages_of: dict[str, set[int]] = {}
@@ -424,15 +430,17 @@ def _records(
 
 
 def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
-    """The group of the pipeline ranks at ``places``; on another rank one of the others among
-    themselves, which has no use."""
+    """Return the group of the pipeline ranks at ``places``.
+
+    A rank outside of ``places`` gets a group of the remaining ranks, which is not used."""
     pipeline = mesh.group("pipeline")
     others = tuple(place for place in range(pipeline.size) if place not in places)
     return mesh.subgroup("pipeline", places if pipeline.rank in places else others)
 
 
 def _copies(mesh: ProcessMesh, copies: int) -> Group:
-    """The ``copies`` neighbouring members of the tensor group, this rank among them, that hold the
-    same heads."""
+    """Return the group of ``copies`` neighbouring tensor ranks that hold the same heads.
+
+    This rank is one of them."""
     start = mesh.group("tensor").rank // copies * copies
     return mesh.subgroup("tensor", tuple(range(start, start + copies)))
