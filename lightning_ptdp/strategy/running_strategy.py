@@ -111,8 +111,7 @@ class RunningStrategy(StrategyBase):
         assert self._engine is not None
         return self._engine
 
-    # ---- reductions, agreement and broadcasts that Lightning calls on all ranks
-    # -------------------
+    # ---- reductions, agreement and broadcasts that Lightning calls on all ranks ------------------
 
     @contextlib.contextmanager
     def one_step(self, hook: str, context: Callable[[], Context]) -> Iterator[None]:
