@@ -1,13 +1,17 @@
-"""Text to token batches.
+"""Data modules, and everything between text on disk and batches of tokens.
 
-``prepare(PrepareConfig(output=..., source=...))`` turns text into a folder of tokens once;
-``TextDataModule`` (for a GPT) or ``BertDataModule`` hands it to a Trainer, ``MixtureDataModule``
-several such folders, ``IndexedDataModule`` what Megatron-LM has prepared, and ``ChatDataModule``
-conversations with a model's own tokenizer.
-Below them: ``Corpus`` reads documents, ``Tokenizer`` makes ids, ``TokenStream`` gives blocks of
-tokens and ``BertStream`` masked pairs by number, and ``TokenLoader`` and ``EvaluationLoader``
-decide which replica reads which. litdata, sentencepiece, transformers and datasets are imported
-when they are used."""
+- ``prepare(PrepareConfig(output=..., source=...))`` tokenizes text once, into a folder.
+- ``TextDataModule`` (for a GPT) and ``BertDataModule`` read such a folder for a Trainer.
+- ``MixtureDataModule`` reads several such folders.
+- ``IndexedDataModule`` reads files that Megatron-LM prepared.
+- ``ChatDataModule`` reads conversations, written with the model's own tokenizer.
+
+Lower layers: ``Corpus`` reads documents. ``Tokenizer`` turns text into ids. ``TokenStream`` returns
+blocks of tokens by number, ``BertStream`` masked pairs. ``TokenLoader`` and ``EvaluationLoader``
+distribute samples over the replicas.
+
+litdata, sentencepiece, transformers and datasets are imported on first use.
+"""
 
 from lightning_ptdp.data.bert_datamodule import BertDataModule
 from lightning_ptdp.data.bert_stream import BertStream

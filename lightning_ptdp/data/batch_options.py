@@ -1,5 +1,4 @@
-"""The batch sizes that a user gives a data module, and what follows from them for a number of
-replicas."""
+"""Batch sizes of a data module, and the plans that follow for a number of replicas."""
 
 from __future__ import annotations
 
@@ -15,34 +14,39 @@ _MICRO_BATCH_SIZE = 8
 
 
 class RampUpOptions(TypedDict):
-    """Growth of the global batch to its full size; a mapping, because checkpoints and YAML hold
-    it."""
+    """Growth of the global batch to its full size.
+
+    A plain mapping, because checkpoints and YAML files contain it.
+    """
 
     start: Size
-    """Global batch of the first step, a multiple of the samples that a microbatch of every replica
-    takes."""
+    """Global batch of the first step: a multiple of ``micro_batch_size * replicas``."""
     increment: Size
-    """By how many samples it grows at once, such a multiple too."""
+    """Samples added to the global batch at a time: a multiple of ``micro_batch_size * replicas``.
+    """
     samples: Size
-    """Over how many samples it grows."""
+    """Number of samples over which the global batch grows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Sizes as given: of ``global_batch_size = micro_batch_size * num_microbatches * replicas`` any
-    two, the third follows.
+    """Batch sizes as the user gives them.
+
+    ``global_batch_size = micro_batch_size * num_microbatches * replicas``. Any two sizes determine
+    the third.
 
     Args:
-        global_batch_size: Samples of a step of all replicas.
-        micro_batch_size: Samples of a microbatch. Default: 8, or what follows.
-        num_microbatches: Microbatches of a step of one replica. Default: 1, or what follows.
-        ramp_up: Begin with a global batch of ``start`` samples, which grows by ``increment`` at a
-            time to the full one over the first ``samples`` samples (arXiv 2005.14165, section 2.3).
-            The strategy follows with ``PTDPStrategy(micro_batch_size=...)``.
+        global_batch_size: Samples in one step of all replicas.
+        micro_batch_size: Samples in a microbatch. Default: 8, or derived from the other two.
+        num_microbatches: Microbatches in one step of one replica. Default: 1, or derived from the
+            other two.
+        ramp_up: Start with a global batch of ``start`` samples and grow it by ``increment`` at a
+            time to its full size, over the first ``samples`` samples (arXiv 2005.14165, section
+            2.3). The strategy needs ``PTDPStrategy(micro_batch_size=...)`` to follow.
 
     Raises:
-        ValueError: A number is out of range, or they are not enough, or the ramp-up has other keys;
-            names field and value.
+        ValueError: A number is out of range, too few sizes are given, or the ramp-up has other
+            keys. The message names field and value.
     """
 
     global_batch_size: Size | None = None
@@ -64,10 +68,10 @@ class BatchOptions:
             )
 
     def plan(self, num_replicas: int) -> BatchPlan:
-        """Sizes of a step of ``num_replicas`` replicas, after the ramp-up.
+        """Return the sizes of a step of ``num_replicas`` replicas after the ramp-up.
 
         Raises:
-            ValueError: They do not divide; says what would.
+            ValueError: The sizes do not divide. The message gives sizes that do.
         """
         follows = self.global_batch_size is not None
         return BatchPlan.derive(
@@ -80,11 +84,11 @@ class BatchOptions:
         )
 
     def ramp(self, num_replicas: int) -> RampUp:
-        """The global batch of every step; constant without ``ramp_up``.
+        """Return the global batch of every step; it is constant without ``ramp_up``.
 
         Raises:
             ValueError: The ramp does not end at the global batch, or one of its sizes is not a
-                number of microbatches on every replica.
+                whole number of microbatches on every replica.
         """
         plan = self.plan(num_replicas)
         full = plan.global_batch
@@ -104,7 +108,7 @@ class BatchOptions:
         return ramp
 
     def plans(self, num_replicas: int) -> tuple[BatchPlan, ...]:
-        """The plan of every size that there will be, in their order.
+        """Return the plans of all sizes that the ramp-up passes through, in order.
 
         Raises:
             ValueError: As for ``plan`` and ``ramp``.

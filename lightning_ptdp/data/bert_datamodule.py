@@ -1,4 +1,4 @@
-"""Text for the pretraining of a BERT."""
+"""Data module for the pretraining of a BERT."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ __all__ = ["BertDataModule"]
 
 
 class BertDataModule(TextDataModule):
-    """Any text as batches of masked pairs of segments (see ``BertStream``), prepared, shuffled and
-    resumed as ``TextDataModule`` does.
+    """Text as batches of masked pairs of segments, as ``BertStream`` draws them.
 
-    The tokenizer has the pieces [CLS], [SEP] and [MASK], so that ``data_dir`` is another one than a
-    GPT's. Masks and pairs are drawn anew in every epoch, and are always the same for validation.
+    The text is prepared, shuffled and resumed as in ``TextDataModule``.
+
+    The tokenizer has the additional pieces [CLS], [SEP] and [MASK]. ``data_dir`` therefore differs
+    from the folder for a GPT. Masks and pairs are drawn again in every training epoch; validation
+    always uses the same ones.
 
     Args:
-        pairs: "swap", half of the pairs in the wrong order (sentence order, arXiv 1909.11942); or
-            "next", half of the second segments from another document (next sentence, arXiv
+        pairs: "swap": half of the pairs are in the wrong order (sentence order, arXiv 1909.11942).
+            "next": half of the second segments come from another document (next sentence, arXiv
             1810.04805).
-        mask_probability: Share of the tokens that are predicted, in whole words; of them 80 %
-            become [MASK], 10 % a random token.
-        kwargs: Those of ``TextDataModule``.
+        mask_probability: Share of the tokens to predict, chosen as whole words. 80 % of them become
+            [MASK], 10 % a random token.
+        kwargs: Arguments of ``TextDataModule``.
 
     Raises:
         ValueError: A value is out of range; the message names it.

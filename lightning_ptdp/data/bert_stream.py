@@ -1,5 +1,6 @@
-"""Samples for a BERT, by number: a pair of segments from a window of one document, with some of its
-words masked.
+"""Random access to samples for a BERT: pairs of segments with masked words.
+
+A sample is a pair of segments from a window of one document, with some of its words masked.
 
 ::
 
@@ -10,8 +11,9 @@ words masked.
     masked_positions   2 3 7 0                                         (0 fills up: [CLS] has no label)
     next_sentence_label  0
 
-Everything random about a sample is drawn from (seed, epoch, sample): other masks and other pairs in
-every epoch, and the same ones on every rank, after every resume, and with any number of workers.
+All random choices of a sample depend on (seed, epoch, sample) only. Masks and pairs therefore
+differ between epochs, and are the same on every rank, after every resume, and with any number of
+workers.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from lightning_ptdp.data.word_boundaries import Vocabulary
 __all__ = ["BertStream"]
 
 _SPECIAL = 3  # [CLS] and two [SEP]
-_FACTS = 3  # of a row: end of the first segment, end of the second, sentence label
+_FACTS = 3  # Per row: end of the first segment, end of the second, sentence label.
 _TRIES = 16
 
 
@@ -46,18 +48,18 @@ class BertStream(SampleStream):
     """Random access to the samples of one split.
 
     Args:
-        folder: What ``prepare`` made with the pieces [CLS], [SEP] and [MASK].
+        folder: Folder that ``prepare`` made, with the pieces [CLS], [SEP] and [MASK].
         split: ``"train"`` or ``"validation"``.
         sequence_length: s, tokens of a sample, special ones included.
-        max_samples: Use the first so many windows only.
-        pairs: ``"swap"`` (sentence order: the second segment may stand in front of the first) or
-            ``"next"`` (next sentence: it may come from another document).
-        mask_probability: Share of the tokens that are predicted.
-        seed: Of all that is drawn.
+        max_samples: Use only this many windows, from the first on.
+        pairs: ``"swap"`` (sentence order: the two segments may be exchanged) or ``"next"`` (next
+            sentence: the second segment may come from another document).
+        mask_probability: Share of the tokens to predict.
+        seed: Seed of all random choices.
 
     Raises:
-        StoreError: The folder is not prepared data, or the split holds no window, or only one
-            document where pairs of two are needed.
+        StoreError: The folder is not prepared data, the split holds no window, or ``pairs="next"``
+            finds only one document.
         TokenizerError: The tokenizer lacks the pieces.
         ValueError: A number is out of range.
     """
@@ -103,13 +105,15 @@ class BertStream(SampleStream):
             samples=windows,
             sequence_length=sequence_length,
             max_samples=max_samples,
-            # Its samples are other ones than those of a TokenStream over the same files.
+            # The samples differ from those of a TokenStream over the same files.
             fingerprint=hashlib.sha256(f"{manifest.fingerprint(split)} pairs".encode()).hexdigest(),
         )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Rows, int32, which ``as_batch`` takes apart; visit ``epoch * len(self) + sample``, or
-        ``PADDING`` for a row that fills up."""
+        """Return int32 rows, which ``as_batch`` splits into tensors.
+
+        Visit ``epoch * len(self) + sample`` selects a sample; ``PADDING`` selects a padding row.
+        """
         return np.stack(
             [
                 self._padding() if visit == PADDING else self._row(*divmod(int(visit), self._size))
@@ -118,8 +122,11 @@ class BertStream(SampleStream):
         )
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """Tensors, int64: ``input_ids``, ``token_type_ids``, ``attention_mask``, ``labels`` (b, s),
-        ``masked_positions`` (b, k) and ``next_sentence_label`` (b,)."""
+        """Split rows into int64 tensors.
+
+        ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels`` have shape (b, s),
+        ``masked_positions`` has (b, k) and ``next_sentence_label`` has (b,).
+        """
         s, k = self.sequence_length, self.num_predictions
         ids, labels, positions, facts = (
             torch.from_numpy(rows).long().split((s, s, k, _FACTS), dim=1)
@@ -144,7 +151,7 @@ class BertStream(SampleStream):
         tokens = np.concatenate(([words.cls], first, [words.sep], second, [words.sep])).astype(
             np.int32
         )
-        # Words do not go on from one segment into the other; [CLS] and [SEP] are no words.
+        # A word never continues from one segment into the next. [CLS] and [SEP] are not words.
         begin = len(first) + 2
         starts = np.concatenate((1 + words.word_starts(first), begin + words.word_starts(second)))
         starts = np.sort(np.append(starts, begin - 1))
@@ -168,8 +175,10 @@ class BertStream(SampleStream):
         return row
 
     def _padding(self) -> np.ndarray:
-        """An empty pair, without labels; its three tokens can be attended to, so that no softmax is
-        over nothing."""
+        """Return an empty pair without labels.
+
+        Its three tokens can be attended to, because a softmax over nothing is NaN.
+        """
         words, s = self._vocabulary, self.sequence_length
         row = np.full(2 * s + self.num_predictions + _FACTS, words.pad, np.int32)
         row[:3] = words.cls, words.sep, words.sep
@@ -184,21 +193,21 @@ class BertStream(SampleStream):
         )
 
     def _elsewhere(self, sample: int, draws: Draws) -> int:
-        """A window of another document."""
+        """Return the number of a window of another document."""
         documents = self._windows.documents
         for other in draws.below(len(documents), _TRIES):
             if documents[other] != documents[sample]:
                 return int(other)
-        # One document is nearly everything: take a window of one of the others.
+        # One document fills nearly the whole split: draw among the windows of all other documents.
         others = np.flatnonzero(documents != documents[sample])
         return int(others[draws.below(len(others))[0]])
 
 
 def check_options(*, sequence_length: int, mask_probability: float) -> None:
-    """Check what a user typed.
+    """Check the options of a user.
 
     Raises:
-        ValueError: Names the field and what would work.
+        ValueError: A value is out of range. The message names the field and values that work.
     """
     check_integer("sequence_length", sequence_length, least=_SPECIAL + LEAST_TOKENS)
     check_fraction("mask_probability", mask_probability, note="; BERT's is 0.15")

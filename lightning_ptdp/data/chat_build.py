@@ -1,4 +1,4 @@
-"""Conversations as samples of a prepared folder: which, written how, and made once."""
+"""Preparation of conversations: rows in, a folder of tokenized samples out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Which conversations to prepare, where, and how; see ``ChatDataModule``.
+    """Source, destination and options of a preparation of conversations.
+
+    ``ChatDataModule`` documents the fields.
 
     Raises:
         ValueError: A value is out of range; the message names it.
@@ -62,10 +64,10 @@ class ChatConfig:
         check_fraction("validation_fraction", self.validation_fraction)
 
     def tokenizer(self) -> HuggingFaceTokenizer:
-        """The model's.
+        """Return the tokenizer of the model.
 
         Raises:
-            TokenizerError: None is named, or it is not there.
+            TokenizerError: ``tokenizer_dir`` is not set or does not exist.
         """
         if self.tokenizer_dir is None:
             raise TokenizerError(
@@ -82,7 +84,7 @@ class ChatConfig:
         """Return the settings that determine the contents of the folder.
 
         Raises:
-            TokenizerError: The file of the chat template is not there.
+            TokenizerError: The file of the chat template does not exist.
         """
         template = (
             None
@@ -90,7 +92,7 @@ class ChatConfig:
             else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
         )
         named = ("path", "validation_path", "learn", "faulty", "validation_fraction", "split_seed")
-        # As JSON gives it back.
+        # Convert to JSON and back, so that the settings compare equal to those of a manifest.
         values = {
             "form": FORM,
             **{name: getattr(self, name) for name in named},
@@ -109,7 +111,7 @@ class ChatConfig:
         return f"ptdp-data/{Path(roots[0]).stem if roots else 'docstrings'}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     def listing(self) -> str:
-        """A hash of names and sizes of the files: tells changed data without reading them."""
+        """Return a hash of names and sizes of the files, to detect changes without reading them."""
         files = [
             file
             for path in (self.path, self.validation_path)
@@ -124,14 +126,16 @@ class ChatConfig:
         ).hexdigest()
 
     def check(self, *, hashes: bool = True) -> Manifest | None:
-        """Everything that can be seen before reading all rows: the files, the columns, the template
-        on the first row. Writes nothing.
+        """Check everything that does not require reading all rows; write nothing.
 
-        Returns the manifest if the folder is there already, made with the same settings and intact;
-        else None.
+        The checks cover the files, the columns, and the template on the first row.
+
+        Returns:
+            The manifest if the folder already exists, was made with the same settings and is
+            intact; otherwise None.
 
         Raises:
-            DataError: Says what is wrong, and the mend.
+            DataError: The message says what is wrong and how to correct it.
         """
         output = Path(self.output)
         manifest = check_place(
@@ -166,10 +170,10 @@ class ChatConfig:
 
 
 def prepare_chat(config: ChatConfig, *, hashes: bool = True) -> Manifest:
-    """Make the folder, or find it made already with the same settings.
+    """Prepare the folder, or return the manifest of one made with the same settings.
 
     Raises:
-        DataError: Of ``ChatConfig.check``, or a row is faulty; names it.
+        DataError: As for ``ChatConfig.check``, or a row is faulty; the message names the row.
     """
     manifest = config.check(hashes=hashes)
     output = Path(config.output)
@@ -243,7 +247,7 @@ def _build(config: ChatConfig, folder: Path, parts: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """All samples of a source, in files, with a hash of each."""
+    """All samples of a source, in files, with a hash of each sample."""
 
     tokens: np.ndarray
     learned: np.ndarray
@@ -291,8 +295,10 @@ class _Gathered:
 
 
 def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
-    """Which samples are for validation: those of the lowest hashes, so that equal ones stay
-    together."""
+    """Return a mask of the validation samples: those with the lowest hashes.
+
+    Equal samples have equal hashes and therefore stay in the same split.
+    """
     count = max(round(fraction * len(scores)), 1)
     chosen: np.ndarray = scores <= np.sort(scores)[count - 1]
     if chosen.all():
@@ -308,7 +314,7 @@ def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
 def _encoded(
     config: ChatConfig, path: str | Sequence[str] | None, split: str, faulty: Counter[str]
 ) -> Iterator[tuple[int, int, Sample]]:
-    """(hash, characters, tokens) of every row, in their order."""
+    """Yield (hash, characters, sample) of every row, in the order of the rows."""
     rows = read_rows(path, split=split)
     first = next(rows, None)
     if first is None:

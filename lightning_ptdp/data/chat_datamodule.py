@@ -1,4 +1,4 @@
-"""Conversations and instructions for a Trainer, prepared once."""
+"""Data module for conversations and instructions, prepared once."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ _log = logging.getLogger(__name__)
 
 
 class ChatDataModule(StreamDataModule):
-    """Chat or instruction data as batches in which the answers are learned: ``{"input_ids",
-    "labels"}`` and, of packed samples, ``"position_ids"``, int64 of shape (batch, sequence_length),
-    labels shifted by one and -100 outside of answers.
+    """Chat or instruction data as batches in which the answers are learned.
 
-    The conversations are written with the tokenizer's own chat template and tokenized into
-    ``data_dir`` by the first process that trains (or by ``ptdp prepare``), and found there
-    afterwards.
+    A batch is ``{"input_ids", "labels"}``, and with packing ``"position_ids"``: int64 of shape
+    (batch, sequence_length). Labels are shifted by one, and -100 outside of answers.
+
+    The conversations are written with the tokenizer's own chat template. The first training process
+    (or ``ptdp prepare``) tokenizes them into ``data_dir``; later runs use that folder.
 
     Args:
-        tokenizer_dir: Folder of the tokenizer, mostly the model's. ``ptdp`` takes ``model.path``
-            where there is none.
-        data_dir: Folder of the prepared data. Default: one in ``ptdp-data`` that is named after the
+        tokenizer_dir: Folder of the tokenizer, usually that of the model. ``ptdp`` uses
+            ``model.path`` by default.
+        data_dir: Folder of the prepared data. Default: a folder in ``ptdp-data`` named after the
             data, the tokenizer and the settings.
         path: JSON lines, Parquet, a folder of them, a folder of Hugging Face ``datasets``, or a
-            list; none is questions about the standard library's functions, answered by their
-            docstrings.
-        columns: Names of the columns, by what they hold: ``messages``; or ``prompt`` and
-            ``response``; or ``instruction``, ``input`` and ``output``; with ``system``. Default:
-            columns of these names.
-        chat_template: A file with a Jinja template, in the place of the tokenizer's.
-        learn: All answers of a conversation, or its last one only.
-        packing: Put several samples into one sequence. Attention does not cross them, so that loss
-            and gradients are those of the samples apart, and less is filled up.
-        too_long: What becomes of a sample that is longer than the sequence: cut off, dropped, or an
-            error. How many there are is said.
-        faulty: Whether a row that the template does not take, or without an answer, is an error or
-            left out.
+            list of these. Default: questions about the functions of the standard library, answered
+            by their docstrings.
+        columns: Mapping from content to column name, with the keys ``messages``; or ``prompt`` and
+            ``response``; or ``instruction``, ``input`` and ``output``; each with an optional
+            ``system``. Default: columns with these names.
+        chat_template: File with a Jinja template that replaces the tokenizer's.
+        learn: Learn all answers of a conversation, or only its last one.
+        packing: Put several samples into one sequence. Attention does not cross samples. Loss and
+            gradients are therefore those of separate samples, with less padding.
+        too_long: Treatment of samples that are longer than the sequence: cut, drop, or raise an
+            error. Their number is logged.
+        faulty: Treatment of rows that the template rejects or that have no answer: raise an error,
+            or drop them.
         validation_path: Data for validation. Default: a part of ``path``.
-        validation_fraction: Part of the samples that is kept for validation.
-        split_seed: Of the choice of samples.
-        overwrite: Prepare again where data_dir was made with other settings or is damaged.
-        prepare_workers: Processes that tokenize, once.
-        verify_hashes: Compare every file's hash before training, not only its size.
-        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
+        validation_fraction: Fraction of the samples used for validation.
+        split_seed: Seed of the choice of validation samples.
+        overwrite: Prepare again if data_dir was made with other settings or is damaged.
+        prepare_workers: Number of processes that tokenize during the preparation.
+        verify_hashes: Compare the hash of every file before training, not only its size.
+        kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed.
 
     Raises:
         ValueError: A value is out of range; the message names it.
@@ -101,7 +101,7 @@ class ChatDataModule(StreamDataModule):
         )
         if data_dir is None and tokenizer_dir is not None:
             data_dir = config.folder
-        # Checkpoints name the data folder, in which the tokenizer is.
+        # Checkpoints name the data folder, which contains the tokenizer.
         self.save_hyperparameters()
         self.prepare_config = replace(config, output=data_dir or "")
         self.data_dir = Path(self.prepare_config.output)
@@ -115,31 +115,35 @@ class ChatDataModule(StreamDataModule):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """Return the hyperparameters for loggers, with the data's path under another name than the
-        model's."""
+        """Return the hyperparameters for loggers.
+
+        ``path`` becomes ``data_path``, because the model has a ``path`` too.
+        """
         values = super().hparams_initial
         return AttributeDict(
             {"data_path" if name == "path" else name: value for name, value in values.items()}
         )
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """Find what is wrong before a process is started: the data, their columns, the tokenizer
-        and its template; and where they are prepared already, whether they fit. Writes nothing.
+        """Check data, columns, tokenizer and template before a process is started; write nothing.
+
+        Data that are already prepared are compared with the settings.
 
         Raises:
-            DataError: Says what is wrong, and the mend.
-            ValueError: The batch sizes do not divide for so many replicas.
+            DataError: The message says what is wrong and how to correct it.
+            ValueError: The batch sizes do not divide for this number of replicas.
         """
         self.batch_plans(num_replicas=num_replicas)
         if self.prepare_config.check(hashes=self.verify_hashes) is not None:
             super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:
-        """Make ``data_dir``, and say how many samples are too long; Lightning calls this in one
-        process of a node.
+        """Prepare ``data_dir`` and log how many samples are too long.
+
+        Lightning calls this in one process per node.
 
         Raises:
-            DataError: A row is faulty, or too long.
+            DataError: A row is faulty or too long.
         """
         prepare_chat(self.prepare_config, hashes=self.verify_hashes)
         for split in SPLITS:
@@ -158,10 +162,10 @@ class ChatDataModule(StreamDataModule):
             )
 
     def setup(self, stage: str | None = None) -> None:
-        """Check in every process that ``data_dir`` is what the manifest says.
+        """Check in every process that ``data_dir`` matches its manifest.
 
         Raises:
-            DataError: It is not.
+            DataError: It does not match.
         """
         verify_chat(self.data_dir, hashes=False)
 

@@ -1,5 +1,6 @@
-"""Conversations as tokens on disk, of every length; what a sequence takes of them is decided when
-it is read.
+"""Tokenized conversations on disk, at their full length.
+
+They are cut or packed into sequences only when they are read.
 
 ::
 
@@ -32,10 +33,10 @@ Sample = tuple[np.ndarray, np.ndarray]
 
 
 class ChatStore:
-    """The samples of one split, mapped into memory.
+    """Samples of one split, mapped into memory.
 
     Attributes:
-        lengths: Tokens of every sample, int64.
+        lengths: Number of tokens of every sample, int64.
 
     Raises:
         StoreError: The folder is not prepared chat data, or is damaged.
@@ -66,11 +67,11 @@ class ChatStore:
         self.vocabulary_size = manifest.vocabulary_size
 
     def __reduce__(self) -> tuple[type[ChatStore], tuple[Path, SplitName]]:
-        """Pickle the path only; the copy maps the files again."""
+        """Pickle only the path; the copy maps the files again."""
         return ChatStore, (self._folder, self._split)
 
     def read(self, index: int) -> Sample:
-        """Return the ids of one sample, and which of them are learned.
+        """Return the ids of one sample, and a mask of the learned ones.
 
         Raises:
             StoreError: An id is outside the vocabulary.
@@ -89,8 +90,10 @@ class ChatStore:
         check_ids(self._tokens, self.vocabulary_size, self._folder / self._split / _TOKENS)
 
     def learned_within(self, most: int) -> np.ndarray:
-        """Return whether each sample has something to learn among its first ``most`` tokens (the
-        first is never predicted), bool."""
+        """Return whether each sample has something to learn in its first ``most`` tokens, bool.
+
+        The first token of a sample is never predicted and does not count.
+        """
         ends = zip(self._boundaries[:-1], self._boundaries[1:], strict=True)
         return np.array([self._learned[start:stop][1:most].any() for start, stop in ends], bool)
 
@@ -105,11 +108,12 @@ class ChatStore:
 
 
 def verify_chat(folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Check a prepared folder against its manifest, and its tokens against the vocabulary unless
-    ``hashes`` is off.
+    """Check a prepared folder against its manifest.
+
+    With ``hashes``, also compare all tokens with the vocabulary.
 
     Raises:
-        StoreError: The message names the first file that is wrong.
+        StoreError: The message names the first wrong file.
     """
     manifest = Manifest.read(folder)
     check_files(folder, manifest, hashes=hashes)

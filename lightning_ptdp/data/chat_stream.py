@@ -1,5 +1,6 @@
-"""Conversations by number, alone in a sequence or several in one, as batches of inputs, labels and
-positions.
+"""Random access to sequences of conversations, as inputs, labels and positions.
+
+A sequence holds one conversation, or several with packing.
 
 ::
 
@@ -7,9 +8,10 @@ positions.
     positions     0  1  2  3    0  1  2   0 1
     labels       a1 a2 a3 a4   b1 b2 b3   - -        -100 where the label is of no answer
 
-The last token of a sample is a label only. Positions begin anew where the next sample does, from
-which transformers' models tell that attention does not cross; what fills up is a document of its
-own, whose labels nothing counts."""
+The last token of a sample is a label only. Positions restart at every sample; transformers' models
+derive from them that attention does not cross samples. Padding is a document of its own without
+labels.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,20 @@ class ChatStream(SampleStream):
     """Random access to the sequences of one split of prepared conversations.
 
     Args:
-        folder: What ``prepare_chat`` made.
+        folder: Folder that ``prepare_chat`` made.
         split: ``"train"`` or ``"validation"``.
         sequence_length: s, tokens of a sequence.
         packing: Put several samples into one sequence.
-        too_long: What becomes of a sample of more than s + 1 tokens.
-        max_samples: Use the first so many sequences only.
+        too_long: Treatment of samples of more than s + 1 tokens.
+        max_samples: Use only this many sequences, from the first on.
 
     Attributes:
-        longer: How many samples are longer.
-        samples: How many samples there are.
+        longer: Number of samples of more than s + 1 tokens.
+        samples: Number of samples.
 
     Raises:
-        StoreError: The folder is not prepared data, no sample fits, or one is too long or has
-            nothing to learn once it is cut.
+        StoreError: The folder is not prepared data, no sample fits, a sample is too long, or a
+            sample has nothing to learn after it is cut.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class ChatStream(SampleStream):
         )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Inputs, labels and positions, int32 of shape (b, 3, s)."""
+        """Return inputs, labels and positions, int32 of shape (b, 3, s)."""
         length = self.sequence_length
         rows = np.zeros((len(visits), 3, length), np.int32)
         rows[:, 1] = IGNORE_INDEX
@@ -120,8 +122,10 @@ class ChatStream(SampleStream):
         return rows
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, and of packed samples ``position_ids``, int64 of shape (b,
-        s)."""
+        """Return ``input_ids``, ``labels`` and, with packing, ``position_ids``.
+
+        All are int64 of shape (b, s).
+        """
         tensors = torch.from_numpy(rows).long()
         batch = {"input_ids": tensors[:, 0].contiguous(), "labels": tensors[:, 1].contiguous()}
         return {**batch, "position_ids": tensors[:, 2].contiguous()} if self.packing else batch

@@ -1,8 +1,8 @@
-"""Rows of chat and instruction data as conversations: which columns they are in, and where the rows
-come from.
+"""Conversion of rows of chat and instruction data to conversations.
 
-The ``datasets`` library does the reading: JSON lines, Parquet, or a folder that ``save_to_disk``
-wrote."""
+The ``datasets`` library reads the rows: JSON lines, Parquet, or a folder that ``save_to_disk``
+wrote. ``Columns`` finds the columns that hold a conversation.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _ALSO = {
     "response": ("completion",),
     "output": ("response",),
 }
-"""Names under which a column is found beside its own."""
+"""Additional names under which a column is found."""
 _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
-"""Roles of data in the form {"from": ..., "value": ...}."""
+"""Roles in data of the form {"from": ..., "value": ...}."""
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 _DOCSTRINGS = 2000
 _LONGEST_LINE, _LONGEST_DOCUMENT = 1 << 26, 1 << 30  # bytes
@@ -52,8 +52,10 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class FaultyRow(PTDPError, ValueError):
-    """A row that no conversation, or nothing to learn, can be made of; the message says why and
-    what to do."""
+    """A row without a usable conversation or without anything to learn.
+
+    The message gives the reason and the correction.
+    """
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,18 @@ class Columns:
     """Names of the columns that hold a conversation.
 
     Attributes:
-        names: By what it holds, the column: ``messages``; or ``prompt`` and ``response``; or
-            ``instruction``, ``output`` and perhaps ``input``; each perhaps with ``system``.
+        names: Mapping from content to column: ``messages``; or ``prompt`` and ``response``; or
+            ``instruction``, ``output`` and optionally ``input``; each with an optional ``system``.
     """
 
     names: Mapping[str, str]
 
     @classmethod
     def of(cls, present: Iterable[str], given: Mapping[str, str], *, where: str) -> Columns:
-        """The mapping that is given, filled up with columns of the usual names.
+        """Complete the given mapping with columns of the usual names.
 
         Raises:
-            CorpusError: A key is none of a mapping, or a column is not there; names the nearest.
+            CorpusError: A key is unknown or a column does not exist. The message names the nearest.
         """
         present = list(present)
         keys = list(dict.fromkeys([*(key for form in _FORMS for key in form), "system"]))
@@ -107,10 +109,10 @@ class Columns:
         )
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """The messages of a row.
+        """Return the messages of a row.
 
         Raises:
-            FaultyRow: A column is empty or of another type.
+            FaultyRow: A column is empty or has another type.
         """
         names = self.names
         if "messages" in names:
@@ -141,11 +143,13 @@ class Columns:
 
 
 def chat_files(path: str | Sequence[str]) -> list[Path]:
-    """The files behind a path: the files named, those of a folder, or a folder that ``datasets``
-    saved itself.
+    """Return the files of a path.
+
+    A path names a file, a folder of files, or a folder that ``datasets`` saved, which counts as one
+    file.
 
     Raises:
-        CorpusError: There is none, or it is of a kind that cannot be read.
+        CorpusError: There is no file, or its type is not supported.
     """
     files: list[Path] = []
     for root in [Path(path)] if isinstance(path, str) else map(Path, path):
@@ -179,30 +183,31 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
 def read_rows(
     path: str | Sequence[str] | None, *, split: str = "train"
 ) -> Iterator[dict[str, Any]]:
-    """The rows, in their order; without a path, questions about the functions of the installed
-    Python's standard library.
+    """Yield the rows in order.
+
+    Without a path, yield questions about functions of the installed Python's standard library.
 
     Args:
         path: JSON lines, Parquet, a folder of them, a folder that ``save_to_disk`` of ``datasets``
             wrote, or several of them.
-        split: Which one of a saved folder that holds several.
+        split: Split to read from a saved folder with several splits.
 
     Raises:
-        CorpusError: A file cannot be read, or is not what its name says.
+        CorpusError: A file cannot be read, or its contents do not match its name.
     """
     if path is None:
         yield from islice(_docstrings(), _DOCSTRINGS)
         return
     for file in chat_files(path):
         if file.is_file() and not file.stat().st_size:
-            continue  # datasets falls over it
+            continue  # datasets fails on an empty file
         with reading(f"path={file}", CorpusError, "copy it again"):
             _check_file(file)
         try:
             yield from _rows_of(file, split)
         except (CorpusError, RequirementError):
             raise
-        except Exception as error:  # of datasets and pyarrow, which have many
+        except Exception as error:  # datasets and pyarrow raise many types
             raise CorpusError(f"path={file} cannot be read: {_why(file, error)}") from error
 
 
@@ -221,9 +226,9 @@ def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
         return
     log = logging.getLogger("datasets")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # what it logs of a file that it cannot read, the error says
+    log.setLevel(logging.CRITICAL)  # The error repeats what it logs about an unreadable file.
     try:
-        # Streamed: nothing is copied into a cache.
+        # Streaming avoids a copy in a cache.
         yield from datasets.load_dataset(
             _BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True
         )
@@ -232,8 +237,10 @@ def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _check_file(file: Path) -> None:
-    """Refuse what a reader would wait for, fill the memory with, or end the process over (pyarrow,
-    of deep brackets)."""
+    """Refuse files that would block the reader, fill the memory or crash the process.
+
+    pyarrow crashes on deeply nested brackets.
+    """
     if file.is_dir():
         return
     size = regular_size(file)
@@ -250,13 +257,15 @@ def _check_file(file: Path) -> None:
 def _first_hole(descriptor: int, size: int) -> int:
     try:
         return os.lseek(descriptor, 0, os.SEEK_HOLE)
-    except OSError:  # of a file system that knows no holes
+    except OSError:  # the file system does not report holes
         return size
 
 
 def _check_depth(stream: IO[bytes], *, one_document: bool) -> None:
-    """Compare the depth of brackets with a limit; a line of few brackets is not looked into, unless
-    the document goes on in the next."""
+    """Compare the nesting depth of brackets with a limit.
+
+    Lines with few brackets are skipped, unless the document continues on the next line.
+    """
     longest = _LONGEST_DOCUMENT if one_document else _LONGEST_LINE
     depth = 0
     for number, line in enumerate(iter(partial(stream.readline, longest), b""), start=1):
@@ -272,7 +281,7 @@ def _check_depth(stream: IO[bytes], *, one_document: bool) -> None:
 
 
 def _why(file: Path, error: Exception) -> str:
-    """Return the first line that is no JSON object, or else what the library says."""
+    """Return the first line that is no JSON object, or else the library's reason."""
     if file.is_file() and _BUILDERS[file.suffix] == "json":
         with open(file, "rb") as stream:
             lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
@@ -283,7 +292,7 @@ def _why(file: Path, error: Exception) -> str:
 
 
 def _wrong_line(line: bytes) -> str:
-    """Return what is wrong with a line of a file of JSON lines, or an empty text."""
+    """Return the defect of a line of a file of JSON lines, or an empty text."""
     if len(line) == _LONGEST_LINE:
         return f"has more than {_LONGEST_LINE} bytes"
     try:
@@ -306,7 +315,7 @@ def _has(present: Sequence[str]) -> str:
 
 
 def _said(value: object, role: str, column: str) -> Conversation:
-    """A text as one message; a list of messages as it is."""
+    """Return a text as one message, and a list of messages unchanged."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if isinstance(value, list):
@@ -329,7 +338,7 @@ def _messages(value: object, column: str) -> Conversation:
         )
     messages = []
     for number, message in enumerate(value, start=1):
-        # What one message has and another has not, a table fills up with None.
+        # Tables store None for a key that other messages have.
         said = {key: entry for key, entry in message.items() if entry is not None}
         if "from" in said and "role" not in said:
             role = said.pop("from")
@@ -344,8 +353,10 @@ def _messages(value: object, column: str) -> Conversation:
 
 
 def _docstrings() -> Iterator[dict[str, Any]]:
-    """Yield questions about public functions and classes, answered by the first paragraphs of their
-    docstrings."""
+    """Yield questions about public functions and classes of the standard library.
+
+    Each is answered by the first paragraph of the docstring.
+    """
     for document in Corpus(suffixes=(".py",)).documents():
         try:
             tree = ast.parse(document.text)

@@ -1,7 +1,8 @@
-"""Text from files, folders and JSON-lines, one document at a time, always in the same order.
+"""Reader of text from files, folders and JSON lines, one document at a time.
 
-Without a source the text is the installed Python's own standard library, which every machine has
-(about 9 MB; read where it lies, nothing is copied or redistributed)."""
+The order of documents is always the same. Without a source, the text is the standard library of the
+installed Python, which every machine has: about 9 MB, read in place.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,11 @@ _DECODED_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and where it came from: a file's relative path, with ``:line`` for JSON-lines and
-    ``#number`` in a big text file."""
+    """One text and its origin.
+
+    The name is the relative path of the file, with ``:line`` for JSON lines and ``#number`` in a
+    big text file.
+    """
 
     name: str
     text: str
@@ -55,13 +59,13 @@ class Document:
 
 @dataclass
 class ReadReport:
-    """Statistics of one pass over the corpus; filled while the documents are read."""
+    """Statistics of one pass over the corpus, filled while the documents are read."""
 
     documents: int = 0
     undecodable: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """One line for the log, empty if every text was UTF-8."""
+        """Return one line for the log, empty if every text was UTF-8."""
         if not self.undecodable:
             return ""
         more = ", …" if len(self.undecodable) > _MAX_LISTED else ""
@@ -73,16 +77,17 @@ class Corpus:
     """A source of documents.
 
     Args:
-        source: A file, a folder (searched recursively), or several of them; None is the standard
-            library's sources. Files that end in ``.jsonl`` or ``.ndjson`` hold one document a line,
-            every other file is one document, or several if it is bigger than ``document_bytes``.
-        suffixes: Which files of a folder are read; a file that is named itself is always read.
-            Hidden files are not.
-        text_field: The key of a JSON line's object that holds the text.
-        undecodable: What to do with text that is not UTF-8: ``"replace"`` the bad bytes by U+FFFD,
-            ``"skip"`` the document, or raise (``"error"``).
-        document_bytes: A text file that is bigger is cut between lines into documents of about this
-            size.
+        source: A file, a folder (searched recursively), or several of them. None selects the
+            sources of the standard library. Files that end in ``.jsonl`` or ``.ndjson`` hold one
+            document per line. Every other file is one document, or several if it is bigger than
+            ``document_bytes``.
+        suffixes: File name endings to read from a folder. Hidden files are skipped. A file named in
+            ``source`` is always read.
+        text_field: Key of the text in the object of a JSON line.
+        undecodable: Treatment of text that is not UTF-8: ``"replace"`` the bad bytes by U+FFFD,
+            ``"skip"`` the document, or raise an ``"error"``.
+        document_bytes: Approximate size of the documents into which a bigger text file is cut,
+            between lines.
 
     Raises:
         CorpusError: From ``files`` and ``documents``: a path is missing, unreadable, or holds no
@@ -105,7 +110,7 @@ class Corpus:
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The paths as they were given; empty for the standard library."""
+        """The given paths; empty for the standard library."""
         if self.source is None:
             return ()
         paths = [self.source] if isinstance(self.source, str | Path) else list(self.source)
@@ -117,7 +122,7 @@ class Corpus:
         return tuple(str(path) for path in paths)
 
     def files(self) -> list[CorpusFile]:
-        """All files, in the order in which they are read; every one exists and can be opened."""
+        """Return all files in reading order, after a check that each exists and can be opened."""
         if self.source is None:
             found = list(_standard_library())
         else:
@@ -130,20 +135,20 @@ class Corpus:
         return found
 
     def documents(self, report: ReadReport | None = None) -> Iterator[Document]:
-        """Every document with text in it; ``report`` is filled on the way."""
+        """Yield every document that has text, and fill ``report`` during the pass."""
         report = ReadReport() if report is None else report
         for piece in self.pieces(self.files()):
             yield from self.read(piece, report)
 
     def pieces(self, files: Iterable[CorpusFile]) -> Iterator[Piece]:
-        """The files, cut into pieces that can be read one by one."""
+        """Cut the files into pieces that can be read separately."""
         for file in files:
             cut = cut_lines if file.path.suffix.lower() in _JSON_LINES else cut_text
             with reading(f"source file {file.path}", CorpusError):
                 yield from cut(file, self.document_bytes)
 
     def read(self, piece: Piece, report: ReadReport) -> Iterator[Document]:
-        """The documents of a piece."""
+        """Yield the documents of a piece."""
         with reading(f"source file {piece.file.path}", CorpusError):
             data = piece.read()
         for document in (
@@ -166,7 +171,7 @@ class Corpus:
             if not raw or not raw.strip("\ufeff \t\r\n"):
                 continue
             text = self._field(raw.lstrip("\ufeff"), f"{piece.file.path}:{number}")
-            # JSON may spell half a surrogate pair, which no encoding can hold.
+            # JSON can contain half a surrogate pair, which UTF-8 cannot encode.
             text = self._decode(text.encode("utf-8", "surrogatepass"), name, report) or ""
             if text:
                 yield Document(name, text)
@@ -206,16 +211,17 @@ class Corpus:
 
 
 def listing_digest(files: Sequence[CorpusFile]) -> str:
-    """A hash of names and sizes: tells a changed corpus without reading it."""
+    """Return a hash of names and sizes, to detect a changed corpus without reading it."""
     listing = "\n".join(f"{file.size} {file.name}" for file in files)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _utf8(data: bytes, errors: str) -> str:
-    """``data.decode("utf-8", errors)`` in slices.
+    """Decode UTF-8 in slices; equivalent to ``data.decode("utf-8", errors)``.
 
-    Decoding megabytes at once grows and shrinks its result, and glibc does not use again what that
-    leaves: up to 1.5 MB for each text of 4 MB, without end."""
+    Decoding megabytes at once grows and shrinks the result. glibc does not reuse the memory that
+    this frees: up to 1.5 MB for each text of 4 MB, without limit.
+    """
     if len(data) <= _DECODED_AT_ONCE:
         return data.decode("utf-8", errors)
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -228,7 +234,7 @@ def _utf8(data: bytes, errors: str) -> str:
             ]
         )
     except UnicodeDecodeError:
-        return data.decode("utf-8", errors)  # raises with the place in all of the data
+        return data.decode("utf-8", errors)  # raises with the position in all of the data
 
 
 def _files_of(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:

@@ -1,9 +1,10 @@
-"""The stages of a preparation: survey, tokenizer, tokens by parts, and the parts joined to chunks.
+"""The stages of a preparation: survey, tokenizer, tokens of each part, and chunks.
 
-A part is some megabytes of consecutive text. Parts are read by any number of processes, and
-everything that is made of them is put together in their order, so that the result does not depend
-on who read which; nothing needs more memory than a few parts and 40 bytes a document. A stage that
-is finished, or a part of the tokens, is found again in the work folder."""
+A part is some megabytes of consecutive text. Any number of processes read parts. Their results are
+combined in the order of the parts, so the result does not depend on the assignment of parts to
+processes. Memory holds only a few parts and 40 bytes per document. The work folder keeps finished
+stages and finished parts of the tokens for an interrupted preparation.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ class Builder:
     """One preparation.
 
     Attributes:
-        config: What is made.
-        work: The work folder.
-        report: Tells how far it is.
+        config: Configuration of the preparation.
+        work: Work folder.
+        report: Reporter of the progress.
     """
 
     config: PrepareConfig
@@ -54,11 +55,11 @@ class Builder:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The text."""
+        """Text of the corpus, in parts."""
         return tuple(grouped(self.config.pieces(self.config.files()), self.config.part_bytes))
 
     def survey(self) -> tuple[Survey, int]:
-        """The division, and the number of texts that are not UTF-8."""
+        """Return the division into splits, and the number of texts that are not UTF-8."""
         saved = read_record(self.work / "survey.json")
         if saved is not None:
             self.report.say(
@@ -83,7 +84,7 @@ class Builder:
         return found, count
 
     def tokenizer(self, found: Survey) -> Tokenizer:
-        """Learned from the training text, or learned before."""
+        """Return the tokenizer, learned from the training text or loaded from an earlier run."""
         if (self.work / "tokenizer.done").exists():
             return Tokenizer.load(self.work)
         assert self.config.vocabulary_size is not None, (
@@ -107,8 +108,10 @@ class Builder:
         return tokenizer
 
     def sample(self, found: Survey) -> Iterator[str]:
-        """The training text for the tokenizer: all, or as many lines as allowed, drawn evenly over
-        the corpus."""
+        """Yield the training text for the tokenizer.
+
+        This is the whole training text, or as many lines as allowed, drawn evenly over the corpus.
+        """
         left = self.config.tokenizer_characters
         keep = left / found.characters
         task = partial(_sample_part, self.config, self.config.seed, found.split, keep)
@@ -126,7 +129,7 @@ class Builder:
         """Write both splits into ``folder``.
 
         Raises:
-            CorpusError: The text is not what it was in the survey.
+            CorpusError: The text has changed since the survey.
         """
         dtype = token_dtype(tokenizer.vocabulary_size)
         threads = (os.cpu_count() or 1) if self.config.num_workers == 1 else 1
@@ -158,7 +161,7 @@ class Builder:
     def _each(
         self, task: Callable[[tuple[int, Part]], Result], verb: str
     ) -> Generator[Result, None, None]:
-        """The results for all parts in their order, with a bar."""
+        """Yield the results for all parts in order, with a progress bar."""
         sizes = [sum(piece.stop - piece.start for piece in part) for part in self.parts]
         with self.report.bar(verb, sum(sizes)) as advance:
             results = ordered_map(task, enumerate(self.parts), num_workers=self.config.num_workers)
@@ -176,15 +179,15 @@ def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> tuple[Scan,
 def _sample_part(
     corpus: Corpus, seed: int, split: Split, keep: float, item: tuple[int, Part]
 ) -> list[str]:
-    """Training texts, or lines of them, each with the probability ``keep``."""
+    """Return training texts, or lines of them, each with the probability ``keep``."""
     texts = []
     for document in _documents(corpus, item[1], ReadReport()):
         text = split.parts(document)[0]
         if keep >= 1:
             texts.append(text)
             continue
-        # By document, so that it does not matter how they are cut into parts. Python promises that
-        # random() of a seed stays the same.
+        # One generator per document makes the draws independent of the division into parts. Python
+        # guarantees that random() of a seed stays the same.
         draw = random.Random(f"{seed}/{document.name}")
         texts += [line for line in text.split("\n") if draw.random() < keep]
     return texts
@@ -207,7 +210,7 @@ def _tokenize_part(
     threads: int,
     item: tuple[int, Part],
 ) -> dict[str, Any]:
-    """Write the tokens of one part, unless they are there."""
+    """Write the tokens of one part, unless an earlier run has written them."""
     number, part = item
     files: dict[str, Path] = {name: _part_file(folder, number, name) for name in SPLITS}
     record_file = folder / f"{number:06}.json"
@@ -237,7 +240,7 @@ def _documents(corpus: Corpus, part: Part, report: ReadReport) -> Iterator[Docum
 def _batches(
     documents: Iterable[Document], split: Split
 ) -> Iterator[tuple[dict[str, list[str]], int]]:
-    """Texts by split and the number of documents behind them, a few megabytes at a time."""
+    """Yield texts by split, and their number of documents, a few megabytes at a time."""
     batch: dict[str, list[str]] = {name: [] for name in SPLITS}
     characters = count = 0
     for document in documents:

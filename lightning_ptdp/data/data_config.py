@@ -14,34 +14,35 @@ __all__ = ["PrepareConfig"]
 
 _NOT_SETTINGS = ("output", "overwrite", "num_workers", "part_bytes")
 _LATER = {"control_symbols": (), "tokenizer_dir": None, "document_bytes": 1 << 22}
-"""Settings that folders from before there were any do not name, and what is the same as none."""
+"""Settings that older folders do not name, with the value that is equivalent to their absence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig(Corpus):
-    """Which text to prepare, where, and how.
+    """Source, destination and options of a preparation.
 
     Args:
-        output: The folder to make.
-        vocabulary_size: Number of ids of the tokenizer, special ones included; None: as many as
-            that of ``tokenizer_dir`` has.
-        validation_fraction: Part of the characters that is kept for validation, more than 0 and at
-            most 0.5.
-        seed: Of the division and of the sample that the tokenizer learns from.
-        chunk_tokens: Tokens of a chunk file; a training sample never spans two chunks.
-        control_symbols: Pieces such as ``[MASK]`` that no text produces; they count into
+        output: Folder to create.
+        vocabulary_size: Number of ids of the tokenizer, special ones included. None: that of
+            ``tokenizer_dir``.
+        validation_fraction: Fraction of the characters used for validation, more than 0 and at most
+            0.5.
+        seed: Seed of the division into splits and of the sample from which the tokenizer learns.
+        chunk_tokens: Tokens of a chunk file. A training sample never spans two chunks.
+        control_symbols: Pieces such as ``[MASK]`` that no text produces. They count towards
             ``vocabulary_size``.
-        tokenizer_dir: Another prepared folder, whose tokenizer is taken, so that the two can be
-            mixed; or a folder of Hugging Face's, such as a model's, with its tokenizer. Default:
-            learn one from the text.
-        tokenizer_characters: How much of the training text the tokenizer learns from at most (lines
+        tokenizer_dir: Folder whose tokenizer is used: another prepared folder, so that the two can
+            be mixed, or a Hugging Face folder with a tokenizer, such as a model's. Default: learn
+            one from the text.
+        tokenizer_characters: Maximum amount of training text from which the tokenizer learns (lines
             drawn at random).
         overwrite: Replace a folder that was prepared with other settings or is damaged.
-        num_workers: Processes that read and tokenize. With 1 it is this one, whose tokenizer takes
-            as many threads as there are processors. The result does not depend on it.
-        part_bytes: Text that a process takes at a time: more takes more memory, and is lost where
-            one is killed.
-        source, suffixes, text_field, undecodable, document_bytes: Those of ``Corpus``.
+        num_workers: Number of processes that read and tokenize. With 1, this process does both, and
+            its tokenizer uses as many threads as there are processors. The result does not depend
+            on this number.
+        part_bytes: Text that a process takes at a time. A larger part needs more memory, and more
+            work is lost when a process is killed.
+        source, suffixes, text_field, undecodable, document_bytes: See ``Corpus``.
 
     Raises:
         ValueError: A number is out of range; the message names it.
@@ -90,8 +91,10 @@ class PrepareConfig(Corpus):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the contents of the folder, as the manifest keeps
-        them."""
+        """Return the settings that determine the contents of the folder.
+
+        They have the form in which the manifest keeps them.
+        """
         values = {
             f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS
         }

@@ -1,5 +1,7 @@
-"""Errors of the data package: each is a ``ValueError`` that names the file or the field and says
-what would work."""
+"""Errors of the data package.
+
+Each is a ``ValueError`` that names the file or field and says what works.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,29 @@ class DataError(PTDPError, ValueError):
 
 
 class CorpusError(DataError):
-    """The source text is missing, unreadable, empty or not what it claims to be."""
+    """The source text is missing, unreadable, empty, or does not have the claimed format."""
 
 
 class TokenizerError(DataError):
-    """A tokenizer is damaged, or the vocabulary asked for cannot be made from the text."""
+    """A tokenizer is damaged, or the text does not suffice for the requested vocabulary."""
 
 
 class StoreError(DataError):
-    """A prepared folder is missing, incomplete, damaged or was made with other settings."""
+    """A prepared folder is missing, incomplete, damaged, or was made with other settings."""
 
 
 @contextmanager
 def reading(what: str | Path, kind: type[DataError], mend: str = "") -> Iterator[None]:
-    """Around what reads ``what`` and looks into it: what is wrong with it is a ``kind`` that names
-    it, and says how to mend it."""
+    """Convert errors of the enclosed code, which reads ``what``, into a ``kind``.
+
+    The message names ``what`` and gives the correction ``mend``.
+    """
     try:
         yield
     except DataError:
         raise
     except OSError as error:
-        # A file that is read on the way is named instead.
+        # If the failing file is another one, name that file.
         name = (
             what if error.filename is None or str(error.filename) in str(what) else error.filename
         )

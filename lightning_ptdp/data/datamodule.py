@@ -1,4 +1,4 @@
-"""Text for a Trainer, prepared once."""
+"""Data module for text, prepared once."""
 
 from __future__ import annotations
 
@@ -21,36 +21,35 @@ __all__ = ["TextDataModule"]
 
 
 class TextDataModule(StreamDataModule):
-    """Any text as batches of tokens.
+    """Text as batches of tokens.
 
-    The text is tokenized into ``data_dir`` by the first process that trains (or by ``ptdp
-    prepare``) and found there afterwards.
+    The first training process (or ``ptdp prepare``) tokenizes the text into ``data_dir``; later
+    runs use that folder.
 
     Args:
         data_dir: Folder of the prepared data.
-        source: A text file, a JSON-lines file, a folder, or a list of them; none is the standard
-            library's sources.
-        suffixes: Which files of a folder are read.
-        text_field: The key that holds the text in JSON-lines.
-        undecodable: What to do with text that is not UTF-8.
-        vocabulary_size: Number of ids of the tokenizer; None: as many as that of ``tokenizer_dir``
-            has.
-        validation_fraction: Part of the text that is kept for validation.
-        split_seed: Of the division into training and validation.
-        tokenizer_dir: Another prepared folder, whose tokenizer is taken, or a folder of Hugging
-            Face's with one. Default: learn one from the text; ``ptdp`` takes ``model.path`` where
-            the model has one.
-        overwrite: Prepare again where data_dir was made with other settings or is damaged.
-        remote: Address of a prepared folder in a store (s3://, gs://, …: what litdata has a
-            downloader for), which is copied to ``data_dir`` instead of preparing one;
-            ``local:/path`` for a mounted one.
-        prepare_workers: Processes that tokenize the text, once.
-        verify_hashes: Compare every file's hash before training, not only its size.
-        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
+        source: A text file, a JSON-lines file, a folder, or a list of them. Default: the sources of
+            the standard library.
+        suffixes: File name endings to read from a folder.
+        text_field: Key of the text in JSON lines.
+        undecodable: Treatment of text that is not UTF-8.
+        vocabulary_size: Number of ids of the tokenizer. None: that of ``tokenizer_dir``.
+        validation_fraction: Fraction of the text used for validation.
+        split_seed: Seed of the division into training and validation.
+        tokenizer_dir: Folder whose tokenizer is used: another prepared folder, or a Hugging Face
+            folder with a tokenizer. Default: learn one from the text. ``ptdp`` uses ``model.path``
+            if the model has one.
+        overwrite: Prepare again if data_dir was made with other settings or is damaged.
+        remote: Address of a prepared folder in a store (s3://, gs://, … as supported by litdata's
+            downloaders). The folder is copied to ``data_dir`` and nothing is prepared. Use
+            ``local:/path`` for a mounted store.
+        prepare_workers: Number of processes that tokenize the text during the preparation.
+        verify_hashes: Compare the hash of every file before training, not only its size.
+        kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed.
     """
 
     control_symbols: tuple[str, ...] = ()
-    """Pieces of the tokenizer beside those of the text."""
+    """Additional pieces of the tokenizer, which do not occur in text."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class TextDataModule(StreamDataModule):
     ) -> None:
         check_arguments(TextDataModule.__init__, locals())
         super().__init__(**kwargs)
-        # Checkpoints name the data folder, in which the tokenizer is.
+        # Checkpoints name the data folder, which contains the tokenizer.
         self.save_hyperparameters()
         self.prepare_config = PrepareConfig(
             output=data_dir,
@@ -103,17 +102,18 @@ class TextDataModule(StreamDataModule):
 
     @cached_property
     def tokenizer(self) -> AnyTokenizer:
-        """The prepared data's tokenizer."""
+        """Tokenizer of the prepared data."""
         return load_tokenizer(self.data_dir)
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """Find what is wrong before a process is started: the source, the folder, and where the
-        data are prepared already whether they hold a step's samples for ``num_replicas`` replicas.
-        Writes nothing.
+        """Check source and folder before a process is started; write nothing.
+
+        If the data are already prepared, check also that they hold the samples of a step of
+        ``num_replicas`` replicas.
 
         Raises:
             DataError: See ``check_prepare`` and ``TokenLoader``.
-            ValueError: The batch sizes do not divide for so many replicas.
+            ValueError: The batch sizes do not divide for this number of replicas.
         """
         self.batch_plans(num_replicas=num_replicas)
         if self.remote is not None:
@@ -124,7 +124,7 @@ class TextDataModule(StreamDataModule):
             super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:
-        """Make ``data_dir``, or copy it; Lightning calls this in one process of a node.
+        """Prepare or copy ``data_dir``; Lightning calls this in one process per node.
 
         Raises:
             DataError: See ``prepare`` and ``fetch``.
@@ -135,10 +135,10 @@ class TextDataModule(StreamDataModule):
             prepare(self.prepare_config, hashes=self.verify_hashes)
 
     def setup(self, stage: str | None = None) -> None:
-        """Check in every process that ``data_dir`` is what the manifest says.
+        """Check in every process that ``data_dir`` matches its manifest.
 
         Raises:
-            DataError: It is not, or the samples do not fit.
+            DataError: It does not match, or it has another vocabulary size.
         """
         manifest = verify_store(self.data_dir, hashes=False)
         wanted = self.vocabulary_size

@@ -1,10 +1,12 @@
-"""Division of files into pieces, so that any part of a corpus can be read alone and no file need
-fit into memory.
+"""Division of files into pieces that can be read separately.
 
-A text file of more than a few megabytes becomes several documents: document k begins with the first
-line that begins at or behind byte k times the size, a place that is found without reading what is
-in front of it. A JSON-lines file is cut between lines, which are counted on the way, so that each
-keeps its number."""
+No file has to fit into memory.
+
+A text file of more than a few megabytes becomes several documents. Document k begins with the first
+line that begins at or after byte k times the size. This position is found without reading the text
+before it. A JSON-lines file is cut between lines. The lines are counted on the way, so that each
+keeps its number.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ _LOOK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    """A file of the corpus; ``name`` is relative to the source, so that it does not depend on the
-    machine."""
+    """File of the corpus.
+
+    ``name`` is relative to the source and therefore does not depend on the machine.
+    """
 
     name: str
     path: Path
@@ -30,16 +34,16 @@ class CorpusFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a file, whole characters and (where there are any) whole lines.
+    """Bytes of a file: whole characters and, if it has lines, whole lines.
 
     Attributes:
         file: The file.
         start: First byte.
-        stop: One past the last.
-        line: Number of its first line in a JSON-lines file, from 1; None for text, of which a piece
-            is one document.
-        number: Of the piece among those of a text file that is cut, from 1; None for one that is
-            not.
+        stop: One past the last byte.
+        line: Number of the first line in a JSON-lines file, from 1. None for text, where a piece is
+            one document.
+        number: Number of the piece in a text file that is cut, from 1. None for a file that is not
+            cut.
     """
 
     file: CorpusFile
@@ -50,11 +54,11 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Name of the document that a piece of text is."""
+        """Name of the document in a piece of text."""
         return self.file.name if self.number is None else f"{self.file.name}#{self.number}"
 
     def read(self) -> bytes:
-        """Its bytes.
+        """Return the bytes of the piece.
 
         Raises:
             OSError: The file cannot be read.
@@ -65,7 +69,7 @@ class Piece:
 
 
 def cut_text(file: CorpusFile, size: int) -> Iterator[Piece]:
-    """One piece a document of about ``size`` bytes."""
+    """Yield one piece per document of about ``size`` bytes."""
     if file.size <= size:
         yield Piece(file, 0, file.size)
         return
@@ -80,7 +84,7 @@ def cut_text(file: CorpusFile, size: int) -> Iterator[Piece]:
 
 
 def cut_lines(file: CorpusFile, size: int) -> Iterator[Piece]:
-    """Pieces of about ``size`` bytes, longer where a line is."""
+    """Yield pieces of about ``size`` bytes; a piece with a longer line is longer."""
     if file.size <= size:
         yield Piece(file, 0, file.size, line=1)
         return
@@ -94,7 +98,7 @@ def cut_lines(file: CorpusFile, size: int) -> Iterator[Piece]:
 
 
 def grouped(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
-    """Consecutive pieces, about ``size`` bytes at a time."""
+    """Yield consecutive pieces in groups of about ``size`` bytes."""
     group: list[Piece] = []
     total = 0
     for piece in pieces:
@@ -108,10 +112,10 @@ def grouped(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
 
 
 def _cut(stream: BinaryIO, place: int, size: int, end: int) -> int:
-    """The first of the ``size`` places from ``place`` on at which a line begins; ``place``, or just
-    behind it, if there is none.
+    """Return the first position in [``place``, ``place`` + ``size``) at which a line begins.
 
-    Where the file ends before, there is nothing to cut off: ``end``.
+    If there is none, return ``place`` or the next character boundary. If the file ends before,
+    there is nothing to cut off: return ``end``.
     """
     limit = min(place + size, end)
     stream.seek(place - 1)
@@ -124,10 +128,10 @@ def _cut(stream: BinaryIO, place: int, size: int, end: int) -> int:
     if limit == end:
         return end
     stream.seek(place)
-    # Not inside a character: the bytes of a UTF-8 character behind its first are 0b10xxxxxx, three
-    # at most.
+    # Do not cut inside a character: the bytes of a UTF-8 character after its first are 0b10xxxxxx,
+    # at most three of them.
     ahead = stream.read(4)
-    otherwise = len(ahead) if len(ahead) < 4 else 0  # the end of the file, or no UTF-8
+    otherwise = len(ahead) if len(ahead) < 4 else 0  # end of the file, or not UTF-8
     return place + next(
         (index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), otherwise
     )

@@ -1,5 +1,7 @@
-"""A tokenizer of Hugging Face's, in the place of our own: that of a model's folder, whose files are
-kept as they are."""
+"""Hugging Face tokenizers behind the interface of ``Tokenizer``.
+
+The tokenizer comes from a folder, such as a model's; its files are copied unchanged.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +46,24 @@ _READ = (
     "additional_chat_templates/*",
 )
 """Further files that transformers may read."""
-_MOST_VALUES = 1 << 22  # twice those of the largest vocabularies with their merges
+_MOST_VALUES = 1 << 22  # twice the number in the largest vocabularies with their merges
 _SETTINGS = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """Text to ids and back, as ``transformers`` does it. transformers is imported when the first
-    text is encoded.
+    """Conversion between text and ids with a tokenizer of ``transformers``.
+
+    transformers is imported when the first text is encoded.
 
     Args:
-        folder: With the files that ``save_pretrained`` of a tokenizer writes, such as a model's.
+        folder: Folder with the files that a tokenizer's ``save_pretrained`` writes, such as a
+            model's.
 
     Attributes:
         fingerprint: Hash of the files.
 
     Raises:
-        TokenizerError: There is no tokenizer.
+        TokenizerError: The folder holds no tokenizer, or its files are damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -89,10 +93,10 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def of_transformers(self) -> Any:
-        """The tokenizer itself.
+        """The tokenizer object of transformers.
 
         Raises:
-            TokenizerError: transformers cannot read it.
+            TokenizerError: transformers cannot read the files.
         """
         try:
             transformers = import_optional("transformers")
@@ -101,7 +105,7 @@ class HuggingFaceTokenizer:
             )
         except RequirementError:
             raise
-        except Exception as error:  # of transformers, tokenizers and json
+        except Exception as error:  # transformers, tokenizers and json raise many types
             if "trust_remote_code" in str(error):
                 raise TokenizerError(
                     f"tokenizer folder {self.folder} needs code of its own (auto_map), which is "
@@ -113,7 +117,7 @@ class HuggingFaceTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Its files, by name."""
+        """Contents of the tokenizer's files, by name."""
         return dict(self._files)
 
     def save(self, folder: str | Path) -> None:
@@ -125,7 +129,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def vocabulary_size(self) -> int:
-        """1 more than the largest id."""
+        """Largest id plus 1."""
         return max(self.of_transformers.get_vocab().values()) + 1
 
     @cached_property
@@ -133,7 +137,7 @@ class HuggingFaceTokenizer:
         """Id that ends every document.
 
         Raises:
-            TokenizerError: The tokenizer has none.
+            TokenizerError: The tokenizer has no such id.
         """
         index = self.of_transformers.eos_token_id
         if index is None:
@@ -144,7 +148,7 @@ class HuggingFaceTokenizer:
         return int(index)
 
     def control_id(self, symbol: str) -> int:
-        """There are none of ours.
+        """Refuse: a Hugging Face tokenizer has no control symbols of ours.
 
         Raises:
             TokenizerError: Always.
@@ -155,18 +159,18 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without begin or end."""
+        """Return the ids of a text, without begin or end token."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
-        """Ids of each text; the library chooses its threads itself."""
+        """Return the ids of each text; the library chooses its number of threads."""
         found: list[list[int]] = self.of_transformers(
             list(texts), add_special_tokens=False, verbose=False
         )["input_ids"]
         return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special ones give nothing."""
+        """Return the text of ids; special ids produce no text."""
         return str(self.of_transformers.decode(list(ids), skip_special_tokens=True))
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Path]]:
@@ -177,7 +181,7 @@ AnyTokenizer: TypeAlias = Tokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(folder: str | Path) -> AnyTokenizer:
-    """The tokenizer of a prepared folder, or of a folder of Hugging Face's.
+    """Load the tokenizer of a prepared folder or of a Hugging Face folder.
 
     Raises:
         TokenizerError: A file is missing or damaged; the message names it.

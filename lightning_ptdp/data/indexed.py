@@ -1,14 +1,14 @@
-"""Megatron-LM's indexed dataset, read where it lies: ``PREFIX.bin`` (tokens) and ``PREFIX.idx``
-(where documents begin).
+"""Reader of Megatron-LM's indexed dataset.
 
-The index, little-endian::
+The dataset is read in place: ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` the beginnings of
+documents. Both files are mapped into memory. The index, little-endian::
 
     b"MMIDIDX\\0\\0"  version 1 (u64)  type of a token (u8)  sequences (u64)  document boundaries (u64)
     tokens of every sequence (i32)  its first byte in PREFIX.bin (i64)  first sequence of every document, and the end (i64)
 
-(format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several;
-nothing marks its end in the tokens unless its writer appended a token (``--append-eod``). Both
-files are mapped into memory."""
+(format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several. No
+token marks the end of a document unless the writer appended one (``--append-eod``).
+"""
 
 from __future__ import annotations
 
@@ -27,26 +27,24 @@ _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _OTHER_TYPES = {6: "float64", 7: "float32"}
-_AT_ONCE = (
-    1 << 22
-)  # numbers looked at together in a check, so that its memory does not grow with the data
+_AT_ONCE = 1 << 22  # Numbers per step of a check: memory must not grow with the data.
 _PAGES, _PAGE = 64, 4096
 
 
 class IndexedFile:
-    """The documents of one pair of files.
+    """Documents of one pair of files.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
 
     Attributes:
-        prefix: As given.
+        prefix: Path without ``.bin`` and ``.idx``, as given.
         tokens: All tokens, mapped, 1-D in the stored integer type.
         boundaries: int64; document ``i`` is ``tokens[boundaries[i] : boundaries[i + 1]]``.
 
     Raises:
-        StoreError: A file is missing, no such index, cut off, does not fit the other, or holds no
-            token ids; the message names it.
+        StoreError: A file is missing, has another format, is truncated, does not match the other
+            file, or holds no token ids. The message names the file.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -69,7 +67,7 @@ class IndexedFile:
         self._index, self._data = index, data
 
     def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:
-        """Pickle the path only; the copy maps the file again."""
+        """Pickle only the path; the copy maps the file again."""
         return IndexedFile, (self.prefix,)
 
     @property
@@ -78,11 +76,13 @@ class IndexedFile:
         return len(self.boundaries) - 1
 
     def check_tokens(self, vocabulary_size: int) -> None:
-        """Read all tokens once, a few megabytes at a time, and check that they are ids of this
-        vocabulary.
+        """Check that all tokens are ids of this vocabulary.
+
+        Reads all tokens once, a few megabytes at a time.
 
         Raises:
-            StoreError: One is not; names it, its place and its document.
+            StoreError: A token is outside the vocabulary. The message names it, its position and
+                its document.
         """
         if np.iinfo(self._dtype).min >= 0 and np.iinfo(self._dtype).max < vocabulary_size:
             return
@@ -93,7 +93,7 @@ class IndexedFile:
         """Check a run of tokens that begins at ``start``.
 
         Raises:
-            StoreError: As ``check_tokens``.
+            StoreError: As for ``check_tokens``.
         """
         if not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocabulary_size):
             return
@@ -106,8 +106,10 @@ class IndexedFile:
         )
 
     def fingerprint(self) -> str:
-        """A hash of the index and of pages spread evenly over the tokens: other data are noticed
-        without reading all of them."""
+        """Return a hash of the index and of pages spread evenly over the tokens.
+
+        It detects other data without reading all of them.
+        """
         digest = hashlib.sha256()
         with open(self._index, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -119,7 +121,7 @@ class IndexedFile:
         return digest.hexdigest()
 
     def _read_index(self, index: Path, data: Path) -> np.ndarray:
-        """The boundaries; sets the type of a token."""
+        """Return the boundaries and set the type of a token."""
         with open(index, "rb") as stream:
             header = stream.read(_HEADER.size)
         if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
@@ -166,8 +168,10 @@ class IndexedFile:
 
 
 def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """The number of tokens, if every sequence begins where the one before it ends, as all writers
-    leave them."""
+    """Return the number of tokens after a check that the sequences are contiguous.
+
+    Every sequence must begin where the previous one ends, as all writers store them.
+    """
     total = 0
     for part in _parts(len(lengths)):
         some = lengths[part].astype(np.int64)
@@ -185,7 +189,7 @@ def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
 def _document_boundaries(
     index: Path, firsts: np.ndarray, pointers: np.ndarray, total: int, itemsize: int
 ) -> np.ndarray:
-    """Places in tokens of places in sequences."""
+    """Return the first token of every document, given its first sequence."""
     sequences = len(pointers)
     if (
         firsts[0] != 0

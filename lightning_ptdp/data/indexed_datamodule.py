@@ -1,4 +1,4 @@
-"""Megatron's indexed files for a Trainer."""
+"""Data module for Megatron's indexed files."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ __all__ = ["IndexedDataModule"]
 
 
 class IndexedDataModule(StreamDataModule):
-    """Tokens that Megatron-LM's ``preprocess_data.py`` (or NeMo's) made, ``PREFIX.bin`` and
-    ``PREFIX.idx``, read where they lie.
+    """Tokens prepared by Megatron-LM's (or NeMo's) ``preprocess_data.py``.
+
+    The files ``PREFIX.bin`` and ``PREFIX.idx`` are read in place.
 
     Batches, order and resuming are those of ``TextDataModule``. Documents are joined as they are
-    stored: whether a token ends each of them was decided by ``--append-eod``.
+    stored: ``--append-eod`` decided whether a token ends each of them.
 
     Args:
         data_prefix: Path of the files without ``.bin`` and ``.idx``.
-        vocabulary_size: Number of ids of the tokenizer that made them.
+        vocabulary_size: Number of ids of the tokenizer that made the files.
         validation_prefix: Files for validation. Default: some documents of ``data_prefix``, which
-            then are not trained on.
-        validation_fraction: Part of the tokens that they hold, about.
-        split_seed: Of the choice of documents.
+            are then excluded from training.
+        validation_fraction: Approximate fraction of the tokens in these documents.
+        split_seed: Seed of the choice of documents.
         verify_tokens: Read all tokens once before training and compare them with
-            ``vocabulary_size``; those of a batch always are.
-        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
+            ``vocabulary_size``. The tokens of a batch are always compared.
+        kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed.
 
     Raises:
         ValueError: A value is out of range; the message names it.
@@ -58,7 +59,7 @@ class IndexedDataModule(StreamDataModule):
         self.verify_tokens = verify_tokens
 
     def prepare_data(self) -> None:
-        """Check the tokens; Lightning calls this in one process of a node.
+        """Check the tokens; Lightning calls this in one process per node.
 
         Raises:
             StoreError: The files are damaged, or a token is outside the vocabulary.

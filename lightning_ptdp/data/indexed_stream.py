@@ -1,5 +1,6 @@
-"""The token blocks of Megatron's indexed files, by number: the documents of one split, joined, and
-cut into blocks.
+"""Random access to the token blocks of Megatron's indexed files.
+
+The documents of one split are joined and cut into blocks.
 
 ::
 
@@ -7,8 +8,9 @@ cut into blocks.
     train        d0 d0 d0   d2 d2 d2 d3 d3                  two runs
     blocks       [d0 d0 d0 d2] [d2 d2 d3 d3]                sequence_length = 3
 
-Blocks do not overlap, as in ``stream.py``; the last tokens, which fill no block, are left out. A
-run takes 16 bytes of memory."""
+Blocks do not overlap, as in ``stream.py``. The last tokens, which do not fill a block, are left
+out. A run takes 16 bytes of memory.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,15 @@ class IndexedStream(BlockStream):
         prefix: Path of the files without ``.bin`` and ``.idx``.
         split: ``"train"``, ``"validation"``, or ``"all"`` for every document.
         sequence_length: s, tokens of a sample.
-        vocabulary_size: Every token that is read is checked against it.
-        validation_fraction: Part of the tokens that is kept for validation, whole documents in an
-            order drawn by ``split_seed``.
-        split_seed: Of that order.
-        max_samples: Use the first so many blocks only.
+        vocabulary_size: Number of ids; every token that is read is checked against it.
+        validation_fraction: Fraction of the tokens used for validation: whole documents, in an
+            order drawn from ``split_seed``.
+        split_seed: Seed of that order.
+        max_samples: Use only this many blocks, from the first on.
 
     Raises:
-        StoreError: The files are damaged or hold other things (``IndexedFile``), or the split holds
-            no block of this length; and from reading, a token outside the vocabulary.
+        StoreError: The files are damaged or hold other data (``IndexedFile``), or the split holds
+            no block of this length. While reading: a token is outside the vocabulary.
         ValueError: A number is out of range.
     """
 
@@ -92,7 +94,7 @@ class IndexedStream(BlockStream):
         run = int(np.searchsorted(self._ends, place, side="right"))
         while place < stop:
             behind = int(self._ends[run])
-            # Counted from the end of the run, whose first token is self._starts[run].
+            # Counted from the first token of the run, self._starts[run].
             before = int(self._ends[run - 1]) if run else 0
             start = int(self._starts[run]) + place - before
             part = file.tokens[start : start + min(behind, stop) - place]
@@ -103,8 +105,11 @@ class IndexedStream(BlockStream):
 
 
 def _validation_documents(file: IndexedFile, fraction: float, seed: int) -> np.ndarray:
-    """Which documents are for validation: in a drawn order, as many as come nearest to the fraction
-    of the tokens, at least one."""
+    """Return a mask of the validation documents.
+
+    Documents are taken in a drawn order, as many as come nearest to the fraction of the tokens, but
+    at least one.
+    """
     lengths = np.diff(file.boundaries)
     filled = np.flatnonzero(lengths)
     if len(filled) < 2:
@@ -122,8 +127,7 @@ def _validation_documents(file: IndexedFile, fraction: float, seed: int) -> np.n
 
 
 def _runs(boundaries: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first token, number of tokens) of the stretches of chosen documents that lie together,
-    int64."""
+    """Return (first token, number of tokens), int64, of the contiguous runs of chosen documents."""
     edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
     starts, ends = boundaries[edges[::2]], boundaries[edges[1::2]]
     return starts, ends - starts

@@ -1,16 +1,17 @@
-"""Samples of a replica, in order, with a position that can be saved.
+"""Loaders of one replica's samples, in order, with a position that can be saved.
 
 The order is one endless sequence of sample numbers (``sample_permutation.py``). A step of d
-replicas with batches of B samples takes the next d·B numbers, replica r the r-th B of them::
+replicas with batches of B samples takes the next d·B numbers. Replica r takes the r-th B of them::
 
     numbers   0 1 2 3 4 5 6 7 8 ...          d = 2, B = 2
     step 0    r0  r1
     step 1            r0  r1
 
-so that the position is one number, the count of samples taken by all replicas together, and it
-means the same for any d and B. Where d·B grows during training (``RampUp``), the position also says
-how large the next step is. Ranks of one replica (tensor, context and pipeline peers) pass the same
-``replica_rank`` and read the same samples."""
+The position is therefore one number: the count of samples taken by all replicas together. It means
+the same for any d and B. If d·B grows during training (``RampUp``), the position also determines
+the size of the next step. Ranks of one replica (tensor, context and pipeline peers) pass the same
+``replica_rank`` and read the same samples.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ class _Loader:
             batch_sampler=visits,
             collate_fn=_as_read,
             num_workers=self.num_workers,
-            # Else every iteration would draw from the global generator, and change what a model
-            # draws after it.
+            # Without its own generator, every iteration would draw from the global one and change
+            # the random numbers of the model.
             generator=torch.Generator(),
         )
         for rows in loader:
@@ -74,35 +75,34 @@ class _Loader:
 
 @dataclass(eq=False)
 class TokenLoader(_Loader):
-    """Endless training batches of one replica, an epoch's worth an iteration, resumable after any
-    batch.
+    """Endless training batches of one replica, resumable after any batch.
 
-    Iterating hands out ``len(loader)`` batches from the current position on and runs over the end
-    of an epoch into the next: after a resume in mid-epoch Lightning asks for the rest of its epoch
-    only. Samples are counted when they are handed out, so that workers that read ahead do not move
-    the position.
+    One iteration yields ``len(loader)`` batches from the current position on, and continues over
+    the end of an epoch into the next: after a resume in mid-epoch, Lightning asks only for the rest
+    of its epoch. Samples are counted when they are handed out, so that workers that read ahead do
+    not change the position.
 
     Args:
-        stream: The samples.
+        stream: Stream of samples.
         batch_size: B, samples of a batch of this replica (micro-batch size times number of
             microbatches).
-        seed: Of the order.
-        shuffle: A new permutation every epoch; else as stored.
+        seed: Seed of the order.
+        shuffle: Use a new permutation in every epoch; otherwise the stored order.
         num_replicas: d.
         replica_rank: This replica, 0 to d - 1; not the global rank.
-        num_workers: Processes that read ahead; the batches do not depend on it.
+        num_workers: Number of processes that read ahead; the batches do not depend on it.
         pin_memory: Put batches into page-locked memory, for CUDA.
-        in_flight: Returns how many batches were handed out but not yet trained on, a few at most;
-            they are taken off the saved position.
-        ramp_up: How the samples of a step grow to d·B. Default: every step takes as many.
+        in_flight: Function that returns how many batches were handed out but not yet used for
+            training, a few at most. The saved position excludes them.
+        ramp_up: Growth of the samples of a step to d·B. Default: every step takes d·B.
 
-    What is in a batch is the stream's business; for a ``TokenStream`` ``{"input_ids", "labels"}``,
-    int64 of shape (B, s).
+    The stream determines the content of a batch. For a ``TokenStream``, it is ``{"input_ids",
+    "labels"}``, int64 of shape (B, s).
 
     Raises:
-        DataError: A step takes more samples than there are.
-        ValueError: A number is out of range, or ``ramp_up`` does not end at d·B samples, or d does
-            not divide all its sizes.
+        DataError: A step takes more samples than the stream has.
+        ValueError: A number is out of range, ``ramp_up`` does not end at d·B samples, or d does not
+            divide all its sizes.
     """
 
     seed: Count = 0
@@ -122,7 +122,7 @@ class TokenLoader(_Loader):
             )
         self.sizes.plans(data_parallel_size=self.num_replicas, micro_batch_size=1)
         self.consumed_samples = 0
-        # Where the batches handed out last began.
+        # Positions at which the last batches began.
         self._begun: deque[int] = deque(maxlen=_REMEMBERED)
         if len(self.stream) < full:
             raise DataError(
@@ -140,16 +140,18 @@ class TokenLoader(_Loader):
 
     @property
     def epoch(self) -> int:
-        """Return the number of times that the data have been read in full."""
+        """Return how many times the data have been read in full."""
         return self.consumed_samples // len(self.stream)
 
     def __len__(self) -> int:
-        """Steps in the whole of the epoch in which the position is; fewer in later epochs of a
-        ramp-up."""
+        """Return the number of steps in the whole current epoch.
+
+        With a ramp-up, later epochs have fewer steps.
+        """
         return self.sizes.epoch_steps(self.consumed_samples, samples=len(self.stream))
 
     def steps_of_epochs(self, epochs: int) -> int:
-        """Steps of the first so many epochs."""
+        """Return the number of steps in the first ``epochs`` epochs."""
         return self.sizes.steps_of_epochs(epochs, samples=len(self.stream))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -159,8 +161,10 @@ class TokenLoader(_Loader):
             yield batch
 
     def visits(self, start: int, steps: int) -> np.ndarray:
-        """This replica's visits of the stream for ``steps`` steps of one size from sample number
-        ``start`` on; int64 (steps, B)."""
+        """Return this replica's visits of ``steps`` steps of equal size, int64 (steps, B).
+
+        ``start`` is the first sample number of the first step, over all replicas.
+        """
         size, alike = self.sizes.stretch(start)
         assert alike is None or steps <= alike, "the steps have different sizes"
         batch = size // self.num_replicas
@@ -177,8 +181,11 @@ class TokenLoader(_Loader):
             start, left = start + steps * size, left - steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: equal on all ranks, and good for any number of replicas, batch size or
-        workers."""
+        """Return the position.
+
+        It is equal on all ranks, and valid for any number of replicas, batch size or number of
+        workers.
+        """
         unfinished = min(self.in_flight(), len(self._begun)) if self.in_flight is not None else 0
         return {
             "version": _STATE_VERSION,
@@ -215,22 +222,21 @@ class TokenLoader(_Loader):
 
 @dataclass(eq=False)
 class EvaluationLoader(_Loader):
-    """All samples once, in the same number of equally shaped batches on every replica.
+    """All samples once, in equally many batches of equal shape on every replica.
 
-    The samples are dealt evenly over all microbatches of all replicas, and each microbatch is
-    filled up with rows whose labels
-    are all ``IGNORE_INDEX``: every sample counts exactly once for any number of replicas, and no
-    microbatch is all padding unless there are fewer samples than microbatches. Weight losses by
-    counted tokens.
+    The samples are distributed evenly over all microbatches of all replicas. Each microbatch is
+    filled up with rows whose labels are all ``IGNORE_INDEX``. Every sample therefore counts exactly
+    once for any number of replicas, and no microbatch is all padding unless there are fewer samples
+    than microbatches. Weight losses by counted tokens.
 
     Args:
-        stream: The samples.
+        stream: Stream of samples.
         batch_size: Samples of a batch of this replica.
-        micro_batch_size: Rows of a microbatch, a divisor of ``batch_size``; by default the batch is
-            one.
+        micro_batch_size: Rows of a microbatch, a divisor of ``batch_size``. Default:
+            ``batch_size``.
         num_replicas: d.
         replica_rank: This replica, 0 to d - 1.
-        num_workers: Processes that read ahead.
+        num_workers: Number of processes that read ahead.
         pin_memory: Put batches into page-locked memory, for CUDA.
     """
 
@@ -245,15 +251,14 @@ class EvaluationLoader(_Loader):
             )
 
     def __len__(self) -> int:
-        """Batches of every replica."""
+        """Return the number of batches of every replica."""
         return -(-len(self.stream) // (self.batch_size * self.num_replicas))
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self._read(map(self._visits, range(len(self))))
 
     def indices(self, step: int) -> list[int]:
-        """Sample numbers of this replica's batch number ``step``, ``PADDING`` where a row fills
-        up."""
+        """Return the sample numbers of this replica's batch ``step``; ``PADDING`` fills up."""
         micro_batch_size = self.micro_batch_size or self.batch_size
         microbatches = self.batch_size // micro_batch_size
         slots = len(self) * self.num_replicas * microbatches

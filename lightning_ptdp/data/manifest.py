@@ -1,8 +1,8 @@
-"""The record beside a token store: what is in it, from what it was made, and the hash of every
-file.
+"""The record of a token store: its contents, its origin, and the hash of every file.
 
-It may have been written by anybody: names lead to files inside of the folder only, numbers are
-compared with what is stored, and the record has a digest of its own."""
+A manifest from another machine is not trusted. Names may only lead to files inside the folder,
+numbers are compared with the stored data, and the record has a digest of its own.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """One split: its documents, its tokens (every document ends with one end token) and how a token
-    is stored."""
+    """Documents and tokens of one split, and the type of a stored token.
+
+    Every document ends with one end token, which is counted.
+    """
 
     documents: Count
     tokens: Count
@@ -67,8 +69,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusRecord:
-    """The text that was read: the source as it was given, hashes of its file list and of its
-    contents."""
+    """The text that was read: the given source, and hashes of its file list and contents."""
 
     source: list[str]
     files: Count
@@ -84,10 +85,10 @@ class Manifest:
     """Contents of ``manifest.json``.
 
     Attributes:
-        settings: The settings that decide the contents; a store is used again only for the same
-            ones.
+        settings: Settings that determine the contents; a store is reused only for the same
+            settings.
         python: Version of the Python that made the store.
-        corpus: The text.
+        corpus: Record of the text.
         tokenizer_fingerprint: Hash of the tokenizer's pieces.
         vocabulary_size: Number of ids.
         splits: ``train`` and ``validation``.
@@ -103,7 +104,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def fingerprint(self, split: SplitName) -> str:
-        """A hash that is the same exactly if the split's files are."""
+        """Return a hash that is equal exactly if the files of the split are equal."""
         parts = [
             f"{name} {record.sha256}"
             for name, record in sorted(self.files.items())
@@ -112,7 +113,7 @@ class Manifest:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def chunks(self, folder: str | Path, split: SplitName) -> tuple[Chunk, ...]:
-        """The chunks of a split of ``folder``, which together hold its tokens.
+        """Return the chunks of a split of ``folder``, which together hold its tokens.
 
         Raises:
             StoreError: The index or a chunk is missing or damaged.
@@ -135,7 +136,7 @@ class Manifest:
         """Read ``manifest.json`` from ``folder``.
 
         Raises:
-            StoreError: It is missing, damaged, of another format, or names what cannot be.
+            StoreError: It is missing, damaged, of another format, or has impossible values.
         """
         path = Path(folder, MANIFEST_FILE)
         if not os.path.lexists(path):
@@ -165,7 +166,7 @@ class Manifest:
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> Manifest:
-        """Checked: what is no number of a manifest is none of ours."""
+        """Create a manifest from parsed values and check their types."""
         manifest = cls(
             **{
                 **values,
@@ -194,7 +195,7 @@ class Manifest:
 
 
 def record_files(folder: str | Path) -> dict[str, FileRecord]:
-    """Size and hash of every file below ``folder`` except a manifest."""
+    """Return size and hash of every file below ``folder`` except a manifest."""
     root = Path(folder)
     paths = sorted(
         path for path in root.rglob("*") if path.is_file() and path.name != MANIFEST_FILE
@@ -208,15 +209,17 @@ def record_files(folder: str | Path) -> dict[str, FileRecord]:
 
 
 def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Check a prepared folder against its manifest: every file is there, of its size and (unless
-    ``hashes`` is off) its hash, with tokens of the vocabulary alone, and the tokenizer is the one
-    whose ids are stored.
+    """Check a prepared folder against its manifest.
 
-    litdata itself waits two minutes for a missing chunk and does not see a flipped byte, so this
-    comes before it is opened.
+    Every file must exist with its recorded size, and the tokenizer must be the one whose ids are
+    stored. With ``hashes``, every file must also have its recorded hash, and every token must be an
+    id of the vocabulary.
+
+    litdata itself waits two minutes for a missing chunk and does not notice a flipped byte. This
+    check therefore runs before litdata opens the folder.
 
     Raises:
-        StoreError: The message names the first file that is wrong.
+        StoreError: The message names the first wrong file.
         TokenizerError: The tokenizer is damaged.
     """
     manifest = Manifest.read(folder)
@@ -237,8 +240,8 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
     if missing and not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in manifest.files):
         raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}: {_MEND}")
     tokenizer = load_tokenizer(folder)
-    # How many ids one of Hugging Face's has is not asked in every process: it follows from its
-    # files, and takes seconds.
+    # Do not ask a Hugging Face tokenizer for its number of ids in every process: that takes
+    # seconds, and the number follows from its files.
     sized = (
         not isinstance(tokenizer, Tokenizer)
         or tokenizer.vocabulary_size == manifest.vocabulary_size
@@ -256,7 +259,7 @@ def check_files(folder: str | Path, manifest: Manifest, *, hashes: bool = True) 
     """Compare every file of a prepared folder with its record.
 
     Raises:
-        StoreError: One is missing, damaged, or outside of the folder.
+        StoreError: A file is missing, damaged, or outside of the folder.
     """
     for name, record in manifest.files.items():
         check_file(_member(folder, name), record, hashes=hashes)
@@ -268,13 +271,13 @@ def check_file(
     """Compare a file with its record.
 
     Args:
-        path: Where it is.
-        record: What it should be.
-        hashes: Compare its hash too.
-        said: What the message calls the file; its path by default.
+        path: Path of the file.
+        record: Expected size and hash.
+        hashes: Compare the hash too.
+        said: Name of the file in messages; its path by default.
 
     Raises:
-        StoreError: It is missing, of another size, or damaged.
+        StoreError: The file is missing, has another size, or is damaged.
     """
     said = said or str(path)
     if not os.path.lexists(path):

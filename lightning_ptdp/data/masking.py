@@ -1,4 +1,4 @@
-"""Whole-word masking: which tokens are to be predicted, and what stands in their place."""
+"""Whole-word masking: choice of the tokens to predict, and their replacements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from lightning_ptdp.data.word_boundaries import Vocabulary
 __all__ = ["choose_words", "number_to_predict", "replace_tokens"]
 
 _MASKED, _RANDOM = 0.8, 0.1
-"""Shares of the chosen tokens that become [MASK] and a random token; the others stay (arXiv
-1810.04805, section 3.1)."""
+"""Shares of the chosen tokens that become [MASK] and a random token.
+
+The rest is unchanged (arXiv 1810.04805, section 3.1).
+"""
 
 
 def number_to_predict(tokens: int, probability: float) -> int:
@@ -20,14 +22,14 @@ def number_to_predict(tokens: int, probability: float) -> int:
 
 
 def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: Draws) -> np.ndarray:
-    """Places of the tokens of randomly chosen whole words, int64, ascending; at most ``budget``.
+    """Return positions of the tokens of random whole words, int64, ascending.
 
-    Words are taken in random order, and one that is longer than what is left is passed over.
-    Nothing is chosen where every word is longer than the budget.
+    At most ``budget`` tokens are chosen. Words are taken in random order; a word that is longer
+    than the remaining budget is skipped. Nothing is chosen if every word is longer than the budget.
 
     Args:
-        starts: Place of the first token of each word.
-        sizes: Its number of tokens.
+        starts: Position of the first token of each word.
+        sizes: Number of tokens of each word.
         budget: Number of tokens to choose.
         draws: Random numbers of the sample.
     """
@@ -42,8 +44,10 @@ def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: D
 
 
 def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: Vocabulary) -> np.ndarray:
-    """Return the replacement of each chosen token in ``tokens``: [MASK], a random ordinary token,
-    or the token itself."""
+    """Return the replacements of the chosen tokens.
+
+    A replacement is [MASK], a random ordinary token, or the token itself.
+    """
     kind = draws.uniform(len(tokens))
     random = vocabulary.ordinary[draws.below(len(vocabulary.ordinary), len(tokens))]
     return np.where(

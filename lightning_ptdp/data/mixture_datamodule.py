@@ -1,4 +1,4 @@
-"""Several prepared folders for a Trainer, in the ratio of their weights."""
+"""Data module for several prepared folders, in the ratio of their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ __all__ = ["CorpusOptions", "MixtureDataModule"]
 
 
 class CorpusOptions(TypedDict):
-    """One corpus of a mixture; as a mapping, it can be in checkpoints and in YAML."""
+    """One corpus of a mixture.
+
+    A plain mapping, because checkpoints and YAML files contain it.
+    """
 
     data_dir: str
     """Folder that ``prepare`` made."""
@@ -27,23 +30,22 @@ class CorpusOptions(TypedDict):
 
 
 class MixtureDataModule(StreamDataModule):
-    """Batches that hold several corpora in the ratio of their weights, each corpus in its own order
-    and through its own epochs.
+    """Batches of several corpora, mixed in the ratio of their weights.
 
-    In the first n samples each corpus has its share of n to within one sample, for every n,
-    whatever the layout. An epoch is as many samples as all corpora hold together. Validation takes
-    each corpus's validation samples in the same ratio, once, until one has no more; the loss is
-    that of the mixture.
+    Each corpus has its own order and its own epochs. In the first n samples, each corpus has its
+    share of n to within one sample, for every n and in any layout. An epoch has as many samples as
+    all corpora hold together. Validation takes the validation samples of each corpus once, in the
+    same ratio, until one corpus has no more; the loss is that of the mixture.
 
-    All folders need the same tokenizer: prepare the first, and the others with ``tokenizer_dir``
-    set to it.
+    All folders need the same tokenizer: prepare the first, then the rest with ``tokenizer_dir`` set
+    to the first.
 
     Args:
-        corpora: The folders and their weights, such as ``[{"data_dir": "web", "weight": 0.7},
+        corpora: List of folders and their weights, such as ``[{"data_dir": "web", "weight": 0.7},
             {"data_dir": "code", "weight": 0.3}]``.
         vocabulary_size: Number of ids of their tokenizer.
-        verify_hashes: Compare every file's hash before training, not only its size.
-        kwargs: Those of ``StreamDataModule``: sequence_length, batch sizes, seed.
+        verify_hashes: Compare the hash of every file before training, not only its size.
+        kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed.
 
     Raises:
         ValueError: A value is out of range; the message names it.
@@ -75,19 +77,19 @@ class MixtureDataModule(StreamDataModule):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all folders."""
+        """Tokenizer of all folders."""
         return Tokenizer.load(self.corpora[0]["data_dir"])
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """As ``StreamDataModule.check``, and the folders' files and tokenizers."""
+        """Check as ``StreamDataModule.check``, and check files and tokenizers of the folders."""
         self._verify(hashes=self.verify_hashes)
         super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:
-        """Check the files; Lightning calls this in one process of a node.
+        """Check the files; Lightning calls this in one process per node.
 
         Raises:
-            StoreError: A folder is not prepared or damaged, or has another tokenizer.
+            StoreError: A folder is not prepared, is damaged, or has another tokenizer.
         """
         self._verify(hashes=self.verify_hashes)
 
@@ -95,7 +97,7 @@ class MixtureDataModule(StreamDataModule):
         """Check sizes and tokenizers in every process.
 
         Raises:
-            StoreError: As ``prepare_data``.
+            StoreError: As for ``prepare_data``.
         """
         self._verify(hashes=False)
 

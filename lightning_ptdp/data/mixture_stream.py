@@ -1,9 +1,9 @@
-"""Samples of several corpora in the ratio of their weights.
+"""Random access to samples of several corpora in the ratio of their weights.
 
-Sample number i belongs to the corpus whose turn it is (``interleave.py``), and is that corpus's
-next sample in its own order, which
-goes through its own epochs: a small corpus with a great weight is seen more often. All of it
-follows from the seed and i."""
+Sample number i belongs to the corpus whose turn it is (``interleave.py``). It is the next sample of
+that corpus in the corpus's own order and epochs: a small corpus with a large weight is repeated
+more often. The seed and i determine the sample.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["MixtureStream"]
 class MixtureStream(SampleStream):
     """Several streams as one.
 
-    An epoch is as many samples as all streams hold together; with ``repeat=False``, for evaluation,
-    the first samples of each, as many as there are before one of them runs out.
+    An epoch has as many samples as all streams hold together. With ``repeat=False``, for
+    evaluation, it has the first samples of each stream, up to the point where one of them runs out.
 
     Args:
-        streams: Of the same kind and sequence length, with the same token ids.
-        weights: One for each, in any unit.
-        repeat: Go through a stream again and again.
-        max_samples: Use the first so many samples of the mixture only.
+        streams: Streams of the same kind and sequence length, with the same token ids.
+        weights: One weight per stream, in any unit.
+        repeat: Go through each stream repeatedly.
+        max_samples: Use only this many samples of the mixture, from the first on.
 
     Raises:
-        ValueError: The weights are not positive, there are not as many as streams, or a sequence
-            length differs.
+        ValueError: The weights are not positive, their number is not that of the streams, or a
+            sequence length differs.
     """
 
     def __init__(
@@ -68,8 +68,10 @@ class MixtureStream(SampleStream):
         self._again = not repeat or max_samples is not None
 
     def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Visits in the order of training: those of the streams, times the number of streams, plus
-        the stream."""
+        """Return visits in the order of training.
+
+        The visit of a stream is encoded as ``visit * len(self.streams) + stream``.
+        """
         if self._again:
             numbers = sample_order(numbers, size=self._size, seed=seed, shuffle=shuffle)
         corpora, ranks = self.turns.at(numbers)
@@ -83,7 +85,7 @@ class MixtureStream(SampleStream):
         return visits
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Rows of samples (b, ...); rows of ``PADDING`` for that visit."""
+        """Return rows of samples (b, ...); a visit of ``PADDING`` gives a padding row."""
         asked = np.array(visits, np.int64)
         padding = asked == PADDING
         own, corpora = np.divmod(np.where(padding, 0, asked), len(self.streams))
@@ -98,5 +100,5 @@ class MixtureStream(SampleStream):
         return rows
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The batch that rows are made into, by the streams."""
+        """Return the batch that the streams make of rows."""
         return self.streams[0].as_batch(rows)

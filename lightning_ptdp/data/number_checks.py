@@ -6,8 +6,10 @@ __all__ = ["check_fraction", "check_integer"]
 
 
 def check_integer(name: str, value: object, *, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError naming the field unless ``value`` is an integer of at least ``least`` (and
-    at most ``most``)."""
+    """Raise ValueError, naming the field, unless ``value`` is an integer in range.
+
+    The range is from ``least`` to ``most``, or without upper limit.
+    """
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     good = (
         isinstance(value, int)
@@ -20,6 +22,6 @@ def check_integer(name: str, value: object, *, least: int = 1, most: int | None 
 
 
 def check_fraction(name: str, value: float, *, note: str = "") -> None:
-    """Raise ValueError naming the field unless ``value`` is a part of at most a half."""
+    """Raise ValueError, naming the field, unless 0 < ``value`` <= 0.5."""
     if not 0 < value <= 0.5:
         raise ValueError(f"{name}={value!r} must be more than 0 and at most 0.5{note}")

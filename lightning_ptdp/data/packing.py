@@ -1,5 +1,7 @@
-"""Which samples lie together in one sequence: best fit, longest first, the same for every layout
-and every epoch."""
+"""Packing of samples into sequences: best fit, longest first.
+
+The result is the same for every layout and every epoch.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,19 @@ __all__ = ["pack"]
 
 
 def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples put together so that no group has more than ``capacity`` tokens and few groups are
-    needed.
+    """Group samples into few groups of at most ``capacity`` tokens.
 
-    Each sample, the longest first, goes to the group with the least room that takes it. A group
-    keeps its samples in their order, and groups stand in the order of their first samples. Takes
-    microseconds a sample: room is looked for among the bits of one integer.
+    Each sample, the longest first, joins the group with the least sufficient room. Samples keep
+    their order within a group, and groups are ordered by their first samples. A sample takes
+    microseconds: the bits of one integer show which amounts of room exist.
 
     Args:
         sizes: Tokens of every sample, 1 to ``capacity``.
         capacity: Tokens of a group.
 
     Returns:
-        The samples, group after group, and where each group begins and the last one ends, both
-        int64.
+        The samples, group after group, and the beginnings of the groups with the end of the last
+        one; both int64.
     """
     groups: list[list[int]] = []
     by_room: dict[int, list[int]] = {}

@@ -1,14 +1,15 @@
-"""Windows of a token store and pairs of segments from them; a window never spans two documents.
+"""Windows of a token store, and pairs of segments drawn from them.
 
-A document is cut into windows of whole lines, as many as there is room for, and a window into two
-segments between lines, so that neither the order of two segments nor where they come from can be
-told from how they begin and end::
+A window never spans two documents. A document is cut into windows of whole lines, each as large as
+possible. A window is cut between lines into two segments. The beginning and end of a segment
+therefore reveal neither the order of two segments nor their origin::
 
     store     l0 l0 NL l1 NL l2 l2 NL END l3 l3 NL ...       room for 5 tokens
     windows   [l0 l0 NL l1 NL] [l2 l2 NL] [l3 l3 NL ...]
 
-The places of all windows are found once (about a second for 10 million tokens); a window takes 20
-bytes of memory."""
+The positions of all windows are found once (about a second for 10 million tokens). A window takes
+20 bytes of memory.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +28,17 @@ __all__ = ["LEAST_TOKENS", "PairObjective", "Windows", "draw_pair", "find_window
 
 PairObjective = Literal["next", "swap"]
 LEAST_TOKENS = 8
-"""Shorter windows are left out: there is nothing to learn from two segments of them."""
+"""Minimum length of a window; two segments of a shorter one teach nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Places of windows in the joined chunks, arrays of one length.
+    """Positions of windows in the joined chunks, as arrays of one length.
 
     Attributes:
         starts: First token, counted over all chunks, int64.
-        lengths: Tokens, int32.
-        documents: Which document it is of, int64.
+        lengths: Number of tokens, int32.
+        documents: Number of the window's document, int64.
     """
 
     starts: np.ndarray
@@ -46,13 +47,13 @@ class Windows:
 
 
 def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longest: int) -> Windows:
-    """All windows of at most ``longest`` tokens, in the order of the store.
+    """Return all windows of at most ``longest`` tokens, in the order of the store.
 
     Args:
-        chunks: Token chunks; a document goes on over the end of a chunk, a window does not.
+        chunks: Token chunks. A document may continue in the next chunk, a window may not.
         end: Token that ends a document.
-        newline: Token that ends a line; lines longer than half a window are cut anywhere.
-        longest: Tokens of a window.
+        newline: Token that ends a line. Lines longer than half a window are cut anywhere.
+        longest: Maximum number of tokens of a window.
     """
     starts, lengths, documents = array("q"), array("i"), array("q")
     offset = document = 0
@@ -75,7 +76,7 @@ def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longes
 
 
 def _cut(begin: int, stop: int, lines: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """(first token, one past the last) of the windows of one document."""
+    """Yield (first token, one past the last) of the windows of one document."""
     while begin < stop:
         behind = min(begin + longest, stop)
         if behind < stop:
@@ -90,17 +91,19 @@ def _cut(begin: int, stop: int, lines: Sequence[int], longest: int) -> Iterator[
 def draw_pair(
     tokens: np.ndarray, other: np.ndarray | None, *, room: int, draws: Draws, vocabulary: Vocabulary
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Two segments of a window, and 0 if the second follows the first, 1 (in half of all cases) if
-    it does not.
+    """Draw two segments and their label.
+
+    The label is 0 if the second segment follows the first, and 1 (in half of all cases) if it does
+    not.
 
     Args:
         tokens: The window.
-        other: A window of another document: a part of it is the second segment where that does not
-            follow (next-sentence prediction, arXiv 1810.04805, section 3.1). None: the two segments
-            change places instead (sentence order, arXiv 1909.11942, section 3.1).
-        room: Tokens of both segments together.
+        other: A window of another document. A part of it is the second segment if the label is 1
+            (next-sentence prediction, arXiv 1810.04805, section 3.1). None: the two segments are
+            exchanged instead (sentence order, arXiv 1909.11942, section 3.1).
+        room: Maximum number of tokens of both segments together.
         draws: Random numbers of the sample.
-        vocabulary: Tells where lines and words begin.
+        vocabulary: Vocabulary, which determines where lines and words begin.
     """
     cut = _draw_cut(tokens, draws, vocabulary)
     first, second = tokens[:cut], tokens[cut:]
@@ -113,8 +116,10 @@ def draw_pair(
 
 
 def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: Vocabulary) -> int:
-    """Draw the position at which a window is divided: before a line if there is more than one, else
-    before a word, else anywhere."""
+    """Draw the position at which a window is divided.
+
+    It is before a line if there is more than one, otherwise before a word, otherwise anywhere.
+    """
     lines = np.flatnonzero(tokens[:-1] == vocabulary.newline) + 1
     words = vocabulary.word_starts(tokens)[1:]
     places = next((found for found in (lines, words) if len(found)), np.arange(1, len(tokens)))

@@ -1,4 +1,4 @@
-"""Progress of a preparation: a bar on a terminal, an occasional line elsewhere."""
+"""Progress of a preparation: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reporter:
     """Output of progress.
 
     Attributes:
-        say: Takes a line of text.
+        say: Function that takes a line of text.
         bars: Show bars on standard error, if it is a terminal.
     """
 
@@ -33,7 +33,10 @@ class Reporter:
 
     @contextmanager
     def bar(self, verb: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Inside, call what it gives with the number of bytes that were done, of ``total``."""
+        """Show progress, and yield a function to call with every number of bytes done.
+
+        The bar is full after ``total`` bytes.
+        """
         console = Console(stderr=True)
         if not self.bars or not console.is_terminal:
             yield _Lines(self.say, verb, total).advance
@@ -51,7 +54,7 @@ class Reporter:
 
 
 class _Lines:
-    """A line at every tenth."""
+    """A line of text at every tenth of the total."""
 
     def __init__(self, say: Callable[[str], None], verb: str, total: int) -> None:
         self._say, self._verb, self._total = say, verb, total

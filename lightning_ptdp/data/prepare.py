@@ -1,4 +1,4 @@
-"""Text to a folder that training can read: tokenizer, token chunks of two splits, and a manifest.
+"""Preparation of text: tokenizer, token chunks of two splits, and a manifest.
 
 ::
 
@@ -8,8 +8,9 @@
       train/                 litdata chunks: documents joined, each followed by the end token
       validation/
 
-The folder appears complete or not at all. Until then all is in a hidden folder beside it
-(``work_folder.py``), where a call after one that was killed finds what was finished."""
+The folder appears complete or not at all. Until then, the data are in a hidden folder beside it
+(``work_folder.py``). If a call is killed, the next call reuses the finished parts.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +54,10 @@ class PreparedData:
     """A prepared folder.
 
     Attributes:
-        folder: Where it is.
-        manifest: What is in it.
-        reused: True if it was there already.
-        seconds: How long the call took.
+        folder: Path of the folder.
+        manifest: Record of its contents.
+        reused: True if the folder already existed.
+        seconds: Duration of the call.
     """
 
     folder: Path
@@ -65,7 +66,7 @@ class PreparedData:
     seconds: float
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line of text that summarizes the result."""
         splits = ", ".join(
             f"{record.tokens:,} {name} tokens" for name, record in self.manifest.splits.items()
         )
@@ -79,16 +80,17 @@ class PreparedData:
 
 
 def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | None:
-    """Everything that can be wrong with a preparation and is known before it starts; writes
-    nothing.
+    """Check everything that can be wrong before a preparation starts; write nothing.
 
-    Returns the manifest if the folder is there already, made with the same settings and intact;
-    else None. Without ``hashes`` intact means of the right sizes.
+    Returns:
+        The manifest if the folder already exists, was made with the same settings and is intact;
+        otherwise None. Without ``hashes``, files of the right sizes count as intact.
 
     Raises:
         CorpusError: The source is missing, unreadable or empty.
-        StoreError: The output is something else, was made with other settings or is damaged, or
+        StoreError: The output is no prepared folder, was made with other settings, is damaged, or
             cannot be written.
+        TokenizerError: ``tokenizer_dir`` cannot be used.
     """
     output = Path(config.output)
     manifest = check_place(
@@ -103,14 +105,15 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
 def prepare(
     config: PrepareConfig, *, progress: Progress | None = None, hashes: bool = True
 ) -> PreparedData:
-    """Make the folder, or find it made already with the same settings, or go on where a call before
-    was interrupted.
+    """Prepare the folder, continue an interrupted preparation, or reuse the folder.
+
+    A folder is reused if it was made with the same settings.
 
     Args:
-        config: What and where.
-        progress: Called with lines of text, a few a stage; by default they go to this module's
-            logger, and a terminal shows bars.
-        hashes: Compare the hashes of a folder that is there already, not only the sizes.
+        config: Configuration of the preparation.
+        progress: Function called with lines of text, a few per stage. Default: the lines go to the
+            logger of this module, and a terminal shows bars.
+        hashes: Compare the hashes of an existing folder, not only the sizes.
 
     Raises:
         CorpusError, TokenizerError, StoreError: See ``check_prepare``; also a vocabulary that the
@@ -125,7 +128,8 @@ def prepare(
         report = Reporter(say=say, bars=progress is None)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            # Hidden, so that a source folder that contains the output does not read it.
+            # The folder is hidden, so that a source folder that contains the output does not read
+            # it.
             with work_folder(output, _key(config)) as work:
                 folder, manifest = _build(config, work, report)
                 manifest = publish(
@@ -150,8 +154,8 @@ def prepare(
 def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
     manifest = Manifest.read(output)
     check_settings(manifest, config.settings, output)
-    # The folder stands for itself: a source that is gone, or another Python's library, does not
-    # matter any more.
+    # A prepared folder does not depend on its source: the source may be gone, or the library may be
+    # that of another Python.
     if config.source is not None and all(Path(root).exists() for root in config.roots):
         files = config.files()
         if listing_digest(files) != manifest.corpus.listing:
@@ -175,10 +179,10 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
 
 
 def check_settings(manifest: Manifest, here: Mapping[str, Any], output: Path) -> None:
-    """A folder is used again for the settings that it was made with only.
+    """Refuse a folder that was made with other settings.
 
     Raises:
-        StoreError: They differ; names all that do.
+        StoreError: Settings differ; the message names all of them.
     """
     there = manifest.settings
     differences = [
@@ -194,12 +198,13 @@ def check_settings(manifest: Manifest, here: Mapping[str, Any], output: Path) ->
 
 
 def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest]) -> Manifest | None:
-    """Return the manifest that ``check`` finds in the output folder; None if the folder can be
-    made, or made again.
+    """Return the manifest that ``check`` finds in the output folder.
+
+    Return None if the folder can be made, or made again.
 
     Raises:
-        StoreError: It is something else, or cannot be written, or that of ``check`` without
-            ``overwrite``.
+        StoreError: The output is no prepared folder, or cannot be written.
+        DataError: ``check`` raised it, and ``overwrite`` is off.
     """
     if output.exists() and not output.is_dir():
         raise StoreError(f"output={output} is a file: name a folder")
@@ -230,14 +235,14 @@ def _given_tokenizer(config: PrepareConfig) -> AnyTokenizer | None:
             f"{tokenizer.vocabulary_size}, not vocabulary_size="
             f"{config.vocabulary_size}: use that number"
         )
-    _ = tokenizer.eos_id  # one of Hugging Face's may have none
+    _ = tokenizer.eos_id  # a Hugging Face tokenizer may have none
     for symbol in config.control_symbols:
         tokenizer.control_id(symbol)
     return tokenizer
 
 
 def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, Manifest]:
-    """The finished folder, in the work folder."""
+    """Build the folder inside the work folder."""
     files = config.files()
     report.say(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:.1f} MB")
     builder = Builder(config=config, work=work, report=report)
@@ -290,8 +295,10 @@ def publish(
     overwrite: bool,
     check: Callable[[], Manifest | None],
 ) -> Manifest:
-    """Put the finished folder in its place; where another process was faster, use what it made, if
-    ``check`` finds it good."""
+    """Move the finished folder to its destination.
+
+    If another process was faster, use its folder, provided that ``check`` accepts it.
+    """
     replaced = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
     if overwrite and output.exists():
         output.rename(replaced)

@@ -1,8 +1,9 @@
-"""A prepared folder in a remote store, copied to a local one by litdata's downloaders (``s3://``,
-``gs://``, ``azure://``, ``hf://``, …).
+"""Copies of prepared folders in remote stores.
 
-The whole folder is copied before training, file by file, and checked against its manifest: nothing
-is read during training that was not checked, and a rank never waits for a network."""
+litdata's downloaders transfer the files (``s3://``, ``gs://``, ``azure://``, ``hf://``, …). The
+whole folder is copied before training, file by file, and checked against its manifest. Training
+therefore reads only checked data, and a rank never waits for a network.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from lightning_ptdp.data.manifest import (
 )
 from lightning_ptdp.data.work_folder import work_folder
 
-if TYPE_CHECKING:  # imported when it is used
+if TYPE_CHECKING:  # imported on first use
     from litdata.streaming.downloader import Downloader
 
 __all__ = ["fetch"]
@@ -31,17 +32,18 @@ _LOCAL = "local:"
 
 
 def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
-    """Copy a prepared folder, or find that the copy is there; after an interrupted call, go on with
-    the files that are missing.
+    """Copy a prepared folder, or verify an existing copy.
+
+    After an interrupted call, only the missing files are copied.
 
     Args:
-        remote: Address of the folder, as litdata takes it; ``local:/path`` for a mounted one.
-        folder: Where the copy is, or will be: complete or not at all.
-        hashes: Compare the hashes of a copy that is there already, not only the sizes. Those of
-            what was copied are always compared.
+        remote: Address of the folder in litdata's form; ``local:/path`` for a mounted store.
+        folder: Folder of the copy. It appears complete or not at all.
+        hashes: Compare the hashes of an existing copy, not only the sizes. The hashes of copied
+            files are always compared.
 
     Raises:
-        StoreError: A file cannot be fetched, or is not what the manifest says; names it.
+        StoreError: A file cannot be fetched or does not match the manifest; the message names it.
     """
     output = Path(folder)
     if output.exists():
@@ -57,7 +59,7 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
                 downloader=_downloader(remote, incoming),
                 incoming=incoming,
             )
-            # Anew in every call: the store may have been mended since.
+            # Fetch the manifest in every call: the store may have been repaired since.
             manifest_file = store.fetch(MANIFEST_FILE)
             files = [
                 (_target(copy, name, remote), name, record)
@@ -79,21 +81,26 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Store:
-    """Files come one by one into a folder of their own under a name of ours, whatever the store
-    calls them."""
+    """Remote store, from which files are copied one by one.
+
+    Files arrive in a folder of their own, under a fixed name that does not depend on the store.
+    """
 
     remote: str
     downloader: Downloader
     incoming: Path
 
     def fetch(self, name: str, size: int | None = None) -> Path:
-        """A file as it is in the store, if it has so many bytes, or few (where a store is mounted:
-        others do not tell before)."""
+        """Fetch a file and return its path.
+
+        The size is checked before the transfer if the store is mounted: it must be ``size``, or
+        small if ``size`` is None. Other stores do not report sizes beforehand.
+        """
         target = self.incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
         try:
             if self.remote.startswith(_LOCAL):
                 _check_source(inside(self.remote.removeprefix(_LOCAL), name), size)
-            # Whatever the store's client raises, the user needs to know which file it was.
+            # The client may raise any type; the message must name the file.
             self.downloader.download_file(f"{self.remote}/{name}", str(target))
         except Exception as error:
             raise StoreError(f"{self.remote}/{name} cannot be fetched: {reason(error)}") from error
@@ -105,7 +112,7 @@ class _Store:
         return target
 
     def copy(self, name: str, record: FileRecord, target: Path) -> None:
-        """Put a file in its place, unless it is there; it is compared with its record before."""
+        """Copy a file to ``target``, after a comparison with its record, unless it is there."""
         try:
             check_file(target, record)
         except StoreError:
@@ -117,7 +124,7 @@ class _Store:
 
 def _check_source(file: Path, size: int | None) -> None:
     if not file.exists():
-        return  # the client says it
+        return  # the client reports it
     found = regular_size(file)
     if found != size and (size is not None or found > MOST_BYTES):
         raise ValueError(

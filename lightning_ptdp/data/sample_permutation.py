@@ -1,11 +1,12 @@
-"""The order of samples: sample number -> which sample it is, computed and never stored.
+"""The order of samples, computed from the sample number and never stored.
 
-Samples are numbered without end: number ``i`` is place ``i % size`` of epoch ``i // size``. Each
-epoch is its own permutation of all samples, a keyed Feistel network over the smallest power of two
-that holds them, walked until it lands inside (cycle walking; Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002). Any number is answered at once, so that a position is all
-there is to save; and unlike a library's generator, it is the same in every version of every
-library."""
+Samples are numbered without end: number ``i`` is position ``i % size`` of epoch ``i // size``. Each
+epoch is its own permutation of all samples: a keyed Feistel network over the smallest power of two
+that holds them, repeated until the result is in range (cycle walking; Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", CT-RSA 2002). Any number is computed directly, so a checkpoint saves
+only a position. Unlike the generator of a library, the order is the same with every version of
+every library.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ _SHIFT = np.uint64(29)
 
 
 def sample_order(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = True) -> np.ndarray:
-    """Which samples (0 to ``size - 1``) the sample numbers stand for.
+    """Return the samples (0 to ``size - 1``) of sample numbers.
 
     Args:
         numbers: int64 array of sample numbers, counted over all epochs.
         size: Samples in an epoch.
-        seed: Of the permutations.
-        shuffle: Without it every epoch runs from 0 to ``size - 1``.
+        seed: Seed of the permutations.
+        shuffle: Permute the samples. Without it, every epoch runs from 0 to ``size - 1``.
 
     Returns:
-        int64 array of the same shape. Every epoch's numbers give each sample once.
+        int64 array of the same shape. The numbers of an epoch give each sample once.
     """
     epochs, places = np.divmod(numbers, size)
     if not shuffle:
@@ -43,7 +44,7 @@ def sample_order(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = T
 
 
 def sample_visits(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = True) -> np.ndarray:
-    """As ``sample_order``, with the epoch: ``epoch * size + sample``."""
+    """Return ``epoch * size + sample``, with the samples of ``sample_order``."""
     return numbers // size * size + sample_order(numbers, size=size, seed=seed, shuffle=shuffle)
 
 
@@ -58,8 +59,7 @@ def _permute(places: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray
 
 
 def _feistel(values: np.ndarray, bits: int, keys: list[np.uint64]) -> np.ndarray:
-    """A permutation of the numbers of ``bits`` bits: each round changes one half by a mix of the
-    other."""
+    """Permute the numbers of ``bits`` bits; each round changes one half by a mix of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)

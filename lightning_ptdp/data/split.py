@@ -1,5 +1,7 @@
-"""Which text is for training and which for validation: decided by content, the same in every run
-and on every machine."""
+"""Division of a corpus into training and validation.
+
+The content of the documents decides, so the division is the same in every run and on every machine.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,19 @@ from lightning_ptdp.data.data_error import CorpusError
 
 __all__ = ["Scan", "Split", "Survey", "scan", "survey"]
 
-_AT_ONCE = 1 << 16  # documents whose numbers are Python objects at the same time
-_LINE_SEARCH = 1000  # how far back a cut looks for the start of a line, in characters
+_AT_ONCE = 1 << 16  # documents whose numbers exist as Python objects at the same time
+_LINE_SEARCH = 1000  # characters before a cut in which it looks for the start of a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A division of documents that never overlaps.
+    """A division of documents without overlap.
 
     Attributes:
-        seed: Of the documents' scores.
-        whole: Scores of the documents that are for validation.
-        cut: Score of a document whose tail is for validation; None if no document is cut.
-        tail: Which part of the characters of that document is its tail.
+        seed: Seed of the documents' scores.
+        whole: Scores of the documents used for validation.
+        cut: Score of a document whose tail is used for validation; None if no document is cut.
+        tail: Fraction of the characters of that document in its tail.
     """
 
     seed: int
@@ -37,8 +39,10 @@ class Split:
     tail: float = 0.0
 
     def parts(self, document: Document) -> tuple[str, str]:
-        """The document's text for (training, validation); one of them is empty unless the document
-        is the one cut."""
+        """Return the text of the document for (training, validation).
+
+        One of them is empty unless the document is the one that is cut.
+        """
         score = _score(document.text, self.seed)
         if score in self.whole:
             return "", document.text
@@ -52,13 +56,13 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Result of one pass over the corpus: counts, a hash of all names and contents, and the split.
+    """Result of one pass over the corpus.
 
     Attributes:
         documents: Number of documents.
-        characters: Their total length.
-        digest: sha256 over the names and the contents' hashes.
-        split: The division.
+        characters: Total length of the documents.
+        digest: sha256 over the names and the hashes of the contents.
+        split: Division into training and validation.
     """
 
     documents: int
@@ -67,7 +71,7 @@ class Survey:
     split: Split
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the survey in JSON's types."""
         split = {
             "seed": self.split.seed,
             "whole": sorted(self.split.whole),
@@ -90,11 +94,11 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """Data about some consecutive documents for the survey, in little memory.
+    """Compact data about some consecutive documents, for the survey.
 
     Attributes:
-        scores: One a document, uint64.
-        sizes: Characters of each, uint64.
+        scores: One score per document, uint64.
+        sizes: Characters of each document, uint64.
         listing: Names and hashes of the contents.
     """
 
@@ -117,12 +121,12 @@ def scan(documents: Iterable[Document], *, seed: int) -> Scan:
 
 
 def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> Survey:
-    """Divide the documents of the scans, together all of the corpus in its order.
+    """Divide the documents of the scans, which together cover the corpus in order.
 
     Whole documents go to validation in the order of a seeded hash of their content, as long as they
-    fit into the fraction (counted in characters; equal documents stay together). Where that yields
-    less than half of what was asked for, as with a few big documents or only one, the biggest
-    document gives its tail.
+    fit into the fraction (counted in characters; equal documents stay together). If that yields
+    less than half of the requested fraction, as with few big documents or only one, the tail of the
+    biggest document goes to validation too.
 
     Raises:
         CorpusError: There is no text, or not enough to divide.
@@ -143,7 +147,7 @@ def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> S
 
 
 def _by_score(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Different scores, ascending, and how many characters each stands for."""
+    """Return the distinct scores, ascending, and the number of characters of each."""
     order = np.argsort(scores, kind="stable")
     scores = scores[order]
     firsts = np.flatnonzero(np.append(True, scores[1:] != scores[:-1]))

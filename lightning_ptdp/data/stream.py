@@ -1,9 +1,11 @@
-"""The token blocks of a prepared split, by number, as batches of inputs and labels.
+"""Streams of samples by number, and the token blocks of a prepared split.
 
-A block is ``sequence_length + 1`` consecutive tokens, and blocks do not overlap: inputs are all but
-the last token, labels all but the first, so that every input has its label and one token in
+A block has ``sequence_length + 1`` consecutive tokens, and blocks do not overlap. Inputs are all
+but the last token, labels all but the first. Every input therefore has its label, and one token in
 ``sequence_length + 1`` is a label only. Documents are joined, each followed by its end token; a
-block may hold parts of several. The last tokens of a chunk that fill no block are left out."""
+block may hold parts of several. The last tokens of a chunk, which do not fill a block, are left
+out.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,24 @@ from lightning_ptdp.data.token_store import ChunkMap
 __all__ = ["IGNORE_INDEX", "PADDING", "BlockStream", "SampleStream", "TokenStream"]
 
 IGNORE_INDEX = -100
-"""Label that no loss counts (the default of ``torch.nn.functional.cross_entropy``)."""
+"""Label that losses ignore (the default of ``torch.nn.functional.cross_entropy``)."""
 
 PADDING = -1
 """Sample number of a row that only fills up a batch: input ids 0, labels ``IGNORE_INDEX``."""
 
 
 class SampleStream(Dataset[dict[str, torch.Tensor]]):
-    """Samples by number, as the loaders read them; subclasses define their rows (``__getitems__``,
-    ``as_batch``).
+    """Samples by number, as the loaders read them.
 
-    A visit names a sample and the time that it is read, when it may look different: mostly ``epoch
-    * len(stream) + sample``.
+    Subclasses define the rows (``__getitems__``, ``as_batch``). A visit identifies a sample and the
+    time of reading, because a sample may differ between epochs. It is usually ``epoch * len(stream)
+    + sample``.
 
     Args:
-        samples: How many there are.
+        samples: Number of samples.
         sequence_length: s, tokens of a sample.
-        max_samples: Use the first so many only.
-        fingerprint: Equal for equal samples.
+        max_samples: Use only this many samples, from the first on.
+        fingerprint: Text that is equal for equal samples.
     """
 
     def __init__(
@@ -52,42 +54,50 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         self._size = samples if max_samples is None else min(samples, max_samples)
 
     def __len__(self) -> int:
-        """Number of samples in an epoch."""
+        """Return the number of samples in an epoch."""
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample, in the first epoch, in the order in which they are stored."""
+        """Return one sample of the first epoch, in the stored order."""
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
         rows = self.__getitems__(self.visits(np.array([index]), seed=0, shuffle=False).tolist())
         return {name: tensor[0] for name, tensor in self.as_batch(rows).items()}
 
     def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Which visits the sample numbers of training stand for, counted over all epochs; int64 of
-        the same shape."""
+        """Return the visits of sample numbers, which are counted over all epochs.
+
+        The result is int64 of the same shape.
+        """
         return sample_visits(numbers, size=self._size, seed=seed, shuffle=shuffle)
 
     @abstractmethod
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Rows of samples (b, ...) by visit or ``PADDING``, in the form in which worker processes
-        send them."""
+        """Return rows of samples (b, ...), given visits or ``PADDING``.
+
+        Worker processes send the rows in this form.
+        """
 
     @abstractmethod
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """The batch that rows are made into."""
+        """Return the batch made of rows."""
 
 
 class BlockStream(SampleStream):
-    """Blocks of s + 1 tokens, the same in every epoch; subclasses say where they are
-    (``_read``)."""
+    """Blocks of s + 1 tokens, the same in every epoch.
+
+    Subclasses define how a block is read (``_read``).
+    """
 
     @abstractmethod
     def _read(self, index: int) -> np.ndarray:
-        """Block ``index``: s + 1 tokens, of any integer type."""
+        """Return block ``index``: s + 1 tokens, of any integer type."""
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
-        """Blocks, int32 of shape (b, s + 1): a quarter of a batch, and no shared memory to set
-        up."""
+        """Return blocks, int32 of shape (b, s + 1).
+
+        They have a quarter of the bytes of a batch, and need no shared memory.
+        """
         blocks_bs = np.full((len(visits), self.sequence_length + 1), PADDING, np.int32)
         for row, visit in enumerate(visits):
             if visit != PADDING:
@@ -95,7 +105,7 @@ class BlockStream(SampleStream):
         return blocks_bs
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
+        """Return ``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
         tokens_bs = torch.from_numpy(rows).long()
         inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
         padding_b = tokens_bs[:, 0] == PADDING
@@ -108,10 +118,10 @@ class TokenStream(BlockStream):
     """Random access to the blocks of one split of a prepared folder.
 
     Args:
-        folder: What ``prepare`` made (verify it first: ``verify_store``).
+        folder: Folder that ``prepare`` made (call ``verify_store`` first).
         split: ``"train"`` or ``"validation"``.
         sequence_length: s, tokens of a sample.
-        max_samples: Use the first so many blocks only.
+        max_samples: Use only this many blocks, from the first on.
 
     Raises:
         StoreError: The folder is not prepared data, or the split holds no block of this length.

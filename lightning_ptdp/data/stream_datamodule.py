@@ -1,5 +1,7 @@
-"""Common base of the data modules: each replica gets its samples, and training resumes exactly in
-the middle of an epoch."""
+"""Common base of the data modules.
+
+It gives each replica its samples, and resumes training exactly in the middle of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,19 @@ Loader = TypeVar("Loader")
 
 
 class StreamDataModule(LightningDataModule):
-    """Batches of the samples of a stream; subclasses say which stream (``_stream``).
+    """Batches of the samples of a stream; subclasses define the stream (``_stream``).
 
     A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids",
-    "labels"}``, int64 of shape (batch, sequence_length), labels shifted by one and -100 where
-    nothing is to be learned. Of ``global_batch_size = micro_batch_size * num_microbatches *
-    replicas`` give any two, the third follows.
+    "labels"}``, int64 of shape (batch, sequence_length). Labels are shifted by one, and -100 where
+    nothing is learned. ``global_batch_size = micro_batch_size * num_microbatches * replicas``: any
+    two sizes determine the third.
 
     Args:
         sequence_length: Tokens of a sample.
-        validation_samples: Validate on the first so many samples; none is all.
-        seed: Of the order of the training samples.
-        num_workers: Processes that read ahead, for each rank.
-        kwargs: Those of ``BatchOptions``: batch sizes and their ramp-up.
+        validation_samples: Number of validation samples to use, from the first on. Default: all.
+        seed: Seed of the order of the training samples.
+        num_workers: Number of processes per rank that read ahead.
+        kwargs: Arguments of ``BatchOptions``: batch sizes and their ramp-up.
 
     Attributes:
         vocabulary_size: Number of ids that a token can have; subclasses set it.
@@ -74,33 +76,37 @@ class StreamDataModule(LightningDataModule):
 
     @property
     def step_sizes(self) -> RampUp:
-        """The samples of every step, of all replicas."""
+        """Samples of every step, summed over all replicas."""
         return self.batch_options.ramp(replica_of(self.trainer)[0])
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
-        """The sizes of all steps that there will be on ``num_replicas`` replicas: one plan, or
-        those of the ramp-up in their order.
+        """Return the sizes of all steps on ``num_replicas`` replicas.
+
+        This is one plan, or the plans of the ramp-up in order.
 
         Raises:
-            ValueError: The sizes do not divide; says what would.
+            ValueError: The sizes do not divide. The message gives sizes that do.
         """
         return self.batch_options.plans(num_replicas)
 
     def check(self, *, num_replicas: int = 1) -> None:
-        """Find what is wrong before a process is started: whether the data are there and hold a
-        step's samples for ``num_replicas`` replicas. Writes nothing.
+        """Check before a process is started that the data exist and suffice; write nothing.
+
+        The data must hold the samples of a step of ``num_replicas`` replicas.
 
         Raises:
-            DataError: They are damaged, too few, or do not fit the settings.
-            ValueError: The batch sizes do not divide for so many replicas.
+            DataError: The data are damaged, too few, or do not fit the settings.
+            ValueError: The batch sizes do not divide for this number of replicas.
         """
         batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
         TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
         self._stream("validation")
 
     def num_training_batches(self, *, num_replicas: int = 1) -> int:
-        """Return the number of batches of an epoch of one replica, after the ramp-up; the data must
-        be prepared."""
+        """Return the number of batches of an epoch of one replica, after the ramp-up.
+
+        The data must be prepared.
+        """
         batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
         return len(
             TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
@@ -125,10 +131,10 @@ class StreamDataModule(LightningDataModule):
         ]
 
     def train_dataloader(self) -> TokenLoader:
-        """Shuffled batches of this replica, from the checkpoint's position on.
+        """Return shuffled batches of this replica, from the checkpoint's position on.
 
         Raises:
-            ValueError: A ramp-up with the Trainer's ``accumulate_grad_batches``.
+            ValueError: A ramp-up is combined with the Trainer's ``accumulate_grad_batches``.
         """
         self._prepare_ramp()
         loader = self._train_loader(self._stream("train"))
@@ -146,32 +152,35 @@ class StreamDataModule(LightningDataModule):
         return loader
 
     def val_dataloader(self) -> EvaluationLoader:
-        """Every validation sample once, over all replicas."""
+        """Return a loader that reads every validation sample once, over all replicas."""
         stream = self._stream("validation", max_samples=self.validation_samples)
         micro_batch_size = self.batch_options.plan(replica_of(self.trainer)[0]).micro_batch_size
         return self._loader(EvaluationLoader, stream, micro_batch_size=micro_batch_size)
 
     def test_dataloader(self) -> EvaluationLoader:
-        """The validation samples: there is no third split."""
+        """Return the loader of the validation samples, because there is no third split."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> EvaluationLoader:
-        """The validation samples."""
+        """Return the loader of the validation samples."""
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the training data, saved in checkpoints."""
+        """Return the position in the training data, saved in checkpoints."""
         return self._train.state_dict() if self._train is not None else dict(self._saved)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's place, with this fit's training loader if there is one
-        already, else with the next one.
+        """Continue from the position of a checkpoint.
+
+        The position goes to the training loader of this fit, or to the next one if there is none
+        yet.
 
         Raises:
-            DataError: Now or from ``train_dataloader``, if the place belongs to other data.
+            DataError: The position belongs to other data. If there is no loader yet,
+                ``train_dataloader`` raises it.
         """
-        # A strategy may restore after its set-up, in which configure_optimizers may have asked for
-        # the number of steps, and so for the loader.
+        # A strategy may restore after its set-up. By then configure_optimizers may have asked for
+        # the number of steps, and so have created the loader.
         if self._train is not None and self._train_for is self.trainer:
             self._train.load_state_dict(state_dict)
         else:
@@ -179,7 +188,7 @@ class StreamDataModule(LightningDataModule):
 
     @abstractmethod
     def _places(self) -> list[str]:
-        """Folders, or prefixes of files, of the data."""
+        """Return the folders, or prefixes of files, of the data."""
 
     def _text(self) -> list[str]:
         """Return the sources of the data, if they are known."""
@@ -187,7 +196,7 @@ class StreamDataModule(LightningDataModule):
 
     @abstractmethod
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
-        """The samples of a split, or the first so many of them."""
+        """Return the samples of a split, or only ``max_samples`` of them."""
 
     def _train_loader(self, stream: SampleStream) -> TokenLoader:
         return self._loader(
@@ -220,13 +229,15 @@ class StreamDataModule(LightningDataModule):
                 "accumulate_grad_batches=1 and more microbatches, which accumulate too "
                 "(global_batch_size)"
             )
-        # An epoch has fewer steps than the one before it; Lightning asks for their number, and when
-        # to validate, with the loader.
+        # Later epochs have fewer steps. Lightning determines the number of steps, and the time of
+        # validation, when it loads the loader.
         self.trainer.reload_dataloaders_every_n_epochs = 1
 
     def _in_flight(self) -> int:
-        """Batches that were handed out and not trained on: one, where an exception in a step makes
-        a checkpoint."""
+        """Return the number of batches handed out but not used for training.
+
+        It is one if an exception in a step triggers a checkpoint.
+        """
         if self.trainer is None:
             return 0
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
@@ -234,8 +245,10 @@ class StreamDataModule(LightningDataModule):
 
 
 def replica_of(trainer: Trainer | None) -> tuple[int, int]:
-    """(number of replicas, this replica) as the strategy has them: peers inside a replica are one
-    reader."""
+    """Return (number of replicas, this replica) as the strategy defines them.
+
+    All ranks of a replica read the same samples.
+    """
     strategy = trainer.strategy if trainer is not None else None
     kwargs = getattr(strategy, "distributed_sampler_kwargs", None)
     return (1, 0) if kwargs is None else (int(kwargs["num_replicas"]), int(kwargs["rank"]))

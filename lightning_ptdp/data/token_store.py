@@ -1,9 +1,9 @@
-"""Tokens on disk: litdata chunks, written in this process and read by block number.
+"""Token store: litdata chunks, written by this process and read by block number.
 
-litdata is used as a container only. It would name what it writes by rank, which is switched off by
-telling it, while its writer is made,
-that this process is alone. Its reader is not used: it shards by *global* rank, which differs
-between tensor- and pipeline-parallel peers of one replica, and believes the index whatever it says.
+litdata is used only as a container. By default its writer names files by rank; environment
+variables that declare a single process prevent this while the writer is created. litdata's reader
+is not used: it shards by *global* rank, which differs between tensor- and pipeline-parallel peers
+of one replica, and it trusts the index without checks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ __all__ = [
 
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
-# number of items (one), its first byte and the byte behind it, four bytes each; then the tokens
+# Number of items (one), position of its first byte and position after its last, four bytes each;
+# then the tokens.
 _HEADER_BYTES = 12
-_MOST_TOKENS = 1 << 30  # of a chunk, whose bytes are counted in four
+_MOST_TOKENS = 1 << 30  # of a chunk, because the format stores byte positions in four bytes
 _CHECKED = 1 << 22  # tokens at a time
-_MAPPED = 64  # chunks at a time: each takes an open file
+_MAPPED = 64  # chunks at a time: each needs an open file
 _ALONE = {
     "DATA_OPTIMIZER_GLOBAL_RANK": "0",
     "DATA_OPTIMIZER_NUM_WORKERS": "1",
@@ -59,10 +60,10 @@ def write_chunks(
     chunk_tokens: int,
     dtype: TokenType,
 ) -> int:
-    """Write runs of tokens, joined, as chunks of ``chunk_tokens`` tokens (the last one shorter);
-    the same bytes every time.
+    """Write runs of tokens, joined, as chunks, and return the number of tokens.
 
-    The folder appears with the first chunk. Returns the number of tokens.
+    All chunks have ``chunk_tokens`` tokens, except for a shorter last one. Equal tokens produce
+    equal bytes. The folder appears with the first chunk.
     """
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
@@ -75,7 +76,7 @@ def write_chunks(
                     str(folder), chunk_size=chunk_tokens, item_loader=TokensLoader()
                 )
                 assert writer.rank == 0, "litdata believes in other writers"
-        # One item a chunk: litdata closes a chunk when the next item does not fit.
+        # One item per chunk: litdata closes a chunk when the next item does not fit.
         writer[number] = chunk
         total += len(chunk)
     if writer is not None:
@@ -103,15 +104,16 @@ def _joined(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A file of a split: its path, and the tokens that it holds."""
+    """A file of a split: its path and its number of tokens."""
 
     path: Path
     tokens: int
 
 
 def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
-    """The chunks that the index of a split names, in the order of writing; each is there, in the
-    folder, and of its size.
+    """Return the chunks in the index of a split, in the order of writing.
+
+    Each chunk must exist inside the folder with the right size.
 
     Raises:
         StoreError: The index or a chunk is missing or damaged.
@@ -137,7 +139,7 @@ def check_ids(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
     """Compare tokens of a file with the vocabulary, a few megabytes at a time.
 
     Raises:
-        StoreError: A token is outside of it.
+        StoreError: A token is outside of the vocabulary.
     """
     for start in range(0, len(tokens), _CHECKED):
         some = tokens[start : start + _CHECKED]
@@ -151,19 +153,18 @@ def check_ids(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
 
 
 class ChunkMap:
-    """Random access to the tokens of a split, in blocks of ``block_size``; a block never spans two
-    chunks.
+    """Random access to the tokens of a split, in blocks of ``block_size``.
 
-    A few chunks are mapped into memory at a time.
+    A block never spans two chunks. Only a few chunks are mapped into memory at a time.
 
     Args:
-        chunks: A split's, in the order of writing.
-        dtype: How a token is stored.
-        vocabulary_size: What is read is compared with it.
-        block_size: Tokens of a block; the tokens of a chunk that fill none are left out.
+        chunks: Chunks of a split, in the order of writing.
+        dtype: Type of a stored token.
+        vocabulary_size: Number of ids; every token that is read is checked against it.
+        block_size: Tokens of a block. The tokens of a chunk that do not fill a block are left out.
 
     Raises:
-        StoreError: From reading: a chunk cannot be read, or a token is outside the vocabulary.
+        StoreError: While reading: a chunk cannot be read, or a token is outside the vocabulary.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class ChunkMap:
         self._map = lru_cache(_MAPPED)(self._open)
 
     def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object, ...]]:
-        """Pickle the arguments only; the copy maps the chunks again."""
+        """Pickle only the arguments; the copy maps the chunks again."""
         made = partial(ChunkMap, vocabulary_size=self._vocabulary_size, block_size=self._block_size)
         return made, (self._chunks, self._dtype)
 
@@ -193,12 +194,14 @@ class ChunkMap:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """The stored tokens of every chunk."""
+        """Yield the stored tokens of every chunk."""
         return map(self._open, range(len(self._chunks)))
 
     def read(self, start: int, count: int = 1) -> np.ndarray:
-        """``count`` blocks of one chunk from block ``start`` on, counted over all chunks; 1-D,
-        int32."""
+        """Return ``count`` blocks of one chunk, from block ``start`` on; 1-D, int32.
+
+        ``start`` is counted over all chunks.
+        """
         number = int(np.searchsorted(self._ends, start, side="right"))
         begin = (start - (int(self._ends[number - 1]) if number else 0)) * self._block_size
         stop = begin + count * self._block_size
@@ -228,7 +231,7 @@ class ChunkMap:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Let litdata objects that are made inside see one process, whatever the real world is."""
+    """Make litdata objects that are created inside see a single process."""
     before = {name: os.environ.get(name) for name in _ALONE}
     os.environ.update(_ALONE)
     try:
@@ -242,7 +245,7 @@ def _alone() -> Iterator[None]:
 
 
 def _settle_index(path: Path) -> None:
-    """Take the time of writing out of the index, so that equal data are equal files."""
+    """Remove the time of writing from the index, so that equal data give equal files."""
     index = json.loads(path.read_text("utf-8"))
     index["updated_at"] = "0"
     path.write_text(json.dumps(index, sort_keys=True) + "\n", "utf-8")

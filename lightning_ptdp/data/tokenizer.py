@@ -1,8 +1,8 @@
-"""A byte-pair tokenizer that gives every text back exactly: sentencepiece in its lossless setting.
+"""Lossless byte-pair tokenizer, based on sentencepiece.
 
-Nothing is normalized, no space is added or removed, a newline is a token of its own, and characters
-outside the vocabulary
-become bytes. Ids: 0 padding, 1 unknown (never produced), 2 begin, 3 end of document, 4 newline.
+Decoding returns every text exactly: nothing is normalized, no space is added or removed, a newline
+is a token of its own, and characters outside the vocabulary become bytes. Ids: 0 padding, 1 unknown
+(never produced), 2 begin, 3 end of document, 4 newline.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MODEL_BYTES = 1 << 23  # about 450,000 pieces
 _MEND = "copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
 _SPACE_MARK = "\u2581"
-# Every ASCII character, spaces where a normalizer would take them away, and characters of two,
-# three and four bytes.
+# Every ASCII character, spaces that a normalizer would remove, and characters of two, three and
+# four bytes.
 _PROBE = " " + "".join(map(chr, range(1, 128))) + "  a  B\u00e9\u2581\u4e00\U0001f600 \n "
 _MARK_BYTES = ("<0xE2>", "<0x96>", "<0x81>")
-# The model file embeds the number of threads, so it must not depend on the machine; the pieces do
-# not depend on it.
+# The model file contains the number of threads, which therefore must not depend on the machine. The
+# pieces do not depend on it.
 _TRAIN_THREADS = 4
 _MAX_SENTENCE = 1 << 16
 _SEGMENT = 1 << 15
@@ -40,13 +40,13 @@ _ALWAYS = 256 + 5  # bytes, padding, unknown, begin, end, newline
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Conversion between text and ids.
 
     Args:
         model: A serialized sentencepiece model, as ``train`` makes it.
 
     Raises:
-        TokenizerError: The bytes are not a complete model, or one without the pieces that make it
+        TokenizerError: The bytes are not a complete model, or the model lacks pieces that make it
             lossless.
     """
 
@@ -59,7 +59,7 @@ class Tokenizer:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
-        except (RuntimeError, UnicodeDecodeError) as error:  # the second of its own message
+        except (RuntimeError, UnicodeDecodeError) as error:  # the latter from its message
             raise TokenizerError(f"not a sentencepiece model: {_reason(error)}") from error
         try:
             pieces = self.pieces
@@ -88,15 +88,15 @@ class Tokenizer:
     def train(
         cls, texts: Iterable[str], *, vocabulary_size: int, control_symbols: Sequence[str] = ()
     ) -> Tokenizer:
-        """Learn a vocabulary from the texts (all are held in memory by sentencepiece: pass a sample
-        of a big corpus).
+        """Learn a vocabulary from texts.
 
-        ``control_symbols`` such as ``[MASK]`` get ids of their own that no text produces.
+        sentencepiece holds all texts in memory: pass a sample of a big corpus. ``control_symbols``
+        such as ``[MASK]`` get ids of their own that no text produces.
 
         Raises:
-            TokenizerError: The texts cannot fill the vocabulary (the message has the largest size
-                that works), the vocabulary cannot hold the alphabet (the smallest), or there is no
-                text.
+            TokenizerError: The texts cannot fill the vocabulary (the message gives the largest size
+                that works), the vocabulary cannot hold the alphabet (the message gives the
+                smallest), or there is no text.
         """
         import sentencepiece
 
@@ -137,7 +137,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Read what ``save`` wrote.
+        """Load a tokenizer that ``save`` wrote.
 
         Raises:
             TokenizerError: A file is missing or damaged; the message names it.
@@ -168,8 +168,7 @@ class Tokenizer:
         return tokenizer
 
     def save(self, folder: str | Path) -> None:
-        """Write ``tokenizer.model``, and beside it ``tokenizer.json`` with its hash, fingerprint
-        and size."""
+        """Write ``tokenizer.model``, and ``tokenizer.json`` with its hash, fingerprint and size."""
         record = {
             "sha256": hashlib.sha256(self._model).hexdigest(),
             "fingerprint": self.fingerprint,
@@ -186,7 +185,7 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Id that fills up rows; never in a text."""
+        """Id that fills up rows; it never occurs in a text."""
         return _PAD
 
     @property
@@ -206,17 +205,18 @@ class Tokenizer:
 
     @property
     def pieces(self) -> list[str]:
-        """The text of every id, as sentencepiece spells it: U+2581 for a space, <0xNN> for a
-        byte."""
+        """Text of every id in sentencepiece's form: U+2581 for a space, <0xNN> for a byte."""
         return [str(self._processor.id_to_piece(index)) for index in range(self.vocabulary_size)]
 
     def is_text(self, index: int) -> bool:
-        """Return True if the id stands for text: not for padding, begin, end, the unknown or a
-        control symbol."""
+        """Return True if the id stands for text.
+
+        Padding, begin, end, unknown and control symbols do not.
+        """
         return not (self._processor.is_control(index) or self._processor.is_unknown(index))
 
     def control_id(self, symbol: str) -> int:
-        """Id of a control symbol.
+        """Return the id of a control symbol.
 
         Raises:
             TokenizerError: The tokenizer was not trained with it.
@@ -227,12 +227,12 @@ class Tokenizer:
         return index
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without begin or end; ``decode`` gives the text back exactly."""
+        """Return the ids of a text, without begin or end; ``decode`` returns the text exactly."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
-        """Ids of each text; the result does not depend on the number of threads."""
-        # sentencepiece takes its own mark of a space for one, so that the text is cut there.
+        """Return the ids of each text; they do not depend on the number of threads."""
+        # sentencepiece would turn U+2581 in a text into a space, so the text is cut there.
         parts = [
             (owner, number, part)
             for owner, text in enumerate(texts)
@@ -248,7 +248,7 @@ class Tokenizer:
         return results
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; padding, begin, end and control symbols give nothing.
+        """Return the text of ids; padding, begin, end and control symbols produce no text.
 
         Raises:
             TokenizerError: An id is outside the vocabulary.
@@ -272,10 +272,11 @@ class Tokenizer:
 
 
 def _segments(text: str) -> Iterator[str]:
-    """Pieces of about 32,000 characters whose ids, joined, are the ids of the whole text.
+    """Yield pieces of about 32,000 characters whose ids, joined, are the ids of the text.
 
-    A newline is always a token of its own, so that no merge crosses it; encoding takes more than
-    linear memory in the length."""
+    No merge crosses a newline, which is always a token of its own. The text is cut because the
+    memory for encoding grows more than linearly with the length.
+    """
     start = 0
     while len(text) - start > _SEGMENT:
         end = text.find("\n", start + _SEGMENT) + 1
@@ -287,8 +288,7 @@ def _segments(text: str) -> Iterator[str]:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines without their newline (sentencepiece drops longer ones than its limit, so they are
-    cut)."""
+    """Yield lines without their newline, cut to the limit above which sentencepiece drops them."""
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), _MAX_SENTENCE):
@@ -296,8 +296,10 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _noting(lines: Iterator[str], failed: list[BaseException]) -> Iterator[str]:
-    """The lines; an exception among them, which sentencepiece would make one of its own of, is
-    noted."""
+    """Yield the lines, and record an exception among them.
+
+    sentencepiece would replace the exception by one of its own.
+    """
     try:
         yield from lines
     except BaseException as error:

@@ -1,5 +1,4 @@
-"""Which tokens make a word: looked up by id, so that a whole batch is decided without reading its
-text."""
+"""Word boundaries of tokens, looked up by id without reading the text."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ _SPACE_MARK = "\u2581"
 class Vocabulary:
     """Properties of a tokenizer that masking needs.
 
-    A word is a run of letters, digits and underscores with the space in front of it; any other
+    A word is a run of letters, digits and underscores with the space before it. Every other
     character is a word of its own, as is every newline and every run of spaces. A piece belongs to
-    the word that its first character belongs to.
+    the word of its first character.
 
     Attributes:
         pad, cls, sep, mask: Special ids.
         end: Id that ends a document.
         newline: Id of the newline.
-        ordinary: Ids that text is made of, int32.
+        ordinary: Ids that occur in text, int32.
         begins: By id, whether a word begins with this piece.
-        closes: By id, whether a word begins behind this piece.
+        closes: By id, whether a word begins after this piece.
     """
 
     pad: int
@@ -45,7 +44,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """Read off a tokenizer.
+        """Read the properties of a tokenizer.
 
         Raises:
             TokenizerError: It has no [CLS], [SEP] or [MASK].
@@ -67,7 +66,7 @@ class Vocabulary:
         )
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Places at which words start, the first token included; int64, ascending."""
+        """Return positions at which words start, the first token included; int64, ascending."""
         starts = self.begins[tokens]
         starts[1:] |= self.closes[tokens[:-1]]
         starts[:1] = True
@@ -75,7 +74,7 @@ class Vocabulary:
 
 
 def _ends_of(piece: str) -> tuple[str, str]:
-    """First and last character; a byte above 127 is a part of a letter."""
+    """Return the first and last character; a byte above 127 counts as a letter."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         value = int(piece[3:5], 16)
         piece = chr(value) if value < 128 else "x"

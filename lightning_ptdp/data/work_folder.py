@@ -1,5 +1,4 @@
-"""The hidden folder beside the output in which a preparation is made, and in which the next call
-finds what was finished.
+"""Hidden work folder of a preparation, which keeps finished parts for the next call.
 
 ::
 
@@ -31,15 +30,16 @@ __all__ = ["read_record", "work_folder", "write_record"]
 
 @contextlib.contextmanager
 def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder to work in, which is removed after success, and after an error with which it would
-    be of no use.
+    """Provide a folder to work in.
 
-    After any other end, a kill included, the next call with the same key is given it as it was
-    left. Where another process works in it, this one gets a folder of its own, which does not stay.
+    The folder is removed after success, and after an error (corpus or tokenizer) that makes its
+    contents useless. After any other end, including a kill, the next call with the same key reuses
+    its contents. If another process works in the folder, this call gets a temporary folder of its
+    own.
 
     Args:
-        output: The folder to prepare.
-        key: What the work depends on, in JSON's types.
+        output: Folder to prepare.
+        key: Settings on which the work depends, in JSON's types.
     """
     shared = output.with_name(f".{output.name}.preparing")
     lock = _lock(shared)
@@ -67,14 +67,14 @@ def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def write_record(path: Path, values: Mapping[str, Any]) -> None:
-    """Write JSON; the file is there whole or not at all."""
+    """Write JSON; the file appears complete or not at all."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(values), "utf-8")
     part.replace(path)
 
 
 def read_record(path: Path) -> Any:
-    """Return the values that ``write_record`` wrote; None if there is nothing readable."""
+    """Return the values that ``write_record`` wrote; None if nothing is readable."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -82,17 +82,19 @@ def read_record(path: Path) -> Any:
 
 
 def _lock(folder: Path) -> BinaryIO | None:
-    """The open lock of the folder, if no other process holds it; given up when it is closed or the
-    process ends."""
+    """Return the open lock of the folder, or None if another process holds it.
+
+    The lock is released when it is closed or the process ends.
+    """
     while True:
         folder.mkdir(exist_ok=True)
         try:
-            stream = open(folder / "lock", "wb")  # noqa: SIM115 - held for as long as the work takes
+            stream = open(folder / "lock", "wb")  # noqa: SIM115 - held while this process works
         except FileNotFoundError:
-            continue  # whoever held it is done, and has removed the folder
+            continue  # the previous holder has finished and removed the folder
         try:
-            # Of the process, not of the open file, so that workers that outlive it for a moment do
-            # not hold it.
+            # The lock belongs to the process, not to the open file: workers that outlive the
+            # process for a moment must not hold it.
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             stream.close()
@@ -110,8 +112,10 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Under another name: a process that begins meanwhile would take up a folder of which the rest
-    is being removed."""
+    """Rename the folder, then remove it.
+
+    Otherwise a process that begins meanwhile would use a folder that is being removed.
+    """
     gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.removed")
     with contextlib.suppress(OSError):
         folder.rename(gone)

@@ -1,5 +1,8 @@
-"""Functions in other processes: over many items, with the results in their order, or once, for the
-memory that it takes."""
+"""Calls of functions in other processes.
+
+``ordered_map`` covers many items and keeps the order of the results. ``apart`` makes one call whose
+memory must be returned to the system.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ Result = TypeVar("Result")
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int
 ) -> Generator[Result, None, None]:
-    """``map``, in ``num_workers`` processes (in this one if it is 1); only a few results wait at a
-    time.
+    """Apply a function in ``num_workers`` processes, or in this one if it is 1.
+
+    The results keep the order of the items. Only a few results wait at a time.
 
     Raises:
         DataError: A process ended without a result.
-        Exception: What ``function`` raised, at the place of its item.
+        Exception: The exception of ``function``, at the position of its item.
     """
     if num_workers == 1:
         yield from map(function, items)
@@ -38,12 +42,13 @@ def ordered_map(
 
 
 def apart(function: Callable[[Item], Result], item: Item) -> Result:
-    """``function(item)`` in a process of its own: what it takes goes back to the system, which an
-    allocator seldom gives anything.
+    """Return ``function(item)``, computed in a process of its own.
+
+    The end of the process returns its memory to the system, which an allocator seldom does.
 
     Raises:
         DataError: The process ended without a result.
-        Exception: What ``function`` raised.
+        Exception: The exception of ``function``.
     """
     (result,) = _over_processes(function, [item], 1)
     return result
@@ -71,17 +76,16 @@ def _over_processes(
 
 
 def _pool(num_workers: int) -> ProcessPoolExecutor:
-    # Forked where that works, as torch's DataLoader does: a fresh process would import torch first,
-    # and run the user's script again.
+    # Fork if possible, as torch's DataLoader does: a new process would first import torch and run
+    # the user's script again.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else None)
     return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_prepare_worker)
 
 
 def _prepare_worker() -> None:
-    """In a worker: share the parent's objects, and do not outlive a parent that was killed."""
-    # The collector writes to every object that it looks at, and a page that is written to is
-    # copied.
+    """Prepare a worker: share the parent's objects, and exit if the parent is killed."""
+    # The garbage collector writes to every object that it inspects, and a written page is copied.
     gc.freeze()
 
     def wait() -> None:
