@@ -1,5 +1,9 @@
-"""Models as plain single-device PyTorch, a parallel plan beside each, and the LightningModule
-around them."""
+"""Models as plain single-device PyTorch, their parallel plans, and their LightningModules.
+
+GPT and BERT are in ``gpt.py`` and ``bert.py``, their LightningModules in ``lit_gpt.py`` and
+``lit_bert.py``. ``lit_huggingface.py`` wraps the language models of transformers. The package
+``plans`` describes how models that users bring are split.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -58,7 +62,7 @@ _LIT = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import Lightning only for those who ask for a name that needs it."""
+    """Import the modules that need Lightning on first use."""
     if name in _LIT:
         return getattr(import_module(f"{__name__}.{_LIT[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

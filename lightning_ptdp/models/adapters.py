@@ -1,5 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft, put into a model of Hugging Face; its other
-weights are frozen."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685), inserted by peft into Hugging Face models.
+
+All other weights of the model are frozen.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,26 @@ _ALL = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters that are trained beside a model's frozen weights W: W + alpha / r B A, B (o, r) and
-    A (r, i).
+    """Adapters that are trained beside the frozen weights W of a model.
+
+    The output is that of W + alpha / r B A, with B (o, r) and A (r, i).
 
     Args:
         r: Rank of the adapters.
-        alpha: Their scale, times r.
-        dropout: Of their input.
-        target_modules: Names of the modules that get one (``q_proj``), or a regular expression of
-            whole names; "all-linear": all linear layers but the head.
-        modules_to_save: Names of modules that are trained whole, and saved with the adapters.
-        bias: Whether biases are trained: "none", "all", or those of the target modules,
-            "lora_only".
-        use_rslora: The scale is alpha / sqrt(r) (arXiv 2312.03732).
-        use_dora: A magnitude for each output is trained beside (DoRA, arXiv 2402.09353); not under
-            tensor parallelism.
-        init: Of A as an ``nn.Linear`` is ("default") or "gaussian"; B is zero.
+        alpha: Scale of the adapters, times r.
+        dropout: Dropout of the input of the adapters.
+        target_modules: Names of the modules that get an adapter (``q_proj``), or a regular
+            expression of whole names. "all-linear": all linear layers but the head.
+        modules_to_save: Names of modules that are trained as a whole, and saved with the adapters.
+        bias: Biases to train: "none", "all", or those of the target modules, "lora_only".
+        use_rslora: Use the scale alpha / sqrt(r) (arXiv 2312.03732).
+        use_dora: Train an additional magnitude for each output (DoRA, arXiv 2402.09353). Not
+            available under tensor parallelism.
+        init: Initial values of A: those of an ``nn.Linear`` ("default") or "gaussian". B starts at
+            zero.
 
     Raises:
-        ValueError: A value out of range; the message names the field.
+        ValueError: A value is out of range; the message names the field.
     """
 
     r: Size = 8
@@ -60,7 +63,7 @@ class LoraOptions:
             raise ValueError(f"alpha={self.alpha} must be positive")
 
     def config(self, **more: Any) -> Any:
-        """The same for peft; ``more`` are further arguments of its ``LoraConfig``."""
+        """Return these options as peft's ``LoraConfig``, with ``more`` as further arguments."""
         peft = import_optional("peft")
 
         targets = self.target_modules
@@ -78,10 +81,10 @@ class LoraOptions:
         )
 
     def check(self, model: nn.Module) -> None:
-        """Check that every name is one of a module.
+        """Check that every name matches a module.
 
         Raises:
-            ValueError: One is not; nearest names are told.
+            ValueError: A name matches none. The message gives the nearest names.
         """
         names = [name for name, _ in model.named_modules() if name]
         if isinstance(self.target_modules, str):
@@ -106,11 +109,12 @@ class LoraOptions:
             )
 
     def inject(self, model: nn.Module, **more: Any) -> nn.Module:
-        """Put the adapters into ``model``, in place, and freeze everything else. Adapters are
-        float32 where the model is in half precision, as peft has them.
+        """Insert the adapters into ``model``, in place, and freeze all other parameters.
+
+        Adapters are float32 if the model is in half precision, as in peft.
 
         Raises:
-            ValueError: Of ``check``.
+            ValueError: As for ``check``.
         """
         peft = import_optional("peft")
 
@@ -123,10 +127,10 @@ class LoraOptions:
 
 
 def as_lora(value: LoraOptions | Mapping[str, Any] | None) -> LoraOptions | None:
-    """Options, also from the dictionary that a checkpoint holds.
+    """Return the options, also from the dictionary in a checkpoint.
 
     Raises:
-        ValueError: It has other names.
+        ValueError: The dictionary has an unknown key.
     """
     if not isinstance(value, Mapping):
         return value

@@ -1,14 +1,13 @@
-"""BERT: a bidirectional encoder with its two pretraining heads, in the order in which data flows
-through it.
+"""BERT: a bidirectional encoder with its two pretraining heads, in the order of data flow.
 
-A plain single-device model that knows no process group and no degree. It keeps the habits of
-``gpt.py`` that let it be cut from outside
-(``bert_plan``), and one more: beside the hidden state a block is given only the attention mask,
-which every pipeline stage makes for itself from its batch, so that nothing but the hidden state
-crosses.
+This is a plain single-device model without process groups or parallel degrees. It follows the rules
+of ``gpt.py`` that make it divisible from outside (``bert_plan``), and one more: beside the hidden
+state, a block receives only the attention mask. Every pipeline stage computes the mask from its
+batch, so that only the hidden state passes between stages.
 
-Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V
-vocabulary, k predicted positions."""
+Shapes: b samples, s tokens, h hidden channels, n heads, d channels of a head, f inner channels, V
+vocabulary, k predicted positions.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +43,10 @@ class BertOutput(NamedTuple):
     """Logits of both heads.
 
     Attributes:
-        masked: Of the original tokens (b, s, V), or (b, k, V) at the positions that were asked for;
-            without ``logits`` what the decoder would be called with, (b, s, h) or (b, k, h).
-        order: Of the pair (b, 2): index 0 is "the second follows the first", 1 is "it does not".
+        masked: Logits of the original tokens (b, s, V), or (b, k, V) at the requested positions.
+            Without ``logits``, the input of the decoder, (b, s, h) or (b, k, h).
+        order: Logits of the pair (b, 2). Index 0 is "the second follows the first", 1 is "it does
+            not".
     """
 
     masked: Tensor
@@ -54,7 +54,7 @@ class BertOutput(NamedTuple):
 
 
 class Bert(Transformer):
-    """Token ids (b, s) int64 -> ``BertOutput``.
+    """BERT with both heads: token ids (b, s) int64 -> ``BertOutput``.
 
     Args:
         config: Sizes and choices.
@@ -83,17 +83,17 @@ class Bert(Transformer):
         *,
         logits: bool = True,
     ) -> BertOutput:
-        """Logits of both heads.
+        """Return the logits of both heads.
 
         Args:
             input_ids: Tokens (b, s) int64; the first one is [CLS].
             token_type_ids: Segment of each token (b, s) int64; None: all in segment 0.
-            attention_mask: Nonzero for tokens, 0 for padding (b, s) of any integer type or bool;
+            attention_mask: Nonzero for tokens, 0 for padding (b, s), of any integer type or bool;
                 None: no padding.
-            masked_positions: Where tokens are to be predicted (b, k) int64; None: everywhere. The
-                head takes the part k/s of its cost for all positions.
-            position_ids: Places of the tokens in their sequence (s), (1, s) or (b, s) int64; None:
-                0 .. s-1.
+            masked_positions: Positions of the tokens to predict (b, k) int64; None: all positions.
+                The head costs k/s of its cost for all positions.
+            position_ids: Positions of the tokens in their sequence (s), (1, s) or (b, s) int64;
+                None: 0 .. s-1.
             logits: False for a loss that calls the decoder (``linear_cross_entropy``).
         """
         self.check_sequence_length(input_ids.size(1))
@@ -109,14 +109,18 @@ class Bert(Transformer):
         )
 
     def tie_weights(self) -> None:
-        """Point the decoder at the embedding's weight again, after a call (``to_empty``) that
-        replaced parameters."""
+        """Tie the decoder to the embedding's weight again after a call that replaced parameters.
+
+        ``to_empty`` is such a call.
+        """
         self.masked_head.decoder.weight = self.embeddings.token.weight
 
 
 class BertEmbeddings(nn.Module):
-    """Sum of token, position and segment embeddings, normalized in the original order; (b, s) ->
-    (b, s, h)."""
+    """Sum of token, position and segment embeddings; (b, s) -> (b, s, h).
+
+    The sum is normalized if ``norm_order`` is "post".
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -144,8 +148,10 @@ class BertEmbeddings(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """Attention and feed-forward part with residual sums, LayerNorm behind (post) or in front of
-    each (pre); (b, s, h) -> (b, s, h)."""
+    """Attention and feed-forward part with residual sums; (b, s, h) -> (b, s, h).
+
+    LayerNorm follows each sum ("post") or precedes each part ("pre").
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -169,8 +175,10 @@ class BertBlock(nn.Module):
 
 
 class BertAttention(nn.Module):
-    """Self-attention over all tokens that are no padding, with as many heads as ``qkv`` gives it;
-    (b, s, h) -> (b, s, h)."""
+    """Self-attention over all tokens except padding; (b, s, h) -> (b, s, h).
+
+    The output of ``qkv`` determines the number of heads.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -180,7 +188,8 @@ class BertAttention(nn.Module):
         self.projection = residual_projection(config, config.hidden_size)
 
     def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
-        # After qkv, since under sequence parallelism only what leaves it spans the whole sequence.
+        # Split into heads after qkv: under sequence parallelism only its output has the whole
+        # sequence.
         q_bsnd, k_bsnd, v_bsnd = (
             torch.unflatten(part, -1, (-1, self.head_dim))
             for part in self.qkv(x_bsh).chunk(3, dim=-1)
@@ -189,11 +198,11 @@ class BertAttention(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """Logits of the original tokens: norm(gelu(dense(x))), times the token embedding's weight, plus
-    a bias.
+    """Logits of the original tokens: norm(gelu(dense(x))), decoded by the token embedding.
 
-    (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k); without ``logits`` what the
-    decoder would be called with."""
+    The decoder has a bias. (b, s, h) -> (b, s, V), or (b, k, V) at the positions (b, k). Without
+    ``logits``, the result is the input of the decoder.
+    """
 
     def __init__(self, config: BertConfig, weight: Tensor) -> None:
         super().__init__()
@@ -212,8 +221,10 @@ class MaskedHead(nn.Module):
 
 
 class OrderHead(nn.Module):
-    """Logits of "the second sentence follows the first" and "it does not", from the first token;
-    (b, s, h) -> (b, 2)."""
+    """Logits of "the second sentence follows the first" and "it does not".
+
+    They are computed from the first token; (b, s, h) -> (b, 2).
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -225,20 +236,23 @@ class OrderHead(nn.Module):
 
 
 def make_norm(config: BertConfig) -> nn.LayerNorm:
-    """LayerNorm over the hidden channels."""
+    """Return a LayerNorm over the hidden channels."""
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
 def make_linear(config: BertConfig, in_features: int, out_features: int) -> NormalLinear:
-    """A linear layer with the configuration's initial weights."""
+    """Return a linear layer with the initial weights of the configuration."""
     return NormalLinear(
         in_features, out_features, bias=True, std=config.init_std, truncated=config.truncated_init
     )
 
 
 def residual_projection(config: BertConfig, in_features: int) -> NormalLinear:
-    """A layer that writes to the residual stream: l blocks add 2l of them, so that each may start
-    smaller by sqrt(2l)."""
+    """Return a layer that writes to the residual stream.
+
+    l blocks add 2l such outputs. With ``scaled_residual_init``, each therefore starts smaller by
+    sqrt(2l).
+    """
     std = (
         config.init_std / math.sqrt(2 * config.num_layers)
         if config.scaled_residual_init

@@ -1,4 +1,4 @@
-"""Models of transformers from a configuration and, if there is one, a folder of weights."""
+"""Construction of transformers' models from a configuration and, optionally, weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["check_causal", "with_values", "without_values"]
 
 
 def check_causal(config: Any, *, said: str) -> None:
-    """Refuse an encoder such as BERT, which transformers builds as a causal language model whose
-    tokens see those that follow.
+    """Refuse an encoder such as BERT as a causal language model.
+
+    transformers builds such a model without an error, but its tokens see later tokens.
 
     Args:
-        config: transformers' configuration.
-        said: What the user gave, for messages.
+        config: Configuration of transformers.
+        said: Option of the user, for messages.
 
     Raises:
         ValueError: The model's attention is not causal.
@@ -37,22 +38,24 @@ def check_causal(config: Any, *, said: str) -> None:
 
 
 def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
-    """Build a model on the meta device, which takes no memory and finds what cannot be built.
+    """Build a model on the meta device.
+
+    This takes no memory, and detects models that cannot be built.
 
     Args:
         kind: The Auto class.
-        config: transformers' configuration.
-        said: What the user gave, for messages.
-        options: Those of ``from_config``.
+        config: Configuration of transformers.
+        said: Option of the user, for messages.
+        options: Arguments of ``from_config``.
 
     Raises:
-        ValueError: The configuration is that of another kind of model, or describes none that can
-            be built.
+        ValueError: The configuration belongs to another kind of model, or the model cannot be
+            built.
     """
     try:
         with torch.device("meta"):
             return kind.from_config(config, trust_remote_code=False, **options)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code can raise any type
         if "Unrecognized configuration class" in str(error):
             raise ValueError(
                 f"{said} is of a model of type {config.model_type!r}, which is no "
@@ -67,7 +70,9 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
 
 
 def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **options: Any) -> Any:
-    """Build a model with the weights of a folder or of the hub; without one, with initial values.
+    """Build a model with the weights of a folder or of the hub.
+
+    Without ``weights``, the model has initial values.
 
     Raises:
         ValueError: The weights are missing, or have other shapes than the configuration describes.

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that attention has seen, so that the next one is computed alone."""
+"""Cache of keys and values, so that generation computes only the newest token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """Keys and values that a model's attentions keep between its forwards, one entry for each
-    attention.
+    """Keys and values that attentions keep between forwards, one entry per attention.
 
     Attributes:
-        mask_b1qs: Which of the s tokens so far each of the q new ones sees, bool; ``begin`` makes
-            it.
+        mask_b1qs: Mask of the s tokens so far that each of the q new tokens sees, bool; ``begin``
+            sets it.
     """
 
     mask_b1qs: Tensor
@@ -23,14 +22,16 @@ class KeyValueCache:
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def begin(self, real_bs: Tensor, new: int) -> None:
-        """A forward of the last ``new`` of s tokens comes; ``real_bs`` (b, s) bool is False for
-        padding, which nobody sees but itself."""
+        """Prepare a forward of the last ``new`` of s tokens.
+
+        ``real_bs`` (b, s) bool is False for padding. A padding token is visible only to itself.
+        """
         places = torch.arange(real_bs.size(1), device=real_bs.device)
         before, itself = places <= places[-new:, None], places == places[-new:, None]
         self.mask_b1qs = ((before & real_bs[:, None]) | itself)[:, None]
 
     def extend(self, attention: nn.Module, k_bsnd: Tensor, v_bsnd: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values that ``attention`` has seen, with the new ones behind."""
+        """Append new keys and values, and return all that ``attention`` has seen."""
         if attention in self._kept:
             earlier_k, earlier_v = self._kept[attention]
             k_bsnd, v_bsnd = (

@@ -1,4 +1,4 @@
-"""Checks of a foreign model's configuration before anything is built from it."""
+"""Checks of a foreign model's configuration, before the model is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _EPSILON = re.compile(r"(^|_)eps(ilon)?")
 _MOST_SIZE = 2**31 - 1
 _MOST_BLOCKS = 4096
 _FEW_BLOCKS = 256
-"""Layers that are built in a second, for models whose layers share one layer's tensors."""
+"""Layers that are built in a second.
+
+Models whose layers share one layer's tensors may have this many without more tensors.
+"""
 _WEIGHT_MAP = record(
     others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text())
 )
@@ -31,16 +34,16 @@ _FLOATING = ("float16", "bfloat16", "float32", "float64")
 
 
 def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | None = None) -> None:
-    """Check the numbers of a ``config.json``, those of inner configurations too.
+    """Check the numbers of a ``config.json``, including those of inner configurations.
 
     Args:
-        config: Its content.
+        config: Content of the file.
         where: Prefix of a field in messages.
-        stored: Number of tensors beside it, if there are weights: every layer has one.
+        stored: Number of tensors beside it, if there are weights. Every layer has at least one.
 
     Raises:
-        ValueError: A size is negative or no whole number, a number is NaN, or there are more layers
-            than tensors.
+        ValueError: A size is negative or not a whole number, a number is NaN, or there are more
+            layers than tensors.
     """
     most_blocks = _MOST_BLOCKS if stored is None else max(stored, _FEW_BLOCKS)
     for name, value in _numbers(config):
@@ -63,12 +66,13 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
 
 
 def stored_tensors(folder: Path) -> int | None:
-    """Return how many tensors the safetensors in a folder hold, by their index or header; None if
-    there are none.
+    """Return the number of tensors in the safetensors files of a folder.
+
+    The number comes from their index or header; None if there are no such files.
 
     Raises:
         OSError: A file cannot be read, or is a link to another folder.
-        ValueError: It is damaged.
+        ValueError: A file is damaged.
     """
     linked = hub_blobs(folder)
     if (folder / _INDEX).is_file():
@@ -86,10 +90,10 @@ def stored_tensors(folder: Path) -> int | None:
 
 
 def check_quantization(config: Mapping[str, Any], dtypes: Iterable[object]) -> None:
-    """Check that weights of these dtypes are quantized if their ``config.json`` says so.
+    """Check that weights are quantized if their ``config.json`` says so.
 
     Raises:
-        ValueError: All of them are ordinary floating-point numbers.
+        ValueError: All dtypes are ordinary floating-point types.
     """
     given = config.get("quantization_config")
     found = {str(dtype).removeprefix("torch.") for dtype in dtypes}

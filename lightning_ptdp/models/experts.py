@@ -1,19 +1,20 @@
-"""The feed-forward part of a layer as a mixture of experts: a router, the experts, and what every
-token visits beside them.
+"""The feed-forward part of a layer as a mixture of experts.
 
-Three numbers of each sequence go from layer to layer beside the tokens, added up (``aux_b3``), so
-that the loss finds them where it is:
+It consists of a router, the experts, and a shared part that every token visits.
 
-    balance    E sum_i f_i P_i    arXiv 2101.03961, section 2.2, of one sequence (arXiv 2412.19437,
-    section 2.1.2): f_i is the share of the
-                                  sequence's choices that fell on expert i, P_i the mean over its
-                                  tokens of i's score among all experts'; 1 where the experts are
-                                  equally busy
-    z          mean of logsumexp(logits)^2 over the tokens of the sequence (arXiv 2202.08906,
-    section 3.2) dropped    share of the sequence's choices that were more than an expert takes
+Three numbers per sequence pass from layer to layer beside the tokens, as a sum over the layers
+(``aux_b3``). The loss needs all three at the end of the model:
 
-Shapes: b samples, s tokens, h hidden channels, E experts, k of them a token, f inner channels of
-one, n = b s tokens."""
+- balance: E sum_i f_i P_i (arXiv 2101.03961, section 2.2), per sequence (arXiv 2412.19437, section
+  2.1.2). f_i is the share of the sequence's choices that fell on expert i. P_i is the mean over its
+  tokens of the score of i, as a share of all experts' scores. The value is 1 if all experts are
+  equally busy.
+- z: mean of logsumexp(logits)^2 over the tokens of the sequence (arXiv 2202.08906, section 3.2).
+- dropped: share of the sequence's choices that exceeded the capacity of an expert.
+
+Shapes: b samples, s tokens, h hidden channels, E experts, k experts per token, f inner channels of
+an expert, n = b s tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +36,15 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["AUXILIARY", "Experts", "Mixture", "Router", "SequenceMean"]
 
 AUXILIARY = 3
-"""Numbers of each sequence."""
+"""Number of auxiliary values per sequence."""
 
 
 class Experts(nn.Module):
-    """All experts of a layer, stored and called as those of Hugging Face's models are, and telling
-    so."""
+    """All experts of a layer.
+
+    They are stored and called like the experts of Hugging Face models, and have the same
+    descriptive attributes (``has_gate``, …).
+    """
 
     has_gate = is_concatenated = True
     has_bias = is_transposed = False
@@ -65,8 +69,9 @@ class Experts(nn.Module):
         nn.init.normal_(self.down_proj, std=self.std_down)
 
     def forward(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-        """For each token the weighted sum of what its experts make of it, (n, h); ``index_nk``
-        int64.
+        """Return for each token the weighted sum of its experts' outputs, (n, h).
+
+        ``index_nk`` is int64.
 
         Raises:
             ExpertError: A weight is NaN or infinite.
@@ -87,24 +92,24 @@ class Experts(nn.Module):
 
 
 class SequenceMean(nn.Module):
-    """The mean over the tokens of each sequence, (b, s, ...) -> (b, ...).
+    """Mean over the tokens of each sequence, (b, s, ...) -> (b, ...).
 
-    A module of its own, in whose place ranks that see other parts of the sequences put the mean
-    over all of them."""
+    It is a module of its own so that it can be replaced: ranks that hold different parts of the
+    sequences use the mean over all parts.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
 class Balancer(nn.Module):
-    """A number for each expert, added to its scores where it is decided who is chosen (arXiv
-    2408.15664).
+    """Bias per expert, added to its scores for the choice of experts (arXiv 2408.15664).
 
     Attributes:
-        bias_nano: (E,) int64, in units of 1e-9: small steps would be lost where a model is cast to
-            bfloat16.
-        load: (E,) int64, choices since the last ``move``, of forwards that a backward came to: what
-            is recomputed counts once, evaluation not at all.
+        bias_nano: (E,) int64, in units of 1e-9. Floating-point values would lose small steps in a
+            model that is cast to bfloat16.
+        load: (E,) int64, choices since the last ``move``, counted in the backward pass. Recomputed
+            forwards therefore count once, and evaluation does not count.
     """
 
     bias_nano: Tensor
@@ -117,17 +122,19 @@ class Balancer(nn.Module):
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Begin at zero."""
+        """Reset bias and load to zero."""
         self.bias_nano.zero_()
         self.load.zero_()
 
     def forward(self, scores: Tensor) -> Tensor:
-        """(..., E) -> (..., E)."""
+        """Add the bias to scores, (..., E) -> (..., E)."""
         return scores + (self.bias_nano.double() * 1e-9).to(scores.dtype)
 
     def move(self, load: Tensor) -> None:
-        """Move the bias against the choices ``load``, (E,) float64, of a whole step, in any unit;
-        begin to count anew."""
+        """Move the bias against the load of a whole step, and reset the count.
+
+        ``load`` is (E,) float64, the number of choices of each expert in any unit.
+        """
         excess = load.numel() * load / load.sum() - 1
         self.bias_nano -= self.step_nano * excess.mul(1e9).round().sign().nan_to_num().to(
             torch.int64
@@ -136,8 +143,10 @@ class Balancer(nn.Module):
 
 
 class _Counted(torch.autograd.Function):
-    """Adds ``counts`` to ``total`` when the backward comes by: once, even where the forward is
-    recomputed."""
+    """Identity whose backward adds ``counts`` to ``total``.
+
+    The backward pass runs once, even if the forward pass is recomputed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, total: Tensor) -> Tensor:
@@ -153,12 +162,12 @@ class _Counted(torch.autograd.Function):
 
 
 class Capacity(nn.Module):
-    """Limit of an expert's tokens: of one sequence's choices it takes the first ``ceil(factor k s /
-    E)``.
+    """Limit of the tokens of an expert.
+
+    Of the choices of one sequence, an expert takes the first ``ceil(factor k s / E)``.
 
     Attributes:
-        dropped: () int64, choices dropped so far in this process, of forwards that a backward came
-            to.
+        dropped: () int64, choices dropped so far in this process, counted in the backward pass.
     """
 
     dropped: Tensor
@@ -169,11 +178,11 @@ class Capacity(nn.Module):
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Begin at zero."""
+        """Reset the count to zero."""
         self.dropped.zero_()
 
     def forward(self, index_bsk: Tensor) -> Tensor:
-        """Which choices are taken, (b, s, k) bool."""
+        """Return a mask of the choices that are kept, (b, s, k) bool."""
         chosen, order = index_bsk.flatten(1).sort(dim=1, stable=True)
         counts = chosen.new_zeros(chosen.size(0), self.num_experts).scatter_add_(
             1, chosen, torch.ones_like(chosen)
@@ -188,10 +197,10 @@ class Routing(NamedTuple):
     """Decision of a router.
 
     Attributes:
-        experts: (b, s, k) int64, those of each token.
-        weights: (b, s, k), of their results; at least float32.
-        kept: (b, s, k) bool, which of these choices are taken; None: all.
-        aux_b3: The sequences' balance, z and dropped share; at least float32.
+        experts: (b, s, k) int64, chosen experts of each token.
+        weights: (b, s, k), weights of their outputs; at least float32.
+        kept: (b, s, k) bool, mask of the choices that are kept; None: all.
+        aux_b3: Balance, z and dropped share of each sequence; at least float32.
     """
 
     experts: Tensor
@@ -201,7 +210,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Which experts each token visits; (b, s, h) -> ``Routing``."""
+    """Choice of experts for each token; (b, s, h) -> ``Routing``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -250,7 +259,7 @@ class Router(nn.Module):
     def _auxiliary(
         self, logits: Tensor, scores: Tensor, index: Tensor, kept: Tensor | None
     ) -> Tensor:
-        """Return the auxiliary losses; those that are no part of the loss have no gradient."""
+        """Return the auxiliary values; those that are not part of the loss have no gradient."""
         config, size = self.config, self.num_experts
         share = (
             scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -273,13 +282,14 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """The chosen experts' results, weighted, and what all tokens visit; (b, s, h) -> (b, s, h), and
-    (b, 3) of the router.
+    """Weighted sum of the chosen experts' outputs, plus the output of the shared part.
+
+    (b, s, h) -> (b, s, h), and (b, 3) of the router.
 
     Args:
-        config: Of the model.
-        layer: Its number, for messages.
-        shared: What all tokens visit.
+        config: Configuration of the model.
+        layer: Number of the layer, for messages.
+        shared: Part that all tokens visit.
     """
 
     def __init__(self, config: GPTConfig, layer: int, shared: nn.Module | None) -> None:
@@ -299,8 +309,10 @@ class Mixture(nn.Module):
     def _of_kept(
         self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, kept_r: Tensor
     ) -> Tensor:
-        """Return the output of the kept choices, each of which travels as a token of its own;
-        dropped ones do not travel."""
+        """Return the output of the kept choices, with each choice as a token of its own.
+
+        Dropped choices are not dispatched.
+        """
         k = index_nk.size(1)
         chosen = (each.reshape(-1, 1).index_select(0, kept_r) for each in (index_nk, weights_nk))
         made_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)

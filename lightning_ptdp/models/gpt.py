@@ -1,18 +1,19 @@
-"""GPT: a decoder-only transformer, in the order in which data flows through it.
+"""GPT: a decoder-only transformer, in the order of data flow.
 
-A plain single-device model that knows no process group and no degree. It is cut from outside
-(``gpt_plan``), and keeps four
-habits for that:
+This is a plain single-device model without process groups or parallel degrees. It is split from
+outside (``gpt_plan``), and follows four rules for that:
 
-- numbers of heads are read from the tensors, so that a rank with fewer heads runs the same code;
-- a fused output is laid out [q | k | v] and [gate | up], so that each part can be cut alone;
-- positions inside a block are counted after the qkv projection, where the whole sequence is present
-  even if the block's input is split along the sequence (arXiv 2205.05198, section 4.2.2);
-- one tensor goes from block to block, and beside it, of a mixture of experts, what the router's
-  losses have come to (``experts.py``).
+- Numbers of heads are read from the tensors, so that a rank with fewer heads runs the same code.
+- A fused output has the layout [q | k | v] or [gate | up], so that each part can be split
+  separately.
+- Positions inside a block are counted after the qkv projection. There the whole sequence is present
+  even if the block's input is split along the sequence (arXiv 2205.05198, section 4.2.2).
+- One tensor passes from block to block. A mixture of experts also passes the sums of the routers'
+  auxiliary values (``experts.py``).
 
-Shapes: b samples, s tokens, h hidden channels, n heads, d channels a head, f inner channels, V
-vocabulary."""
+Shapes: b samples, s tokens, h hidden channels, n heads, d channels of a head, f inner channels, V
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ __all__ = ["GPT", "Attention", "Block", "GPTConfig", "MixtureBlock", "SwiGLU"]
 
 
 class GPT(Transformer):
-    """Token ids (b, s) int64 -> logits (b, s, V).
+    """GPT with its head: token ids (b, s) int64 -> logits (b, s, V).
 
     Args:
         config: Sizes and choices.
@@ -79,16 +80,20 @@ class GPT(Transformer):
         auxiliary: bool = False,
         cache: KeyValueCache | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits (b, s, V) of the token that follows each token of ``input_ids`` (b, s).
+        """Return the logits (b, s, V) of the token that follows each token of ``input_ids``.
 
-        ``position_ids`` (s), (1, s) or (b, s) int64 are the tokens' places in their sequence, where
-        they are not 0 .. s-1. Without
-        ``logits``: what the head would be called with, (b, s, h), for a loss that calls it
-        (``linear_cross_entropy``). A ``cache`` has what the tokens before these left, and keeps
-        what these leave.
-
-        With ``auxiliary``, of a mixture of experts, also what its routers' losses are, (b, 3): each
-        sequence's balance, z and dropped share (``experts.py``), summed over the layers."""
+        Args:
+            input_ids: Token ids (b, s) int64.
+            position_ids: Positions of the tokens in their sequence, (s), (1, s) or (b, s) int64;
+                None: 0 .. s-1.
+            logits: If False, return the input of the head, (b, s, h), for a loss that calls the
+                head (``linear_cross_entropy``).
+            auxiliary: Also return the auxiliary values of the routers of a mixture of experts, (b,
+                3): balance, z and dropped share of each sequence (``experts.py``), summed over the
+                layers.
+            cache: Keys and values of the preceding tokens, to which those of these tokens are
+                added.
+        """
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
         if self.wpe is not None:
@@ -112,11 +117,12 @@ class GPT(Transformer):
         return (result, aux_b3) if auxiliary else result
 
     def balance(self, total: Callable[[Tensor], Tensor]) -> None:
-        """Move the routers' biases by what their experts had to do since the last call
-        (``balance="bias"``).
+        """Move the routers' biases by the load of their experts since the last call.
 
-        Collective: ``total`` is called once, with (l, E) float64, and sums it over the processes (a
-        constant factor does no harm); of layers that are elsewhere it is given zeros."""
+        This is for ``balance="bias"``. Collective: ``total`` is called once, with the loads (l, E)
+        float64, and returns their sum over the processes (a constant factor does not matter). The
+        loads of layers on other ranks are zero.
+        """
         routers = {
             layer: block.mixture.router
             for layer, block in enumerate(self.blocks)
@@ -138,15 +144,19 @@ class GPT(Transformer):
             balancer.move(load[layer])
 
     def tie_weights(self) -> None:
-        """Point the head at the embedding's weight again, after a call (``to_empty``) that replaced
-        parameters."""
+        """Tie the head to the embedding's weight again after a call that replaced parameters.
+
+        ``to_empty`` is such a call.
+        """
         if self.config.tie_embeddings:
             self.head.weight = self.wte.weight
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)); (b, s, h) -> (b, s,
-    h). ``layer`` is its number."""
+    """Pre-norm residual block; (b, s, h) -> (b, s, h).
+
+    It computes x + attention(norm(x)), then x + mlp(norm(x)). ``layer`` is its number.
+    """
 
     def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
@@ -172,8 +182,10 @@ class Block(nn.Module):
 
 
 class DenseBlock(Block):
-    """A layer without experts in a model with some: hands on what those before it have added up;
-    (b, s, h), (b, 3) -> the same."""
+    """Layer without experts in a model with experts; (b, s, h), (b, 3) -> the same.
+
+    It passes on the auxiliary values of earlier layers.
+    """
 
     def forward(  # type: ignore[override]
         self,
@@ -186,7 +198,7 @@ class DenseBlock(Block):
 
 
 class MixtureBlock(Block):
-    """A block whose feed-forward part is a mixture of experts; (b, s, h), (b, 3) -> the same."""
+    """Block whose feed-forward part is a mixture of experts; (b, s, h), (b, 3) -> the same."""
 
     def forward(  # type: ignore[override]
         self,
@@ -220,7 +232,10 @@ def _block(config: GPTConfig, layer: int) -> Block:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with as many heads as ``qkv`` gives it; (b, s, h) -> (b, s, h)."""
+    """Causal self-attention; (b, s, h) -> (b, s, h).
+
+    The output of ``qkv`` determines the number of heads.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -263,7 +278,7 @@ class SwiGLU(nn.Module):
 
 
 def gelu_mlp(config: GPTConfig) -> GeluMLP:
-    """The feed-forward part of GPT-2."""
+    """Return the feed-forward part of GPT-2."""
     return GeluMLP(
         make_linear(config, config.ffn_size),
         residual_projection(config, config.ffn_size),
@@ -272,19 +287,21 @@ def gelu_mlp(config: GPTConfig) -> GeluMLP:
 
 
 def make_linear(config: GPTConfig, out_features: int) -> NormalLinear:
-    """A layer that reads from the residual stream."""
+    """Return a layer that reads from the residual stream."""
     return NormalLinear(config.hidden_size, out_features, bias=config.bias, std=config.init_std)
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    """The norm that ``config`` asks for."""
+    """Return the configured norm."""
     if config.norm == "rms":
         return RMSNorm(config.hidden_size, eps=config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
 
 
 def residual_projection(config: GPTConfig, in_features: int) -> NormalLinear:
-    """A layer that writes to the residual stream: l blocks add 2l of them, so that each starts
-    smaller by sqrt(2l)."""
+    """Return a layer that writes to the residual stream.
+
+    l blocks add 2l such outputs. Each therefore starts smaller by sqrt(2l).
+    """
     std = config.init_std / math.sqrt(2 * config.num_layers)
     return NormalLinear(in_features, config.hidden_size, bias=config.bias, std=std)

@@ -1,8 +1,9 @@
 """Layers of this package's transformers.
 
 ``reset_parameters`` is torch's convention for "draw the initial values again". A module that states
-its distribution there can be built eagerly, or on the meta device and filled later, one leaf at a
-time under any seed, with the same result."""
+its distribution there can be built eagerly, or on the meta device and filled later. It can be
+filled one leaf module at a time under any seed, with the same result.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ __all__ = [
 
 
 class Transformer(nn.Module):
-    """A model of limited length.
+    """A model with a maximum sequence length.
 
     Args:
         config: Sizes and choices.
@@ -34,8 +35,9 @@ class Transformer(nn.Module):
         self.config = config
 
     def check_sequence_length(self, length: int) -> None:
-        """Check that a sequence of ``length`` tokens is not too long; asked of the whole sequence
-        where forward sees a part of it.
+        """Check that a sequence of ``length`` tokens is not too long.
+
+        The check is for the whole sequence, even if forward sees only a part of it.
 
         Raises:
             ValueError: It is longer than ``config.sequence_length``.
@@ -49,15 +51,17 @@ class Transformer(nn.Module):
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(d)) v; q (b, q, n, d), k and v (b, s, n_kv, d) -> (b, q, n, d).
+    """Attention without projections: softmax(q k^T / sqrt(d)) v.
 
-    A module of its own, without parameters, so that what it keeps can be recomputed alone
+    q (b, q, n, d), k and v (b, s, n_kv, d) -> (b, q, n, d).
+
+    It is a module of its own, without parameters, so that it can be recomputed alone
     (``recompute="selective"``).
 
     Args:
         dropout: Probability on the attention weights.
-        is_causal: Without a mask a token sees itself and what is before it; else all keys that a
-            mask (b, 1, 1 or q, s) admits.
+        is_causal: Without a mask, a token sees itself and the tokens before it. Otherwise it sees
+            all keys that a mask (b, 1, 1 or q, s) admits.
     """
 
     def __init__(self, dropout: float, *, is_causal: bool) -> None:
@@ -80,7 +84,7 @@ class AttentionCore(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))); (b, s, h) -> (b, s, h). ``approximate`` as of ``F.gelu``."""
+    """down(gelu(up(x))); (b, s, h) -> (b, s, h). ``approximate`` is the argument of ``F.gelu``."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear, *, approximate: str) -> None:
         super().__init__()
@@ -93,8 +97,9 @@ class GeluMLP(nn.Module):
 class NormalLinear(nn.Linear):
     """``nn.Linear`` whose weight starts as normal(0, ``std``) and whose bias starts at zero.
 
-    With ``truncated`` no weight is further than two standard deviations from 0, which makes the
-    deviation 0.88 ``std``."""
+    With ``truncated``, all weights are within two standard deviations of 0. The actual deviation is
+    then 0.88 ``std``.
+    """
 
     def __init__(
         self,
@@ -112,15 +117,17 @@ class NormalLinear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight, clear the bias."""
+        """Draw the weight and clear the bias."""
         _draw(self.weight, self.std, self.truncated)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class NormalEmbedding(nn.Embedding):
-    """``nn.Embedding`` whose weight starts as normal(0, ``std``), ``truncated`` as in
-    ``NormalLinear``."""
+    """``nn.Embedding`` whose weight starts as normal(0, ``std``).
+
+    ``truncated`` has the same meaning as in ``NormalLinear``.
+    """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False
@@ -137,8 +144,10 @@ class NormalEmbedding(nn.Embedding):
 
 
 class TiedLinear(nn.Linear):
-    """``nn.Linear`` on another module's weight (out, in), which that module alone initializes; a
-    bias is its own and starts at zero."""
+    """``nn.Linear`` that uses another module's weight (out, in).
+
+    Only the other module initializes the weight. A bias is its own and starts at zero.
+    """
 
     def __init__(self, weight: Tensor, *, bias: bool = False) -> None:
         super().__init__(weight.size(1), weight.size(0), bias=False, device=torch.device("meta"))
@@ -147,7 +156,11 @@ class TiedLinear(nn.Linear):
             self.bias = nn.Parameter(torch.zeros(weight.size(0)))
 
     def reset_parameters(self) -> None:
-        """Clear the bias. Drawing the weight twice would make its value depend on the order."""
+        """Clear the bias.
+
+        The weight is not drawn here: a second draw would make its value depend on the order of
+        modules.
+        """
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

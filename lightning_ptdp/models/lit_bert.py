@@ -1,5 +1,7 @@
-"""BERT as a LightningModule: the losses, what is logged, the optimizer. Nothing here knows how it
-is parallelized."""
+"""BERT as a LightningModule: losses, logging and optimizer.
+
+Nothing here depends on the parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -36,37 +38,36 @@ Batch = Mapping[str, Tensor]
 
 
 class LitBert(pl.LightningModule):
-    """Pretraining of a BERT: masked tokens and the order of two sentences (arXiv 1810.04805,
-    section 3.1).
+    """Pretraining of a BERT on masked tokens and sentence order (arXiv 1810.04805, section 3.1).
 
     A batch is a mapping with ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels``,
-    (b, s) int64, and
-    ``next_sentence_label`` (b,) int64: what Hugging Face's ``BertForPreTraining`` takes. Labels are
-    the original tokens where one is to be predicted and -100 elsewhere; the sentence label is 0
-    where the second sentence follows the first, 1 where it does not, and -100 for a row that only
-    fills up the batch. With ``masked_positions`` (b, k) int64 the decoder runs at k positions only;
-    it holds every position that has a label, filled up with positions that have none.
+    (b, s) int64, and ``next_sentence_label`` (b,) int64: the arguments of Hugging Face's
+    ``BertForPreTraining``. Labels are the original tokens at the positions to predict and -100
+    elsewhere. The sentence label is 0 if the second sentence follows the first, 1 if it does not,
+    and -100 for a padding row. With ``masked_positions`` (b, k) int64, the decoder runs only at k
+    positions. They must include every position that has a label, and are filled up with positions
+    that have none.
 
     The loss is the mean of the masked-LM losses over the predicted tokens, plus ``order_weight``
-    times the mean of the sentence losses, a
-    sample weighted by its predicted tokens: one weight for both, so that microbatches and replicas
-    add up to the whole batch's loss in every layout. For samples of equal length that is the
-    papers' sum of two means.
+    times the mean of the sentence losses. A sample has the number of its predicted tokens as its
+    weight in both means. Microbatches and replicas therefore add up to the loss of the whole batch
+    in every layout. For samples of equal length, the loss is the papers' sum of two means.
 
-    Logs ``train_loss``, ``train_masked_loss`` and ``train_order_loss`` each step; for validation
-    the same three with ``val_``, and ``val_masked_accuracy`` and ``val_order_accuracy``, each
-    epoch, exact means over all counted tokens or samples; ``test_`` for tests.
+    Logs ``train_loss``, ``train_masked_loss`` and ``train_order_loss`` in each step. For
+    validation, it logs the same three with ``val_``, and ``val_masked_accuracy`` and
+    ``val_order_accuracy``, in each epoch: exact means over all counted tokens or samples. Tests use
+    ``test_``.
 
     Args:
-        config: The model.
+        config: Configuration of the model.
         optimizer: AdamW and its schedule.
         order_weight: Factor of the sentence loss; 0 leaves it out of training.
-        loss_chunk_mb: MiB of the decoder's logits, in float32, that the loss has at a time in
-            training; it computes them twice where there are more (``linear_cross_entropy``).
+        loss_chunk_mb: Maximum MiB of the decoder's float32 logits that the training loss holds at a
+            time. Larger logits are computed in chunks, twice (``linear_cross_entropy``).
     """
 
     perplexity_loss = "train_masked_loss"
-    """The logged loss that is a mean over tokens (``TrainPerplexity``)."""
+    """Name of the logged loss that is a mean over tokens (``TrainPerplexity``)."""
 
     def __init__(
         self,
@@ -95,29 +96,28 @@ class LitBert(pl.LightningModule):
         self.val_metrics, self.test_metrics = _Metrics(), _Metrics()
 
     def configure_model(self) -> None:
-        """Build the model, on the meta device where the strategy asks for that."""
+        """Build the model, on the meta device if the strategy requests it."""
         if self.model is None:
             self.model = Bert(self.config)
 
     def configure_parallel(self) -> ParallelPlan:
-        """Return the plan by which the model is cut."""
+        """Return the plan by which the model is split."""
         return bert_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse a layout under which heads or the feed-forward part cannot be shared out; called
-        before launch.
+        """Refuse a layout that cannot split heads or the feed-forward part; called before launch.
 
         Raises:
-            ValueError: Of ``check_tensor_parallel``.
+            ValueError: As for ``check_tensor_parallel``.
         """
         check_tensor_parallel(self.config, layout.tensor_parallel_size)
 
     def forward(self, batch: Batch) -> BertOutput:
-        """Logits of both heads for a batch; the keys beside ``input_ids`` may be left out."""
+        """Return the logits of both heads; a batch needs only ``input_ids``."""
         return self._run(batch, logits=True)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The mean loss and the number of predicted tokens behind it."""
+        """Return the mean loss and its number of predicted tokens."""
         output = self._run(batch, logits=False)
         assert self.model is not None
         masked = linear_cross_entropy(
@@ -136,7 +136,7 @@ class LitBert(pl.LightningModule):
     def validation_step(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> dict[str, Tensor]:
-        """The losses, and the predictions of both heads."""
+        """Return the losses, and the predictions of both heads."""
         output = self(batch)
         masked = _cross_entropy(output.masked.flatten(0, 1), _labels(batch).flatten())
         losses = self._losses(masked, output.order, batch)
@@ -151,23 +151,26 @@ class LitBert(pl.LightningModule):
     def predict_step(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> dict[str, Tensor]:
-        """The likeliest token at each position that the decoder ran at, -1 elsewhere, (b, s) int64;
-        and ``order_logits`` (b, 2)."""
+        """Return the most likely tokens and the order logits.
+
+        The tokens (b, s) int64 are -1 at positions where the decoder did not run. ``order_logits``
+        is (b, 2).
+        """
         output = self(batch)
         return {"tokens": _likeliest(output.masked, batch), "order_logits": output.order}
 
     def on_validation_batch_end(
         self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Add the batch to the metrics, which are over all validation loaders."""
-        # Not in validation_step: a pipeline finishes that on its last stage only, and once a
+        """Add the batch to the metrics, which cover all validation loaders."""
+        # Not in validation_step: a pipeline finishes that only on its last stage, once per
         # microbatch.
         self.val_metrics.update(outputs, batch)
 
     def on_test_batch_end(
         self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """As ``on_validation_batch_end``."""
+        """Add the batch to the metrics, as ``on_validation_batch_end``."""
         self.test_metrics.update(outputs, batch)
 
     def on_validation_epoch_end(self) -> None:
@@ -179,17 +182,19 @@ class LitBert(pl.LightningModule):
         self._log_metrics("test", self.test_metrics)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW in two decay groups, and the schedule by step."""
+        """Return AdamW with two decay groups, and the schedule by step."""
         return configure_adamw(self, self.optimizer_config, self.trainer)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, wherever they live."""
+        """Number of parameters of the whole model, over all ranks."""
         return num_bert_parameters(self.config)
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
-        """Model operations, forward and backward, of one training sequence (None: of the longest)
-        with 15 % of its tokens predicted."""
+        """Return the model operations, forward and backward, of one training sequence.
+
+        15 % of its tokens are predicted. ``sequence_length=None`` means the longest sequence.
+        """
         return bert_flops_per_sample(self.config, sequence_length=sequence_length)
 
     def _run(self, batch: Batch, *, logits: bool) -> BertOutput:
@@ -209,8 +214,8 @@ class LitBert(pl.LightningModule):
         order_b = _cross_entropy(order_logits, batch["next_sentence_label"])
         counts_b = (labels != _IGNORED_LABEL).sum(1)
         num_tokens = counts_b.sum()
-        # Not reduction="mean", which is 0/0 where no token counts; and summed in float32, since
-        # bf16 loses small addends.
+        # Not reduction="mean", which is 0/0 if no token counts. The sum is in float32, since bf16
+        # loses small addends.
         masked_loss = masked.sum(dtype=torch.float32) / num_tokens.clamp(min=1)
         order_loss = (order_b * counts_b).sum(dtype=torch.float32) / num_tokens.clamp(min=1)
         loss = masked_loss + self.order_weight * order_loss
@@ -227,8 +232,10 @@ class LitBert(pl.LightningModule):
 
 
 class _Metrics(torch.nn.Module):
-    """Means over all counted tokens or samples of an evaluation, whatever batches, microbatches and
-    replicas they came in."""
+    """Means over all counted tokens or samples of an evaluation.
+
+    They do not depend on the division into batches, microbatches and replicas.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +243,7 @@ class _Metrics(torch.nn.Module):
         self.masked_accuracy, self.order_accuracy = TokenAccuracy(), TokenAccuracy()
 
     def update(self, outputs: Mapping[str, Tensor], batch: Batch) -> None:
-        """Add what an evaluation step returned for ``batch``."""
+        """Add the output of an evaluation step for ``batch``."""
         for name, metric in (
             ("loss", self.loss),
             ("masked_loss", self.masked_loss),
@@ -248,10 +255,11 @@ class _Metrics(torch.nn.Module):
 
 
 def _positions(batch: Batch) -> Tensor | None:
-    """Return the positions (b, k) where the decoder runs; None: everywhere.
+    """Return the positions (b, k) where the decoder runs; None: all positions.
 
-    Found by the labels, since these are cut where a rank holds a slice of the sequence; how many
-    there are is known from the batch, so that no device is asked."""
+    They are derived from the labels, which are sliced on a rank that holds a part of the sequence.
+    The batch determines their number, so that no device is synchronized.
+    """
     positions, labels = batch.get("masked_positions"), batch.get("labels")
     if positions is None or labels is None:
         return positions
@@ -266,14 +274,16 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each label, in at least float32: rounded to half precision a loss is too
-    coarse to add up."""
+    """Return the loss of each label, in at least float32.
+
+    A loss in half precision is too coarse to be summed.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, ignore_index=_IGNORED_LABEL, reduction="none")
 
 
 def _likeliest(logits: Tensor, batch: Batch) -> Tensor:
-    """Tokens (b, s) at the positions of ``logits``, -1 elsewhere."""
+    """Return the most likely tokens (b, s) at the positions of ``logits``, -1 elsewhere."""
     tokens, positions = logits.argmax(-1), _positions(batch)
     if positions is None:
         return tokens

@@ -1,5 +1,7 @@
-"""GPT as a LightningModule: the loss, what is logged, the optimizer. Nothing here knows how it is
-parallelized."""
+"""GPT as a LightningModule: loss, logging and optimizer.
+
+Nothing here depends on the parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +35,20 @@ _DEFAULT_OPTIMIZER = AdamWConfig()
 class LitGPT(LitTokens):
     """Language modelling with a GPT.
 
-    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that
-    follows each input token (already shifted), or -100 where no token is to be predicted. The loss
-    is the mean over the counted tokens.
+    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64. A label is the
+    token that follows the input token (already shifted), or -100 where no token is predicted. The
+    loss is the mean over the counted tokens.
 
-    Logs ``train_loss`` each step, and with experts ``train_balance_loss``, ``train_z_loss`` and,
-    with a capacity, ``train_dropped_share``, means over the layers that have experts and, as of the
-    loss, the counted tokens of what their sequences have; ``val_loss`` and ``val_perplexity``, or
-    ``test_loss``, each epoch.
+    Logs ``train_loss`` in each step. With experts, it also logs ``train_balance_loss``,
+    ``train_z_loss`` and, with a capacity, ``train_dropped_share``. These are means over the layers
+    with experts and over the counted tokens, each with the value of its sequence. In each epoch, it
+    logs ``val_loss`` and ``val_perplexity``, or ``test_loss``.
 
     Args:
-        config: The model.
+        config: Configuration of the model.
         optimizer: AdamW and its schedule.
-        loss_chunk_mb: MiB of logits, in float32, that the loss has at a time; it computes them
-            twice where there are more (``linear_cross_entropy``).
+        loss_chunk_mb: Maximum MiB of float32 logits that the loss holds at a time. Larger logits
+            are computed in chunks, twice (``linear_cross_entropy``).
     """
 
     def __init__(
@@ -70,21 +72,22 @@ class LitGPT(LitTokens):
         self.model: GPT | None = None
 
     def configure_model(self) -> None:
-        """Build the model, on the meta device where the strategy asks for that."""
+        """Build the model, on the meta device if the strategy requests it."""
         if self.model is None:
             self.model = GPT(self.config)
 
     def configure_parallel(self) -> ParallelPlan:
-        """Return the plan by which the model is cut."""
+        """Return the plan by which the model is split."""
         return gpt_plan(self.config, prefix="model")
 
     def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse a layout under which heads, the feed-forward part or experts cannot be shared out;
-        called before launch.
+        """Refuse a layout that cannot split heads, feed-forward part or experts.
+
+        Called before launch.
 
         Raises:
-            ValueError: Of ``check_tensor_parallel``; or an expert's capacity would have to be
-                counted over several ranks.
+            ValueError: As for ``check_tensor_parallel``, or the capacity of an expert would have to
+                be counted over several ranks.
         """
         check_tensor_parallel(self.config, layout.tensor_parallel_size)
         if self.config.capacity_factor is not None and layout.context_parallel_size > 1:
@@ -97,27 +100,31 @@ class LitGPT(LitTokens):
             )
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Token ids (b, s) -> logits (b, s, V)."""
+        """Return the logits (b, s, V) of token ids (b, s)."""
         return self._built()(input_ids)
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, wherever they live."""
+        """Number of parameters of the whole model, over all ranks."""
         return num_parameters(self.config)
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
-        """Model operations, forward and backward, of one training sequence (None: of the
-        longest)."""
+        """Return the model operations, forward and backward, of one training sequence.
+
+        ``sequence_length=None`` means the longest sequence.
+        """
         return flops_per_sample(self.config, sequence_length=sequence_length)
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """Loss of each label (b, s), 0 where it is ignored."""
+        """Return the loss of each label (b, s), 0 where it is ignored."""
         losses_bs, _ = self._losses(batch)
         return losses_bs
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Mean loss and the number of tokens behind it. With experts, every counted token carries
-        its sequence's balancing and z loss."""
+        """Return the mean loss and its number of tokens.
+
+        With experts, every counted token adds the balancing and z loss of its sequence.
+        """
         losses_bs, aux_b3 = self._losses(batch)
         step = self.mean_loss(losses_bs, batch, "train_loss")
         if self.config.num_experts is None:
@@ -137,7 +144,7 @@ class LitGPT(LitTokens):
         return {**step, "loss": step["loss"] + added}
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Move the biases of routers that are balanced by them, once a step of the optimizer."""
+        """Move the biases of routers with ``balance="bias"``, once per optimizer step."""
         if self.config.num_experts is not None and self.config.balance == "bias":
             self._built().balance(
                 partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum")

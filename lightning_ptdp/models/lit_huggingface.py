@@ -1,5 +1,7 @@
-"""Any language model of Hugging Face as a LightningModule, unmodified. Nothing here knows how it is
-parallelized."""
+"""Language models of Hugging Face as LightningModules, unmodified.
+
+Nothing here depends on the parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ _DEFAULT_OPTIMIZER = AdamWConfig()
 
 
 class _LitHuggingFace(LitTokens):
-    """Common base of both classes; arguments as of ``LitCausalLM``."""
+    """Common base of both classes; ``LitCausalLM`` documents the arguments."""
 
     _auto_class: ClassVar[str]
     _classes: ClassVar[str]
@@ -74,7 +76,7 @@ class _LitHuggingFace(LitTokens):
         self.adapter = as_lora(adapter)
         self.strict_loading = (
             self.adapter is None
-        )  # with one, a checkpoint has what is trained alone
+        )  # with an adapter, a checkpoint has only what is trained
         self.save_hyperparameters(
             {
                 "path": self.path,
@@ -92,8 +94,10 @@ class _LitHuggingFace(LitTokens):
             self._check_adapter(self.adapter)
 
     def configure_model(self) -> None:
-        """Build the model: without values where the strategy fills in its parts, else with those of
-        the folder."""
+        """Build the model.
+
+        It has no values if the strategy fills in its parts. Otherwise it has those of the folder.
+        """
         if self.model is not None:
             return
         transformers = import_optional("transformers")
@@ -114,11 +118,12 @@ class _LitHuggingFace(LitTokens):
             self.adapter.inject(self.model, task_type=self._task)
 
     def check_data(self, datamodule: object) -> None:
-        """Check that the model has a row for every id and a position for every token of the data,
-        as far as these say; before launch.
+        """Check before launch that the model can represent all ids and positions of the data.
+
+        Only attributes that the data module has are checked.
 
         Raises:
-            ValueError: It has not.
+            ValueError: The model has too few embedding rows or positions.
         """
         sizes = self._model_config().get_text_config()
         for name, limit, what in (
@@ -145,7 +150,7 @@ class _LitHuggingFace(LitTokens):
         )
 
     def _kind(self, config: Any) -> Any:
-        """The model's class; None: transformers has none for this task."""
+        """Return the class of the model; None if transformers has none for this task."""
         transformers = import_optional("transformers")
 
         return getattr(transformers, self._classes).get(type(config), None)
@@ -160,7 +165,7 @@ class _LitHuggingFace(LitTokens):
         )
 
     def _described(self, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """With the name of the model's class, as in the ``config.json`` of an export."""
+        """Add the name of the model's class, as in the ``config.json`` of an export."""
         kind = self._kind(config_of_sizes(sizes))
         return {**sizes, "architectures": [kind.__name__]} if kind is not None else dict(sizes)
 
@@ -179,8 +184,11 @@ class _LitHuggingFace(LitTokens):
         return f"path={self.path!r}" if self.path is not None else "config"
 
     def flops_per_sample(self, sequence_length: int) -> int:
-        """Model operations, forward and backward, of a sample of so many tokens, attention over all
-        pairs of them; 0 where the model does not run without data."""
+        """Return the model operations, forward and backward, of a sample of this length.
+
+        Attention counts over all pairs of tokens. The result is 0 if the model does not run without
+        data.
+        """
         if self._operations is None:
             config = self._model_config()
             positions = (
@@ -191,7 +199,7 @@ class _LitHuggingFace(LitTokens):
                 self._operations = count_operations(
                     self._build_eager, self._logits_of_zeros, longest=positions
                 )
-            except Exception as error:  # models do with values what they like, and a rate that is not logged stops no training
+            except Exception as error:  # any type; training does not need the rate
                 rank_zero_warn(
                     f"the operations of {config.model_type} could not be counted, so that no rate "
                     f"of them is logged: {error}"
@@ -217,8 +225,7 @@ class _LitHuggingFace(LitTokens):
         return logits
 
     def initial_weights(self) -> InitialWeights | None:
-        """Return the source from which the strategy fills the model; None: initial values are
-        drawn."""
+        """Return the source of the model's weights; None if initial values are drawn."""
         if self._weights is None:
             return None
         return InitialWeights(
@@ -228,7 +235,7 @@ class _LitHuggingFace(LitTokens):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """With an adapter: save what is trained alone, and what the rest was."""
+        """Save only trained parameters with an adapter, and a description of the base weights."""
         if self.adapter is None or self._weights is None:
             return
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
@@ -239,10 +246,10 @@ class _LitHuggingFace(LitTokens):
         checkpoint[BASE_WEIGHTS] = {"path": self._weights, "fingerprint": mark, "task": self._task}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the checkpoint's adapters are those of this module, beside the same weights.
+        """Check that adapters and base weights of the checkpoint match this module.
 
         Raises:
-            ValueError: They are not.
+            ValueError: They do not match.
         """
         given = checkpoint.get("hyper_parameters", {})
         saved, own = given.get("adapter"), self.hparams["adapter"]
@@ -275,19 +282,24 @@ class _LitHuggingFace(LitTokens):
             )
 
     def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
-        """Token ids (b, s) -> logits (b, s, V); ``others`` are the model's own arguments."""
+        """Return the logits (b, s, V) of token ids (b, s).
+
+        ``others`` are further arguments of the model.
+        """
         logits: Tensor = self._run(input_ids=input_ids, **others).logits
         return logits
 
     def token_losses(self, batch: Batch) -> Tensor:
-        """Loss of each label (b, s), 0 where it is ignored, float32."""
+        """Return the loss of each label (b, s), 0 where it is ignored, float32."""
         losses_bs, _ = self._losses(batch)
         return losses_bs
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Mean loss and the number of tokens behind it; of a mixture of experts whose configuration
-        has ``output_router_logits``, with its own balancing loss, which is logged as
-        ``train_balance_loss``."""
+        """Return the mean loss and its number of tokens.
+
+        The loss includes the balancing loss of a mixture of experts whose configuration has
+        ``output_router_logits``. It is logged as ``train_balance_loss``.
+        """
         losses_bs, balance = self._losses(batch)
         step = self.mean_loss(losses_bs, batch, "train_loss")
         if balance is None:
@@ -319,39 +331,38 @@ class _LitHuggingFace(LitTokens):
 
 
 class LitCausalLM(_LitHuggingFace):
-    """Language modelling with any ``AutoModelForCausalLM``: the model itself, called as it is.
+    """Language modelling with any ``AutoModelForCausalLM``, which is called unmodified.
 
-    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64: the token that
-    follows each input token (already shifted), or -100 where no token is to be predicted;
-    optionally ``position_ids`` (b, s) int64. The loss is the mean over the
-    counted tokens. Padding on the right needs no mask: no earlier token sees it, and it has no
-    labels.
+    A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64, optionally
+    ``position_ids`` (b, s) int64. A label is the token that follows the input token (already
+    shifted), or -100 where no token is predicted. The loss is the mean over the counted tokens.
+    Padding on the right needs no mask: earlier tokens do not see it, and it has no labels.
 
-    A mixture of experts whose configuration has ``output_router_logits`` is trained with its own
-    balancing loss beside that.
+    For a mixture of experts whose configuration has ``output_router_logits``, the model's own
+    balancing loss is added.
 
-    Logs ``train_loss`` each step, and ``train_balance_loss`` beside it; ``val_loss`` and
-    ``val_perplexity``, or ``test_loss``, each epoch.
+    Logs ``train_loss`` in each step, and ``train_balance_loss`` if there is one. In each epoch, it
+    logs ``val_loss`` and ``val_perplexity``, or ``test_loss``.
 
     Args:
         path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a
             model on the hub.
-        config: In its place what such a ``config.json`` holds, of which ``model_type`` is needed:
-            ``{"model_type": "mixtral", "num_hidden_layers": 8}``. There are no weights then, and no
+        config: Content of a ``config.json`` in place of ``path``. ``model_type`` is required:
+            ``{"model_type": "mixtral", "num_hidden_layers": 8}``. There are then no weights and no
             tokenizer.
-        pretrained: Begin with the weights of ``path``; else with initial values as the model draws
-            them.
-        dtype: Of the parameters; "auto": as the configuration says. A Trainer's precision may
+        pretrained: Start with the weights of ``path``; otherwise with the model's own initial
+            values.
+        dtype: Type of the parameters; "auto": as in the configuration. The Trainer's precision may
             change it.
-        attention: The model's attn_implementation; None: "sdpa", or "eager" where the model has
-            none of it (gpt-oss), or caps its attention scores, which only that computes.
-        adapter: Low-rank adapters that are trained in place of the weights, and saved without them;
-            None: all parameters are trained.
+        attention: The model's attn_implementation. None: "sdpa", or "eager" if the model does not
+            support "sdpa" (gpt-oss) or caps its attention scores, which only "eager" computes.
+        adapter: Low-rank adapters, which are trained in place of the weights and saved without
+            them. None: all parameters are trained.
         optimizer: AdamW and its schedule.
 
     Raises:
-        ValueError: ``config`` is none of a model that transformers knows, or (when built) it is no
-            causal language model.
+        ValueError: ``config`` describes no model that transformers knows, or (when built) the model
+            is not a causal language model.
     """
 
     _auto_class = "AutoModelForCausalLM"
@@ -361,11 +372,12 @@ class LitCausalLM(_LitHuggingFace):
 
 
 class LitMaskedLM(_LitHuggingFace):
-    """Predicting masked tokens with any ``AutoModelForMaskedLM``.
+    """Prediction of masked tokens with any ``AutoModelForMaskedLM``.
 
-    A batch is a mapping with ``input_ids`` and ``labels`` (b, s) int64, the original token where
-    one is to be predicted and -100 elsewhere; optionally ``attention_mask``, ``token_type_ids`` and
-    ``position_ids``, (b, s) int64. Everything else, arguments included, is as of ``LitCausalLM``.
+    A batch is a mapping with ``input_ids`` and ``labels`` (b, s) int64, optionally
+    ``attention_mask``, ``token_type_ids`` and ``position_ids``, (b, s) int64. A label is the
+    original token at a position to predict, and -100 elsewhere. Everything else, including the
+    arguments, is as in ``LitCausalLM``.
     """
 
     _auto_class = "AutoModelForMaskedLM"
@@ -374,7 +386,7 @@ class LitMaskedLM(_LitHuggingFace):
     _ignores = (
         r"(^|\.)pooler\.",
         r"(^|\.)cls\.seq_relationship\.",
-    )  # of pretraining with the order of sentences
+    )  # heads for the order of sentences in pretraining
 
 
 def _dtype(name: Dtype, config: Any) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""Operations that keep for their backward what they are given, and compute again what they made of
-it in between.
+"""Operations that save only their input for the backward pass.
 
-A compiler sees them in torch's operations: it chooses by itself what to keep.
+The backward pass recomputes intermediate results. Under a compiler, plain torch operations are
+used: the compiler itself chooses what to save.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ __all__ = ["RMSNorm", "swiglu"]
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm``, which on a CPU is made of parts that keep its input and its normalized input
-    in float32."""
+    """``nn.RMSNorm`` that saves only its input and the scale on a CPU.
+
+    torch's own implementation on a CPU saves the input and the normalized input in float32.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -46,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up; (..., 2 f) -> (..., f)."""
+    """Compute silu(gate) * up; (..., 2 f) -> (..., f)."""
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

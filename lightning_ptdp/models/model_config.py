@@ -1,4 +1,4 @@
-"""The sizes and choices that make a GPT or a BERT."""
+"""Configurations of GPT and BERT."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OF_EXPERTS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes that every transformer here has, explained where its choices are.
+    """Sizes of every transformer here; the subclasses document them.
 
     Raises:
-        ValueError: Sizes that do not fit together; the message names the field and what would work.
+        ValueError: Sizes do not fit together. The message names the field and values that work.
     """
 
     vocabulary_size: Size
@@ -74,59 +74,58 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig):
-    """Sizes and layout of a decoder-only transformer; the defaults are GPT-2 small (124 M
-    parameters).
+    """Sizes and layout of a decoder-only transformer.
 
-    ``GPTConfig.gpt2(...)`` and ``GPTConfig.llama(...)`` are the two usual sets of choices; every
-    field can be set alone.
+    The defaults are GPT-2 small (124 M parameters). ``GPTConfig.gpt2(...)`` and
+    ``GPTConfig.llama(...)`` are the two usual sets of choices. Every field can be set separately.
 
     Args:
         vocabulary_size: V, number of token ids.
-        sequence_length: Longest sequence that the model takes, in tokens.
+        sequence_length: Longest sequence that the model accepts, in tokens.
         num_layers: l, number of blocks.
         hidden_size: h, width of the residual stream.
         num_heads: Number of attention heads; must divide ``hidden_size``.
-        num_kv_heads: Number of key/value heads, shared by equal groups of query heads (GQA, arXiv
-            2305.13245); None: one for each head.
-        ffn_hidden_size: f, inner width of the feed-forward part; None: 4h for ``mlp="gelu"``, and
+        num_kv_heads: Number of key/value heads, each shared by an equal group of query heads (GQA,
+            arXiv 2305.13245); None: ``num_heads``.
+        ffn_hidden_size: f, inner width of the feed-forward part. None: 4h for ``mlp="gelu"``, and
             for ``mlp="swiglu"`` the Llama rule (arXiv 2302.13971, section 2.2): 8h/3 rounded up to
             a multiple of 256 (of 64 below h = 1024).
         norm: "layer" (LayerNorm) or "rms" (RMSNorm, arXiv 1910.07467).
         position: "learned" (an embedding of the position) or "rope" (rotation of queries and keys,
             arXiv 2104.09864).
-        mlp: "gelu" (tanh approximation, as GPT-2) or "swiglu" (arXiv 2002.05202).
-        bias: Biases in the linear layers and in LayerNorm.
-        tie_embeddings: The output head uses the token embedding's weight.
+        mlp: "gelu" (tanh approximation, as in GPT-2) or "swiglu" (arXiv 2002.05202).
+        bias: Use biases in the linear layers and in LayerNorm.
+        tie_embeddings: Use the token embedding's weight in the output head.
         dropout: Probability on the embeddings, the attention weights and the two residual branches.
-        init_std: Standard deviation of the initial weights; the two projections that write to the
-            residual stream get ``init_std / sqrt(2 l)`` (GPT-2).
+        init_std: Standard deviation of the initial weights. The two projections that write to the
+            residual stream use ``init_std / sqrt(2 l)`` (GPT-2).
         norm_eps: Epsilon of the norms.
         rope_base: Base of the rotary wavelengths.
-        num_experts: E, experts of a layer, of which a router chooses some for each token; None: one
-            feed-forward part for all. They are gated and have no biases (``mlp="swiglu"``,
-            ``bias=False``).
-        experts_per_token: k. Of several the weights are their scores, normalized to the sum 1; of
-            one it is the score (arXiv 2101.03961).
-        shared_experts: Further experts of the same width, that every token visits (arXiv
-            2401.06066), as one feed-forward part.
+        num_experts: E, number of experts in a layer; a router chooses some of them for each token.
+            None: one feed-forward part for all tokens. Experts are gated and have no biases
+            (``mlp="swiglu"``, ``bias=False``).
+        experts_per_token: k. If k > 1, the weights of the experts are their scores, normalized to
+            the sum 1. If k = 1, the weight is the score (arXiv 2101.03961).
+        shared_experts: Number of additional experts of the same width that every token visits
+            (arXiv 2401.06066), as one feed-forward part.
         expert_hidden_size: Inner width of one expert; None: f.
-        dense_layers: The first layers, which have one feed-forward part of width f in the place of
+        dense_layers: Number of first layers that have one feed-forward part of width f instead of
             experts.
-        router_score: A token's score of an expert: "softmax" over the experts, or "sigmoid" of each
-            (arXiv 2412.19437).
-        balance: What keeps the experts equally busy: a "loss" (arXiv 2101.03961), a "bias" on the
-            scores that is moved by what each had to do in a step, and only decides who is chosen
-            (arXiv 2408.15664), or "none".
-        balance_coefficient: Of the balancing loss.
-        z_loss_coefficient: Of the mean square of the logits' log-sum-exp (arXiv 2202.08906, section
-            3.2), with any ``balance``.
-        bias_rate: How far an optimizer step moves the bias.
-        capacity_factor: In training an expert takes at most this many times its even share of one
-            sequence's choices, k s / E, rounded up: the earliest ones. The rest is dropped. None:
-            all are taken.
+        router_score: Score of an expert for a token: "softmax" over the experts, or "sigmoid" for
+            each (arXiv 2412.19437).
+        balance: Method that keeps the experts equally busy: "loss" (arXiv 2101.03961), "bias" or
+            "none". "bias" is a bias on the scores that only affects the choice of experts, and
+            moves with their load in each step (arXiv 2408.15664).
+        balance_coefficient: Factor of the balancing loss.
+        z_loss_coefficient: Factor of the mean square of the logits' log-sum-exp (arXiv 2202.08906,
+            section 3.2), with any ``balance``.
+        bias_rate: Change of the bias in an optimizer step.
+        capacity_factor: Limit of an expert in training: this many times its even share of one
+            sequence's choices, k s / E, rounded up. The earliest choices are kept, the rest is
+            dropped. None: no limit.
 
     Raises:
-        ValueError: Sizes that do not fit together; the message names the field and what would work.
+        ValueError: Sizes do not fit together. The message names the field and values that work.
     """
 
     vocabulary_size: Size = 50257
@@ -152,12 +151,12 @@ class GPTConfig(TransformerConfig):
 
     @classmethod
     def gpt2(cls, **changes: Any) -> GPTConfig:
-        """The GPT-2 layout: LayerNorm, learned positions, GELU, biases, tied head."""
+        """Return the GPT-2 layout: LayerNorm, learned positions, GELU, biases, tied head."""
         return cls(**changes)
 
     @classmethod
     def llama(cls, **changes: Any) -> GPTConfig:
-        """The Llama layout: RMSNorm, rotary positions, SwiGLU, no biases, a head of its own."""
+        """Return the Llama layout: RMSNorm, rotary positions, SwiGLU, no biases, untied head."""
         layout: dict[str, Any] = {
             "norm": "rms",
             "position": "rope",
@@ -265,36 +264,36 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TransformerConfig):
-    """Sizes and layout of a bidirectional encoder; the defaults are BERT base (110 M parameters,
-    arXiv 1810.04805).
+    """Sizes and layout of a bidirectional encoder.
 
-    ``BertConfig.original(...)`` and ``BertConfig.megatron(...)`` are the two usual sets of choices;
-    every field can be set alone.
+    The defaults are BERT base (110 M parameters, arXiv 1810.04805). ``BertConfig.original(...)``
+    and ``BertConfig.megatron(...)`` are the two usual sets of choices. Every field can be set
+    separately.
 
     Args:
         vocabulary_size: V, number of token ids.
-        sequence_length: Longest sequence that the model takes, in tokens, special ones included.
+        sequence_length: Longest sequence that the model accepts, in tokens, special ones included.
         num_layers: l, number of blocks.
         hidden_size: h, width of the residual stream.
         num_heads: Number of attention heads; must divide ``hidden_size``.
         ffn_hidden_size: f, inner width of the feed-forward part; None: 4h.
         num_segments: Number of token types; a pair of sentences has two.
-        norm_order: Where LayerNorm stands: "post", behind the residual sum and behind the
-            embeddings (arXiv 1810.04805), or "pre", in front of attention and feed-forward part and
-            behind the last block, which is what trains at 24 layers of h = 2048 and more (arXiv
-            1909.08053, section 5.3, figure 7).
+        norm_order: Position of LayerNorm. "post": after the residual sum and after the embeddings
+            (arXiv 1810.04805). "pre": before attention and feed-forward part and after the last
+            block; this order trains at 24 layers of h = 2048 and more (arXiv 1909.08053, section
+            5.3, figure 7).
         gelu: "exact" (by the error function) or "tanh" (its approximation).
         dropout: Probability on the embeddings and the residual branches.
         attention_dropout: Probability on the attention weights; None: ``dropout``.
         init_std: Standard deviation of the initial weights.
-        truncated_init: Draw no initial weight further than two standard deviations from 0 (the
+        truncated_init: Draw initial weights within two standard deviations of 0 (as in the
             original's code).
-        scaled_residual_init: The two projections that write to the residual stream get ``init_std /
-            sqrt(2 l)`` (arXiv 1909.08053, section 4.2).
+        scaled_residual_init: Use ``init_std / sqrt(2 l)`` for the two projections that write to the
+            residual stream (arXiv 1909.08053, section 4.2).
         norm_eps: Epsilon of LayerNorm.
 
     Raises:
-        ValueError: Sizes that do not fit together; the message names the field and what would work.
+        ValueError: Sizes do not fit together. The message names the field and values that work.
     """
 
     vocabulary_size: Size = 30522
@@ -310,14 +309,18 @@ class BertConfig(TransformerConfig):
 
     @classmethod
     def original(cls, **changes: Any) -> BertConfig:
-        """BERT as published (arXiv 1810.04805): LayerNorm behind the sums, exact GELU, truncated
-        initial weights."""
+        """Return BERT as published (arXiv 1810.04805).
+
+        It has LayerNorm after the sums, exact GELU and truncated initial weights.
+        """
         return cls(**changes)
 
     @classmethod
     def megatron(cls, **changes: Any) -> BertConfig:
-        """Megatron's BERT (arXiv 1909.08053, section 5.3): LayerNorm in front, GELU by tanh,
-        smaller residual projections."""
+        """Return Megatron's BERT (arXiv 1909.08053, section 5.3).
+
+        It has LayerNorm before each part, GELU by tanh and smaller residual projections.
+        """
         layout = {
             "norm_order": "pre",
             "gelu": "tanh",
@@ -336,11 +339,11 @@ class BertConfig(TransformerConfig):
 def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) -> None:
     """Check that every rank gets whole heads and an equal share of the feed-forward part.
 
-    The vocabulary needs no check: it is padded to a multiple. Of fewer heads of keys and values
-    than ranks, every rank gets one.
+    The vocabulary needs no check, because it is padded to a multiple. If there are fewer key/value
+    heads than ranks, every rank gets one.
 
     Raises:
-        ValueError: A size does not divide; the message lists the degrees that work.
+        ValueError: A size does not divide. The message lists the degrees that work.
     """
     widths = split_widths(config)
     sizes = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, **widths}
@@ -363,7 +366,7 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
 
 
 def split_widths(config: TransformerConfig) -> dict[str, int]:
-    """Inner widths that are split over the tensor-parallel ranks; experts are not."""
+    """Return the inner widths that are split over the tensor-parallel ranks; experts are not."""
     if not isinstance(config, GPTConfig) or config.num_experts is None:
         return {"ffn_hidden_size": config.ffn_size}
     dense = {"ffn_hidden_size": config.ffn_size} if config.dense_layers else {}
@@ -376,7 +379,7 @@ def split_widths(config: TransformerConfig) -> dict[str, int]:
 
 
 def _near(number: int, wanted: int) -> str:
-    """The divisors of ``number`` that are near to what was wanted, for a message."""
+    """Return the divisors of ``number`` nearest to ``wanted``, for a message."""
     # Imported here: a configuration alone needs no layout.
     from lightning_ptdp.world.layout import nearest_divisors
 

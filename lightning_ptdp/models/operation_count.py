@@ -1,4 +1,4 @@
-"""Operations of training any model, counted by running it without data."""
+"""Number of training operations of any model, counted by a run without data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _LONGEST = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Floating-point operations of the matrix products in a sample's forward and backward, by its
-    length.
+    """Floating-point operations of the matrix products in a sample's forward and backward.
+
+    They are a function of the length of the sample.
 
     Attributes:
-        per_token: Of every matrix; of experts, of those that a token visits.
-        per_pair: Of attention, over all pairs of tokens.
+        per_token: Operations of every matrix; of experts, only of those that a token visits.
+        per_pair: Operations of attention, over all pairs of tokens.
     """
 
     per_token: float
@@ -38,13 +39,15 @@ class Operations:
 def count_operations(
     build: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], *, longest: int
 ) -> Operations:
-    """Count on two short samples, which tell of a long one, also where a layer goes through the
-    sequence step by step.
+    """Count operations with two short samples, and extrapolate to any length.
+
+    This also works for a layer that goes through the sequence step by step.
 
     Args:
-        build: Makes the whole model, with what is frozen.
-        run: Calls it with a sample of so many tokens; returns what the loss is of.
-        longest: Tokens that the model surely takes.
+        build: Function that builds the whole model, with its frozen parameters.
+        run: Function that calls the model with a sample of a given number of tokens, and returns
+            the tensor from which the loss is computed.
+        longest: Number of tokens that the model accepts.
     """
     long = max(2, min(longest, _LONGEST))
     short = long // 2
@@ -61,10 +64,12 @@ def _counted(model: nn.Module, run: Callable[[nn.Module, int], Tensor], length: 
     modules = [module for module in model.modules() if kind.fits(module)]
 
     def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-        """Needs no values, of which it depends what goes where; has the gradients of what it stands
-        for."""
+        """Replace the experts' forward by one with the same gradients, and count its products.
+
+        It uses shapes only, because routing depends on values that fake tensors lack.
+        """
         for parameter in module.parameters():
-            if parameter.dim() > 2:  # no bias
+            if parameter.dim() > 2:  # not a bias
                 passes = 1 + x_nh.requires_grad + parameter.requires_grad
                 of_experts.append(2 * index_nk.numel() * parameter[0].numel() * passes)
         return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)

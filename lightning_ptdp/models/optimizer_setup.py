@@ -1,4 +1,4 @@
-"""AdamW with decay groups, and a learning rate that warms up and then falls."""
+"""AdamW with decay groups, and a learning rate with warm-up and decay."""
 
 from __future__ import annotations
 
@@ -39,21 +39,20 @@ class AdamWConfig:
     Args:
         learning_rate: Peak learning rate.
         betas: Decay of the running mean and of the running square.
-        eps: Added to the root of the running square.
+        eps: Value added to the root of the running square.
         weight_decay: Decoupled decay (arXiv 1711.05101) of parameters with two or more dimensions.
         warmup_steps: Optimizer steps of linear warm-up; the first step already has 1/warmup_steps
             of the peak.
-        decay: After the warm-up the learning rate falls along a "cosine" (GPT) or a straight line,
-            "linear" (BERT).
-        decay_steps: Optimizer step, counted from 0, at which the fall reaches its end; None: the
-            Trainer's number of steps.
-        min_lr_ratio: Learning rate at the end of the fall and after it, over the peak.
-        warmup_samples: The warm-up in training samples instead, for a global batch that ramps up:
-            as many steps as these are enough for.
-        decay_samples: The same for ``decay_steps``.
+        decay: Shape of the decay after the warm-up: "cosine" (GPT) or "linear" (BERT).
+        decay_steps: Optimizer step, counted from 0, at which the decay ends; None: the Trainer's
+            number of steps.
+        min_lr_ratio: Learning rate at and after the end of the decay, divided by the peak.
+        warmup_samples: Length of the warm-up in training samples instead of steps, for a global
+            batch that ramps up. The warm-up has as many steps as these samples fill.
+        decay_samples: ``decay_steps`` in training samples.
 
     Raises:
-        ValueError: A value out of range; the message names the field.
+        ValueError: A value is out of range; the message names the field.
     """
 
     learning_rate: float = 3e-4
@@ -97,12 +96,13 @@ class AdamWConfig:
 def decay_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices and embeddings decay; biases and norm weights (one dimension)
-    do not.
+    """Return two parameter groups: with weight decay and without.
 
-    The rule looks at one parameter at a time, so a pipeline stage that holds a part of the model
-    sorts its part like one process would. Both groups are always there, even if one is empty, so
-    that every rank has the same number of them."""
+    Matrices and embeddings decay. Biases and norm weights (one dimension) do not. The rule depends
+    on one parameter at a time, so a pipeline stage groups its part of the model as one process
+    would. Both groups always exist, even if one is empty: every rank must have the same number of
+    groups.
+    """
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     return [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -111,8 +111,10 @@ def decay_groups(
 
 
 def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
-    """AdamW over ``module``'s parameters in ``decay_groups``: torch's fused one, on a GPU and on a
-    CPU."""
+    """Return AdamW over ``module``'s parameters in ``decay_groups``.
+
+    It is torch's fused implementation on a GPU and on a CPU.
+    """
     groups = decay_groups(module.named_parameters(), config.weight_decay)
     fused = all(p.device.type in _FUSED for group in groups for p in group["params"])
     optimizer = torch.optim.AdamW(
@@ -125,7 +127,7 @@ def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
 def learning_rate_factor(
     step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float, decay: Decay = "cosine"
 ) -> float:
-    """Learning rate of optimizer step ``step`` (from 0) over the peak."""
+    """Return the learning rate of optimizer step ``step`` (from 0), divided by the peak."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, decay_steps - warmup_steps))
@@ -136,9 +138,9 @@ def learning_rate_factor(
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: AdamWConfig, *, decay_steps: int
 ) -> LambdaLR:
-    """The schedule of ``config``, stepped once an optimizer step."""
-    # A partial, not a closure: it can be pickled, and LambdaLR does not store its arguments in
-    # checkpoints, so that a resumed run follows the configuration that it was given.
+    """Return the schedule of ``config``, to be stepped once per optimizer step."""
+    # A partial instead of a closure: it can be pickled, and LambdaLR does not store its arguments
+    # in checkpoints. A resumed run therefore follows its own configuration.
     factor = partial(
         learning_rate_factor,
         warmup_steps=config.warmup_steps,
@@ -150,11 +152,12 @@ def build_schedule(
 
 
 def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dict[str, Any]:
-    """Return the result of ``configure_optimizers``: AdamW in two decay groups, and the schedule by
-    step.
+    """Return the result of ``configure_optimizers``.
+
+    It is AdamW with two decay groups, and the schedule by step.
 
     Raises:
-        ValueError: Of ``samples_as_steps`` and ``resolve_decay_steps``.
+        ValueError: As for ``samples_as_steps`` and ``resolve_decay_steps``.
     """
     optimizer, config = build_adamw(module, config), samples_as_steps(config, trainer)
     schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, trainer))
@@ -162,12 +165,13 @@ def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dic
 
 
 def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
-    """``config`` with its lengths in samples, if there are any, as the steps that the Trainer's
-    data module gives for so many.
+    """Return ``config`` with its lengths in samples converted to steps.
+
+    The Trainer's data module determines the number of steps.
 
     Raises:
-        ValueError: There is no data module that tells the size of its steps; or the fall would end
-            before the warm-up does.
+        ValueError: The data module does not define the size of its steps, or the decay would end
+            before the warm-up.
     """
     if config.warmup_samples is None and config.decay_samples is None:
         return config
@@ -197,8 +201,9 @@ def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
 
 
 def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
-    """The step at which the learning rate has fallen: the configuration's, or else the Trainer's
-    last one.
+    """Return the step at which the decay of the learning rate ends.
+
+    It is that of the configuration, or else the Trainer's last step.
 
     Raises:
         ValueError: Neither is known.
@@ -218,8 +223,8 @@ def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
         and trainer.max_epochs not in (None, -1)
         and trainer.limit_train_batches == 1.0
     ):
-        # Lightning takes all epochs to be as long as the first one; in a ramp-up they have fewer
-        # and fewer steps.
+        # Lightning assumes that all epochs are as long as the first one; in a ramp-up, later epochs
+        # have fewer steps.
         epochs = -(-loader.steps_of_epochs(trainer.max_epochs) // trainer.accumulate_grad_batches)
         steps = min(steps, epochs)
     return int(steps)

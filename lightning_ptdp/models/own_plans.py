@@ -1,9 +1,10 @@
-"""Parallel plans of GPT and BERT: layers that are split over the tensor-parallel ranks, and the
-pipeline's blocks.
+"""Parallel plans of GPT and BERT.
 
-As in Megatron-LM (arXiv 1909.08053, section 3): the first matrix of each half block is split by
-output columns, the second by input rows, so that a half block needs one all-reduce in each
-direction; embedding and head are split along the vocabulary."""
+A plan names the layers that are split over the tensor-parallel ranks, and the blocks of the
+pipeline. As in Megatron-LM (arXiv 1909.08053, section 3), the first matrix of each half block is
+split by output columns, the second by input rows. A half block therefore needs one all-reduce in
+each direction. Embedding and head are split along the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +26,7 @@ __all__ = ["bert_plan", "gpt_plan"]
 
 
 def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
-    """The plan of a ``GPT(config)`` that is found under the name ``prefix`` ("" if it is the
-    root)."""
+    """Return the plan of a ``GPT(config)`` with the name ``prefix`` ("" if it is the root)."""
     root = f"{prefix}." if prefix else ""
     block = f"{root}blocks.*"
     q_width, kv_width = config.hidden_size, config.kv_heads * config.head_dim
@@ -53,8 +53,11 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
 
 
 def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
-    """Under sequence parallelism a mixture sees the whole sequence: of that are its router's means,
-    and experts are dealt tokens anew."""
+    """Return the kinds of the modules of the feed-forward parts.
+
+    Under sequence parallelism a mixture receives the whole sequence: its router computes means over
+    it, and tokens are distributed to the experts again.
+    """
     mixture, tensor = f"{block}.mixture", dict[str, Kind]()
     if config.layers_with_experts < config.num_layers:
         f = config.ffn_size
@@ -80,11 +83,11 @@ def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
 
 
 def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
-    """The plan of a ``Bert(config)`` that is found under the name ``prefix`` ("" if it is the
-    root).
+    """Return the plan of a ``Bert(config)`` with the name ``prefix`` ("" if it is the root).
 
-    Sequence parallelism splits the sequence within the blocks only: the sentence head reads the
-    first token, which is in one rank's slice, and the masked-LM head takes tokens from everywhere.
+    Sequence parallelism splits the sequence only within the blocks. The sentence head reads the
+    first token, which is in one rank's slice, and the masked-LM head takes tokens from all
+    positions.
     """
     root = f"{prefix}." if prefix else ""
     block, h, n = f"{root}blocks.*", config.hidden_size, config.num_heads

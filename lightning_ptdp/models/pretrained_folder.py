@@ -1,5 +1,7 @@
-"""Description of a Hugging Face model: a folder, a name on the hub whose files are in the cache, or
-sizes alone."""
+"""Description of a Hugging Face model.
+
+The source is a folder, a name on the hub whose files are in the cache, or sizes alone.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ __all__ = [
 ]
 
 ADAPTER_NAMES = ("*.lora_*",)
-"""Patterns of the names that peft's adapters add to a model's."""
+"""Patterns of the names that peft's adapters add to a model."""
 BASE_WEIGHTS = "base_weights"
-"""Key, in a checkpoint of adapters alone, of the description of the weights beside which they were
-trained."""
+"""Key of the base weights' description in a checkpoint of adapters.
+
+These are the weights beside which the adapters were trained.
+"""
 TOO_MANY_IDS = (
     "give the tokenizer that the model was trained with, or the model rows once "
     "(model.resize_token_embeddings({}), then "
@@ -58,15 +62,16 @@ _CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetens
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Source from which the strategy fills a LightningModule, returned by its
-    ``initial_weights()``.
+    """Source from which the strategy fills a LightningModule.
+
+    The module's ``initial_weights()`` returns it.
 
     Attributes:
-        path: The folder, or the name on the hub.
-        may_lack: Patterns of the module's names that need not be there and keep the values that are
-            drawn (``"*.lora_*"``).
-        ignores: Regular expressions found in the names of stored tensors that the model has no use
-            for.
+        path: Folder, or name on the hub.
+        may_lack: Patterns of the module's names that may be missing in the source. These parameters
+            keep their drawn values (``"*.lora_*"``).
+        ignores: Regular expressions, searched in the names of stored tensors, of tensors that the
+            model does not use.
     """
 
     path: str
@@ -75,15 +80,15 @@ class InitialWeights:
 
 
 def local_folder(path: str) -> Path:
-    """The folder of ``path`` on this machine.
+    """Return the local folder of ``path``.
 
-    Of a name on the hub ("Qwen/Qwen3-8B") it is in huggingface_hub's cache; what is not there is
-    downloaded, by one process of a machine while the others wait, unless that is offline
-    (HF_HUB_OFFLINE). Of ``tiny:FOLDER`` it is FOLDER with a small model, which is made if it is not
-    there.
+    For a name on the hub ("Qwen/Qwen3-8B"), it is in huggingface_hub's cache. Missing files are
+    downloaded by one process per machine while the rest waits, unless the hub is offline
+    (HF_HUB_OFFLINE). For ``tiny:FOLDER``, it is FOLDER with a small model, which is created if it
+    does not exist.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such folder.
     """
     if path.startswith(_TINY):
         folder = Path(path.removeprefix(_TINY))
@@ -94,7 +99,7 @@ def local_folder(path: str) -> Path:
 
 
 def _is_here(path: str) -> bool:
-    """Return True for a folder, False for what may be a name on the hub.
+    """Return True for a folder, False for a possible name on the hub.
 
     Raises:
         ValueError: It is neither.
@@ -115,8 +120,10 @@ def _is_here(path: str) -> bool:
 
 
 def fingerprint(folder: Path) -> str:
-    """Tells whether the weights of a folder are others than they were: of names, shapes and sizes,
-    and of some values of each file."""
+    """Return a hash that detects changed weights of a folder.
+
+    It covers names, shapes and sizes, and some values of each file.
+    """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -133,12 +140,13 @@ def fingerprint(folder: Path) -> str:
 
 
 def config_values(path: str) -> Mapping[str, Any]:
-    """Return what the ``config.json`` of ``path`` holds; nothing else is downloaded or made.
+    """Return the content of the ``config.json`` of ``path``.
 
-    Of ``tiny:FOLDER`` without the folder these are the sizes of the model that would be made there.
+    Nothing else is downloaded or created. For ``tiny:FOLDER`` without the folder, these are the
+    sizes of the model that would be created there.
 
     Raises:
-        ValueError: It is missing, damaged, or not to be had within a few seconds.
+        ValueError: It is missing, damaged, or cannot be downloaded within a few seconds.
     """
     name = path.removeprefix(_TINY)
     if name != path and not os.path.isdir(name):
@@ -152,9 +160,9 @@ def config_values(path: str) -> Mapping[str, Any]:
 
 
 def read_model_config(path: str) -> Any:
-    """Return the configuration that transformers reads in the folder of ``path``.
+    """Return the configuration that transformers reads from the folder of ``path``.
 
-    Its numbers are compared with the weights beside it, and no code of the folder is run.
+    Its numbers are compared with the weights beside it. No code in the folder is run.
 
     Raises:
         ValueError: It is missing or damaged, belongs to no known model, or does not fit the
@@ -180,7 +188,7 @@ def read_model_config(path: str) -> Any:
         )
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever its own checks raise
+    except Exception as error:  # the checks of transformers raise many types
         reason = str(error).strip().partition("\n")[0][:300]
         raise ValueError(
             f"path={path!r}: transformers {transformers.__version__} reads no model's "
@@ -208,12 +216,12 @@ def _read_config(folder: Path, said: str) -> dict[str, Any]:
 
 
 def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
-    """The configuration of transformers that what a ``config.json`` holds makes; what it does not
-    say is as that model has it by default.
+    """Return the configuration of transformers for the content of a ``config.json``.
+
+    Missing fields have the model's default.
 
     Raises:
-        ValueError: Of an unknown model, with a name that its configuration does not know, or a
-            value that it does not take.
+        ValueError: The model type or a field is unknown, or a value is not accepted.
     """
     transformers = import_optional("transformers")
 
@@ -229,13 +237,13 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     kind = transformers.CONFIG_MAPPING[name]
     try:
         config, known = kind(**given), vars(kind())
-    except Exception as error:  # whatever its own checks raise
+    except Exception as error:  # the checks of transformers raise many types
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"config: {kind.__name__} does not take what is given: {reason}"
         ) from error
     if others := [name for name in given if name in vars(config) and name not in known]:
-        # Some models read what their configuration does not declare (Qwen3-MoE: head_dim).
+        # Some models read fields that their configuration does not declare (Qwen3-MoE: head_dim).
         model = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
         read = set(_WORD.findall(inspect.getsource(model)))
         if unknown := [name for name in others if name not in read]:
@@ -247,11 +255,12 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
 
 
 def check_tokenizer(path: str, rows: int) -> None:
-    """Check that the embedding has a row for every token of the tokenizer beside the model, if
-    there is a fast one.
+    """Check that the embedding has a row for every id of the tokenizer beside the model.
+
+    Only a fast tokenizer is checked.
 
     Raises:
-        ValueError: It has ``rows``, which are too few.
+        ValueError: ``rows`` are too few.
     """
     folder = local_folder(path)
     file = folder / "tokenizer.json"
@@ -324,8 +333,10 @@ def _config_of_hub(name: str) -> Path:
 
 
 def _download_config(name: str, found: SimpleQueue[str | Exception]) -> None:
-    """Put the file's path, or why there is none. In a thread, because a look-up of the host's name
-    cannot be interrupted."""
+    """Put the path of the file, or an error, into ``found``.
+
+    It runs in a thread, because the name resolution of the host cannot be interrupted.
+    """
     from huggingface_hub import hf_hub_download
 
     log = logging.getLogger("huggingface_hub")

@@ -1,10 +1,10 @@
-"""Sizes of a GPT or a BERT, computed from its configuration alone: parameters, and floating-point
-operations exactly.
+"""Parameters and operations of a GPT or a BERT, computed from its configuration alone.
 
 A multiply-add counts as 2 operations. Only matrix products are counted, and attention over the full
-s x s square, as the papers do; a causal kernel that skips half of it looks faster by that much.
-"Model" operations are those that the mathematics needs (forward + twice that for backward);
-"hardware" operations add the recomputed forward pass."""
+s x s square, as in the papers. A causal kernel that skips half of it therefore appears faster by
+that amount. "Model" operations are those that the mathematics needs (forward + twice that for
+backward). "Hardware" operations add the recomputed forward pass.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +30,12 @@ _PREDICTED_SHARE = 0.15
 def layer_matrices(
     config: GPTConfig, t: int = 1, *, mixture: bool = False
 ) -> tuple[tuple[int, int], ...]:
-    """(outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks: qkv,
-    projection, up, down. Of fewer key heads than ranks, every rank has one. Of a ``mixture`` up and
-    down are those of the shared experts, 0 wide if it has none."""
+    """Return (outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks.
+
+    The matrices are qkv, projection, up and down. If there are fewer key heads than ranks, every
+    rank has one. Up and down of a ``mixture`` are those of the shared experts, with width 0 if
+    there are none.
+    """
     h, kv_heads = config.hidden_size, max(1, config.kv_heads // t)
     f = (config.shared_experts * config.expert_size if mixture else config.ffn_size) // t
     q = config.num_heads // t * config.head_dim
@@ -45,8 +48,10 @@ def layer_matrices(
 
 
 def layer_parameters(config: GPTConfig, t: int = 1, *, mixture: bool = False) -> int:
-    """All parameters of one layer on one of ``t`` tensor-parallel ranks; of a ``mixture`` but for
-    the experts that are chosen from."""
+    """Return the number of parameters of one layer on one of ``t`` tensor-parallel ranks.
+
+    The number for a ``mixture`` does not include the experts from which the router chooses.
+    """
     matrices = layer_matrices(config, t, mixture=mixture)
     router = (config.num_experts or 0) * config.hidden_size if mixture else 0
     return (
@@ -72,18 +77,23 @@ def position_parameters(config: GPTConfig) -> int:
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Number of parameters, a tied head counted once; equals the module's exactly."""
+    """Return the number of parameters, with a tied head counted once.
+
+    It equals that of the module exactly.
+    """
     return _parameters(config, experts=config.num_experts or 0)
 
 
 def active_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters that one token visits: of a layer's experts the chosen and
-    the shared ones."""
+    """Return the number of parameters that one token visits.
+
+    Of a layer's experts, these are the chosen and the shared ones.
+    """
     return _parameters(config, experts=config.experts_per_token)
 
 
 def _parameters(config: GPTConfig, *, experts: int) -> int:
-    """With so many experts, beside the shared ones, in each layer that has any."""
+    """Count parameters with ``experts`` experts, beside the shared ones, in each mixture."""
     tables = config.vocabulary_size * config.hidden_size * (
         1 if config.tie_embeddings else 2
     ) + position_parameters(config)
@@ -96,12 +106,13 @@ def _parameters(config: GPTConfig, *, experts: int) -> int:
 def flops_per_sample(
     config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False
 ) -> int:
-    """Operations of training on one sequence, forward and backward (see above); of experts those
-    that a token visits.
+    """Return the operations of training on one sequence, forward and backward.
+
+    Only experts that a token visits count. The module's docstring defines an operation.
 
     Args:
-        config: The model.
-        sequence_length: s in tokens; None: the longest that the model takes.
+        config: Configuration of the model.
+        sequence_length: s in tokens; None: the longest sequence that the model accepts.
         recompute: Count the blocks' recomputed forward pass too.
     """
     length = config.sequence_length if sequence_length is None else sequence_length
@@ -117,13 +128,15 @@ def flops_per_sample(
 
 
 def num_bert_parameters(config: BertConfig) -> int:
-    """Number of parameters, both heads included and the tied decoder's weight counted once; equals
-    the module's exactly."""
+    """Return the number of parameters, including both heads.
+
+    The weight of the tied decoder is counted once. The number equals that of the module exactly.
+    """
     h, f, v = config.hidden_size, config.ffn_size, config.vocabulary_size
     embeddings = (v + config.sequence_length + config.num_segments) * h
     attention, mlp, norm = 4 * h * h + 4 * h, 2 * h * f + f + h, 2 * h
     masked_head, order_head = h * h + h + norm + v, h * h + h + 2 * h + 2
-    # One norm more: behind the embeddings (post) or behind the blocks (pre).
+    # One additional norm: after the embeddings (post) or after the blocks (pre).
     return (
         embeddings
         + config.num_layers * (attention + mlp + 2 * norm)
@@ -140,15 +153,15 @@ def bert_flops_per_sample(
     predictions: int | None = None,
     recompute: bool = False,
 ) -> int:
-    """Operations of training on one sequence, forward and backward (see above).
+    """Return the operations of training on one sequence, forward and backward.
 
-    With ``predictions=sequence_length`` the blocks and the decoder cost what the formula of arXiv
-    2104.04473, section 5.1, says of a GPT (attention covers the full square in both); the heads'
-    square matrices come on top.
+    The module's docstring defines an operation. With ``predictions=sequence_length``, blocks and
+    decoder cost as much as a GPT by the formula of arXiv 2104.04473, section 5.1 (attention covers
+    the full square in both). The square matrices of the heads are added to that.
 
     Args:
-        config: The model.
-        sequence_length: s in tokens; None: the longest that the model takes.
+        config: Configuration of the model.
+        sequence_length: s in tokens; None: the longest sequence that the model accepts.
         predictions: Positions at which the decoder runs; None: 15 % of the sequence.
         recompute: Count the blocks' recomputed forward pass too.
     """
@@ -165,8 +178,10 @@ def bert_flops_per_sample(
 def _matmul_flops_per_token(
     config: TransformerConfig, sequence_length: int, *, gated: bool = False
 ) -> tuple[int, int]:
-    """Forward operations for one token: (all blocks, head); exact for GQA and SwiGLU
-    (``gated``)."""
+    """Return the forward operations for one token: (all blocks, head).
+
+    They are exact for GQA and SwiGLU (``gated``).
+    """
     h, head_dim = config.hidden_size, config.head_dim
     qkv = 2 * h * (config.num_heads + 2 * config.kv_heads) * head_dim
     scores_and_values = 2 * 2 * sequence_length * config.num_heads * head_dim
@@ -178,9 +193,10 @@ def _matmul_flops_per_token(
 
 
 def _training_flops_per_token(*, blocks: int, head: int, recompute: bool = False) -> int:
-    """Forward and backward operations for one token, from ``_matmul_flops_per_token``.
+    """Return forward and backward operations for one token, from ``_matmul_flops_per_token``.
 
-    Backward costs twice the forward pass. ``recompute`` adds the blocks' second forward pass:
-    hardware operations. Divide model operations (``recompute=False``) by time and peak for the
-    model FLOP utilization (MFU)."""
+    The backward pass costs twice the forward pass. ``recompute`` adds the blocks' second forward
+    pass: hardware operations. The model FLOP utilization (MFU) is the number of model operations
+    (``recompute=False``) divided by time and peak.
+    """
     return (4 if recompute else 3) * blocks + 3 * head

@@ -1,5 +1,4 @@
-"""A small model of Hugging Face with its tokenizer, made on the spot: for a first try, and for
-tests."""
+"""Small Hugging Face model with a tokenizer, created locally for first trials and tests."""
 
 from __future__ import annotations
 
@@ -49,16 +48,17 @@ def make_tiny(
     seed: int = 0,
     **config: Any,
 ) -> None:
-    """Write a Llama of random weights with a byte-level tokenizer and a chat template, as
-    ``save_pretrained`` does.
+    """Write a Llama of random weights with a byte-level tokenizer and a chat template.
+
+    The files are those of ``save_pretrained``.
 
     Args:
-        folder: Made; what is there already is left alone.
-        vocabulary_size: Ids of the tokenizer, which is learned from a few files of Python's
-            standard library, and rows of the embedding.
-        seed: Of the weights.
-        config: Fields of ``transformers.LlamaConfig`` instead of: 4 layers of width 64 with 4
-            heads, of which 2 have keys, 256 positions.
+        folder: Folder to create; an existing one is left unchanged.
+        vocabulary_size: Number of ids of the tokenizer, and of rows of the embedding. The tokenizer
+            is learned from a few files of Python's standard library.
+        seed: Seed of the weights.
+        config: Fields of ``transformers.LlamaConfig``. Default: 4 layers of width 64 with 4 heads
+            and 2 key/value heads, 256 positions.
     """
     import torch
 
@@ -81,7 +81,8 @@ def make_tiny(
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
-        # An answer ends where the turn ends; without it, a chat goes on with the next answer.
+        # An answer ends at the end of its turn; without this id, generation continues with another
+        # turn.
         model.generation_config.eos_token_id = [
             tokenizer.eos_token_id,
             tokenizer.convert_tokens_to_ids("<|im_end|>"),

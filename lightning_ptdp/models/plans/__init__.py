@@ -1,7 +1,8 @@
-"""Plans of models that users bring, found by the class of the module.
+"""Plans of models that users bring, selected by the class of the module.
 
 To support another model of Hugging Face, add a row to ``families.py``. Nothing here imports
-transformers: classes are told by where they are defined."""
+transformers: classes are recognized by the module that defines them.
+"""
 
 from lightning_ptdp.models.plans.declared import declared_plan
 from lightning_ptdp.models.plans.encoder_decoder import encoder_decoder_plan

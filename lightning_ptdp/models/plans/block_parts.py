@@ -1,5 +1,7 @@
-"""Building blocks of the table of known models: ways of splitting a block's projections, by the
-configuration."""
+"""Building blocks of the table of known models.
+
+They describe how the projections of a block are split, depending on the configuration.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ __all__ = [
 Config: TypeAlias = Any
 OfConfig: TypeAlias = Callable[[Config], Kind]
 Block: TypeAlias = Mapping[str, Kind | OfConfig]
-"""Modules in a block, and what becomes of them; a function of the configuration where sizes
-matter."""
+"""Modules in a block, and their kinds.
+
+A kind that depends on sizes is a function of the configuration.
+"""
 WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
 """Kind of parallelism that is not possible -> reason."""
 
@@ -45,28 +49,34 @@ _REGION = Region()
 
 
 def by_heads(config: Config) -> Kind:
-    """A projection by heads; also a fused one that lists queries, keys and values head by head."""
+    """Split a projection by heads.
+
+    This includes a fused projection that lists queries, keys and values head by head.
+    """
     return Column(heads=config.num_attention_heads)
 
 
 def by_kv_heads(config: Config) -> Kind:
-    """A projection by heads of keys and values, of which there may be fewer than ranks."""
+    """Split a projection by key/value heads, of which there may be fewer than ranks."""
     return Column(heads=config.num_key_value_heads, copy_heads=True)
 
 
 def fused(config: Config) -> Kind:
-    """[q | k | v], all of the model's width."""
+    """Split [q | k | v], each as wide as the model."""
     return Column(parts=(config.hidden_size,) * 3, heads=(config.num_attention_heads,) * 3)
 
 
 def gated(config: Config) -> Kind:
-    """[gate | up] of a feed-forward part."""
+    """Split [gate | up] of a feed-forward part."""
     return Column(parts=(config.intermediate_size,) * 2)
 
 
 def falcon_fused(config: Config) -> Kind:
-    """Group by group of a head of keys and values: its queries, its keys, its values; of one such
-    head [q | k | v]."""
+    """Split the fused projection of Falcon.
+
+    It lists one group after the other: the queries, the keys and the values of a key/value head.
+    With a single such head, it is [q | k | v].
+    """
     if has_one_kv_head(config):
         width = config.hidden_size // config.num_attention_heads
         return Column(
@@ -87,7 +97,7 @@ def has_one_kv_head(config: Config) -> bool:
 
 
 def with_bias(*arguments: str) -> OfConfig:
-    """A region that is given something for each head of the whole model."""
+    """Return a region whose ``arguments`` hold values for each head of the whole model."""
 
     def region(config: Config) -> Kind:
         return Region(heads=config.num_attention_heads, arguments=arguments)
@@ -96,7 +106,7 @@ def with_bias(*arguments: str) -> OfConfig:
 
 
 def with_sinks(config: Config) -> Kind:
-    """A region with a number of its own for each head."""
+    """Return a region with a parameter ``sinks`` that has one value per head."""
     return Region(heads=config.num_attention_heads, per_head=("sinks",))
 
 
@@ -108,28 +118,36 @@ def attention(
     by: OfConfig = by_heads,
     region: Kind | OfConfig | None = _REGION,
 ) -> Block:
-    """An attention: its projections ``split`` (with blanks between them), and ``out`` by input
-    features."""
+    """Return the kinds of an attention.
+
+    ``split`` lists its projections by heads, separated by blanks. ``out`` is split by input
+    features.
+    """
     around: Block = {} if region is None else {name: region}
     behind: Block = {} if out is None else {joined(name, out): Row()}
     return {**around, **{joined(name, projection): by for projection in split.split()}, **behind}
 
 
 def feed_forward(up: str, down: str, *, region: str | None = None) -> Block:
-    """A feed-forward part: its projections ``up`` (with blanks between them) and ``down``, in a
-    region if several have one input."""
+    """Return the kinds of a feed-forward part.
+
+    ``up`` lists its first projections, separated by blanks. ``down`` is split by input features.
+    They need a ``region`` if several projections have one input.
+    """
     around: Block = {} if region is None else {region: _REGION}
     return {**around, **{projection: Column() for projection in up.split()}, down: Row()}
 
 
 def per_rank(name: str, *attributes: str) -> dict[str, Mapping[str, Number]]:
-    """Attributes of the module ``name`` that count what is split."""
+    """Return attributes of the module ``name`` that count what is split."""
     return {name: {attribute: PerRank() for attribute in attributes}}
 
 
 def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
-    """Return the kinds of a block's modules in a model of this configuration, by their names behind
-    ``prefix``."""
+    """Return the kinds of a block's modules in a model of this configuration.
+
+    The names of the modules begin with ``prefix``.
+    """
     return {
         joined(prefix, name): value if isinstance(value, Kind) else value(config)
         for name, value in block.items()
@@ -137,7 +155,7 @@ def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
 
 
 def present(wanted: Mapping[str, T], module: nn.Module, prefix: str) -> dict[str, T]:
-    """Return the entries for modules that the model, found under ``prefix``, has."""
+    """Return the entries for modules that exist in the model with the name ``prefix``."""
     names = [joined(prefix, name) for name, _ in module.named_modules()]
     return {
         pattern: value

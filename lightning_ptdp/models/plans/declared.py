@@ -1,8 +1,9 @@
-"""Models that declare their own plan: Llama, Mistral, Qwen, Gemma, GPT-NeoX and the Llama-like
-decoders of Hugging Face.
+"""Plans of models that declare their own plan.
 
-Their ``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan``
-the children in the order of calls."""
+These are Llama, Mistral, Qwen, Gemma, GPT-NeoX and the Llama-like decoders of Hugging Face. Their
+``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan`` the
+children in the order of calls.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +29,32 @@ from lightning_ptdp.tensor_parallel import (
 
 __all__ = ["declared_plan", "declares_plan"]
 
-# Of these the fused projection of the gated feed-forward part is halved by ``chunk``, which halves
-# a rank's part as well.
+# In these models, ``chunk`` halves the fused projection of the gated feed-forward part; it halves
+# the part of a rank as well.
 _GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")
 _CODEGEN_SHARDS = (
-    4  # queries, values and keys lie in these one after the other: no rank may hold a part of one
+    4  # queries, values and keys follow each other within a shard, so a rank must hold whole shards
 )
 
 
 def declares_plan(module: Any) -> bool:
-    """Return True for a Hugging Face model with a tensor-parallel plan of its own for more than
-    embedding and head."""
+    """Return True for a Hugging Face model that declares a tensor-parallel plan.
+
+    A plan for only embedding and head does not count.
+    """
     declared = getattr(module, "tp_plan", None) or {}
     return "rowwise" in declared.values() or "rowwise_split_input" in declared.values()
 
 
 def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
-    """The plan of a model that declares one and is found under the name ``prefix``.
+    """Return the plan of a model that declares one and has the name ``prefix``.
 
-    What is declared as split and gathered again, or is of a style that this package does not have
-    (experts), is replicated; so is an attention or a feed-forward part of which a projection is of
-    another type than usual (wrapped by an adapter, quantized). Under sequence parallelism what is
-    replicated sees the whole sequence. Projections of keys and values with fewer heads than ranks
-    give each rank one head."""
+    A module is replicated if it is declared as split and gathered again, or if its style is unknown
+    here (experts). An attention or a feed-forward part is replicated if one of its projections has
+    an unusual type (wrapped by an adapter, quantized). Under sequence parallelism, replicated
+    modules receive the whole sequence. If there are fewer key/value heads than ranks, each rank
+    gets one head.
+    """
     ends = ends_of(module)
     tensor: dict[str, Kind] = {}
     numbers, unusual = {}, set()
@@ -93,10 +97,11 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
 def _parts_kept_whole(
     module: Any, prefix: str, blocks: str | None, tensor: Mapping[str, Kind]
 ) -> list[str]:
-    """Patterns of the parts of blocks in which something is not sharded, other than norms.
+    """Return patterns of the parts of blocks that are not completely sharded, except norms.
 
-    What these compute may need the whole sequence (an attention; a mixture of experts, whose
-    routers' losses look at all tokens)."""
+    Their computation may need the whole sequence: an attention, or a mixture of experts whose
+    router losses depend on all tokens.
+    """
     found: dict[str, None] = {}
     container = (
         module.get_submodule(blocks.removeprefix(f"{prefix}.") if prefix else blocks)
@@ -120,7 +125,7 @@ def _parts_kept_whole(
 def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
     """Return True if the module's own parameters are sharded.
 
-    Heads count only within a region, which shows them the whole sequence.
+    A split by heads counts only within a region, which provides the whole sequence.
     """
     if not _is_spread(name, module, tensor):
         return False
@@ -162,8 +167,10 @@ def _kind(module: Any, pattern: str, style: str) -> Kind | None:
 
 
 def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
-    """Make regions of attentions, and of what else has several column layers, where every matrix in
-    them is split."""
+    """Make regions of modules in which every matrix is split.
+
+    These are attentions, and feed-forward parts with several column layers.
+    """
     parents: dict[str, list[Column]] = {}
     for pattern, kind in tensor.items():
         if isinstance(kind, Column):
@@ -191,12 +198,14 @@ def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool
 
 
 def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
-    """(container, what runs before, what runs after) as the model declares it; else the container
-    that its split modules are in."""
+    """Return (container, modules before it, modules after it) as the model declares them.
+
+    Otherwise, return the container of its split modules.
+    """
     declared: Mapping[str, Any] = getattr(module, "pp_plan", None) or {}
     children = dict(module.named_modules())
-    # The head is declared first, since its class is looked at first; all else is in the order of
-    # the calls.
+    # The head is declared first, because the class of the head is inspected first; all other names
+    # are in the order of the calls.
     names = sorted(
         (name for name in declared if name in children), key=lambda name: "." not in name
     )

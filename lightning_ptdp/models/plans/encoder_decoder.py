@@ -1,5 +1,7 @@
-"""Encoder-decoders of Hugging Face: T5, BART and the models that are built as they are. A row each,
-as in ``families.py``."""
+"""Plans of Hugging Face's encoder-decoders: T5, BART and models with the same structure.
+
+Each has a row, as in ``families.py``.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,16 @@ class EncoderDecoder:
     """Properties of the models in one file of transformers.
 
     Attributes:
-        classes: Names of the bare model's class and of those with a head.
-        base: The attribute under which a model with a head holds the bare one; "" if it has both
-            stacks itself.
-        blocks: The repeated container of both stacks.
-        tail: What runs behind the blocks of a stack; all else in it runs before them.
-        block: Modules in a block of encoder and decoder, and what becomes of them.
-        numbers: The attentions' attributes that count what is split.
-        why_not: Returns what is not possible with a configuration, and why.
+        classes: Names of the bare model's class and of the classes with a head.
+        base: Attribute of a model with a head that holds the bare model; "" if it has both stacks
+            itself.
+        blocks: Repeated container of both stacks.
+        tail: Module that runs after the blocks of a stack. All other modules of the stack run
+            before them.
+        block: Modules in a block of encoder and decoder, and their kinds.
+        numbers: Attributes of the attentions that count what is split.
+        why_not: Function that returns which parallelism is not possible with a configuration, and
+            why.
     """
 
     classes: tuple[str, ...]
@@ -54,9 +58,11 @@ class EncoderDecoder:
 
 
 def _attentions(own: str, memory: str, split: str, out: str, *, heads: str) -> Block:
-    """The attentions in a block, whose numbers of heads the attribute ``heads`` of the
-    configuration tells. Those to what the encoder returned have two inputs, so that no region can
-    enter for all of their projections."""
+    """Return the kinds of the attentions in a block.
+
+    The attribute ``heads`` of the configuration gives their number of heads. An attention to the
+    encoder's output has two inputs, so one region cannot contain all of its projections.
+    """
 
     def by_heads(config: Config) -> Kind:
         return Column(heads=getattr(config, heads))
@@ -73,8 +79,8 @@ def _t5(name: str) -> EncoderDecoder:
         "layer.*.EncDecAttention",
         "layer.*.DenseReluDense",
     )
-    # The first block of a stack looks the bias of positions up, and hands its heads of it on to the
-    # others.
+    # The first block of a stack looks up the position bias, and passes the bias of its heads to the
+    # next blocks.
     attentions = _attentions(own, memory, "q k v relative_attention_bias", "o", heads="num_heads")
     block = {
         **attentions,
@@ -109,7 +115,10 @@ def _bart(name: str) -> EncoderDecoder:
 
 
 def _without_heads(name: str, base: str, *heads: str, **more: Any) -> EncoderDecoder:
-    """Models whose attentions are replicated, since they are not by heads alone."""
+    """Return the row of models whose attentions are replicated.
+
+    These attentions cannot be split by heads alone.
+    """
     classes = tuple(f"{name}{end}" for end in ("Model", *heads))
     block = feed_forward("fc1", "fc2")
     return EncoderDecoder(
@@ -141,12 +150,11 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
         "informer": _without_heads("Informer", "model", "ForPrediction", why_not=_distils),
     }
 )
-"""By the folder of transformers in which the classes are defined."""
+"""Rows by the folder of transformers that defines the classes."""
 
 
 def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of a model of the family that is found under the name ``prefix``, bare or with a
-    head."""
+    """Return the plan of an encoder-decoder with the name ``prefix``, bare or with a head."""
     inner = pair.base if pair.base and hasattr(module, pair.base) else ""
     base, bare = joined(prefix, inner), module.get_submodule(inner)
     fronts, tails = {}, {}
@@ -184,7 +192,10 @@ def _with_parameters(module: nn.Module) -> list[str]:
 
 
 def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:
-    """All embeddings and the head, which are one weight or as many, where all can be split."""
+    """Return the kinds of all embeddings and the head, if all can be split.
+
+    They may share one weight.
+    """
     ends = {
         joined(prefix, name): child
         for name, child in module.named_modules()

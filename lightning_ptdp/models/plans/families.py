@@ -1,9 +1,10 @@
-"""Models of Hugging Face that declare no plan of their own: a row each.
+"""Plans of Hugging Face models that declare no plan, one row per model.
 
-To support another one, add a row: where its classes are defined, where its blocks are, and what
-becomes of the modules in a block. Names in a row are relative to the bare model (or to a block);
-what depends on the sizes is a function of the configuration. A module that a model of the family
-does not have (biases of positions that were not asked for) is left out."""
+To support another model, add a row: where its classes are defined, where its blocks are, and the
+kinds of the modules in a block. Names in a row are relative to the bare model (or to a block). A
+kind that depends on sizes is a function of the configuration. Modules that a model of the family
+lacks (such as position biases that are switched off) are left out.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +36,15 @@ class Family:
     """Properties of the models in one file of transformers.
 
     Attributes:
-        classes: Names of the bare model's class and of those with a language-model head.
-        base: The attribute under which a model with a head holds the bare one.
-        blocks: The repeated container.
-        block: Modules in a block, and what becomes of them.
-        after: What runs behind the blocks, of what stands beside them in the bare model.
-        beside: What becomes of other modules of the bare model.
+        classes: Names of the bare model's class and of the classes with a language-model head.
+        base: Attribute of a model with a head that holds the bare model.
+        blocks: Repeated container.
+        block: Modules in a block, and their kinds.
+        after: Modules of the bare model that run after the blocks.
+        beside: Kinds of other modules of the bare model.
         numbers: Modules in a block, and their attributes that count what is split; or a function of
             the configuration.
-        why_not: What is not possible, and why.
+        why_not: Kinds of parallelism that are not possible, and why.
     """
 
     classes: tuple[str, ...]
@@ -226,12 +227,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "hubert": Family(classes=("HubertModel", "HubertForCTC"), base="hubert", blocks="encoder.layers", block=_SPEECH, why_not=_FRAMES),
     }
 )  # fmt: skip
-"""By the folder of transformers in which the classes are defined."""
+"""Rows by the folder of transformers that defines the classes."""
 
 
 def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of a model of the family that is found under the name ``prefix``, bare or with a
-    head."""
+    """Return the plan of a model of the family with the name ``prefix``, bare or with a head."""
     inner = family.base if _has(module, family.base) else ""
     base, config = joined(prefix, inner), module.get_submodule(inner).config
     container = joined(base, family.blocks)
@@ -260,8 +260,11 @@ def _has(module: nn.Module, path: str) -> bool:
 def _order(
     module: nn.Module, prefix: str, *, base: str, blocks: str, after: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(what runs before the blocks, what runs behind them). In the bare model, what is not listed
-    runs before; beside it, behind."""
+    """Return (modules that run before the blocks, modules that run after them).
+
+    In the bare model, modules that are not listed in ``after`` run before the blocks. Outside of
+    it, modules run after them.
+    """
     behind = {joined(base, name) for name in after}
     found: tuple[list[str], list[str], list[str]] = ([], [], [])
     parent, here = module, prefix

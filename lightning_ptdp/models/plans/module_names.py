@@ -1,4 +1,4 @@
-"""Dotted names, and the modules that are found by what they are for."""
+"""Dotted names, and modules found by their purpose."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ __all__ = ["ends_of", "joined", "spread_ends", "vocabulary_of"]
 
 
 def joined(*parts: str) -> str:
-    """The parts with dots between them; empty ones left out."""
+    """Join the parts that are not empty with dots."""
     return ".".join(part for part in parts if part)
 
 
 def ends_of(module: Any) -> dict[str, nn.Module]:
-    """Embedding of tokens and language-model head of a Hugging Face model, by name; what embeds an
-    image is neither."""
+    """Return token embedding and language-model head of a Hugging Face model, by name.
+
+    The embedding of an image is not included.
+    """
     ends: list[Any] = [module.get_output_embeddings()]
     with contextlib.suppress(
         NotImplementedError
-    ):  # how transformers says that a model has no such embedding
+    ):  # transformers raises it if there is no such embedding
         ends.append(module.get_input_embeddings())
     return {
         name: child
@@ -33,8 +35,10 @@ def ends_of(module: Any) -> dict[str, nn.Module]:
 
 
 def spread_ends(module: nn.Module) -> dict[str, nn.Module]:
-    """Those of ``ends_of`` that can be split: not one whose weight is also that of an end which
-    cannot."""
+    """Return the modules of ``ends_of`` that can be split.
+
+    A module that shares its weight with one that cannot be split is excluded.
+    """
     ends = ends_of(module)
     whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
     return {
@@ -45,8 +49,10 @@ def spread_ends(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def vocabulary_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
-    """Embedding and head, where both can be split, and modules that hold a parameter of theirs
-    under another name."""
+    """Return the kinds of embedding and head, if they can be split, and of their aliases.
+
+    An alias is a module that holds one of their parameters under another name.
+    """
     spread = spread_ends(module)
     own = {id(parameter) for end in spread.values() for parameter in end.parameters()}
     aliases = (

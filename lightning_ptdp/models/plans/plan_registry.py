@@ -1,4 +1,4 @@
-"""Which plan belongs to which class of module."""
+"""Lookup of the plan for a class of module."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ __all__ = ["find_plan", "plan_for"]
 
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
-    """The plan of a module of a known class, or of one that declares a plan of its own, found under
-    the name ``prefix``.
+    """Return the plan of a module with the name ``prefix``.
+
+    The class of the module must be known, or the module must declare a plan.
 
     Returns:
-        None if nothing is known of the class. A subclass is known if it has the forward of the
-        class that it extends.
+        None if the class is unknown. A subclass is known if it inherits the forward of a known
+        class.
     """
     return _plan_for(without_adapters(module), prefix)
 
@@ -66,10 +67,14 @@ def _plan_for(module: nn.Module, prefix: str) -> ParallelPlan | None:
 
 
 def find_plan(model: nn.Module) -> ParallelPlan | None:
-    """The plan of the one known model inside ``model``, or of the larger ones' heads around it.
+    """Return the plan of the one known model inside ``model``.
+
+    If the known model is part of a larger known one, such as a model with a head, the plan is that
+    of the larger one.
 
     Returns:
-        None if there is none, or if there are several, which may or may not be one after the other.
+        None if there is no known model, or if there are several, whose order of execution is
+        unknown.
     """
     found = list(_known(without_adapters(model), ""))
     return found[0] if len(found) == 1 else None
@@ -86,24 +91,31 @@ def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
 
 
 def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
-    """Return the modules that hold all experts of a layer, recognized by their form, which all
-    mixtures of Hugging Face share."""
+    """Return the modules that hold all experts of a layer.
+
+    They are recognized by their form, which all mixtures of Hugging Face share.
+    """
     kind = Experts()
     names = (joined(prefix, name) for name, child in module.named_modules() if kind.fits(child))
     return dict.fromkeys((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names), kind)
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    """Return True if encoder and decoder are those that ``nn.Transformer`` builds, and not a
-    user's."""
+    """Return True if encoder and decoder are those that ``nn.Transformer`` builds.
+
+    A user may pass custom ones instead.
+    """
     return isinstance(module.encoder, nn.TransformerEncoder) and isinstance(
         module.decoder, nn.TransformerDecoder
     )
 
 
 def _is_hugging_face(module: nn.Module) -> bool:
-    """Told by name, so that transformers need not be imported; remote code is defined elsewhere but
-    extends its classes."""
+    """Return True if the module is a Hugging Face model.
+
+    The class is recognized by name, so that transformers need not be imported. Remote code is
+    defined elsewhere but extends classes of transformers.
+    """
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
         for kind in type(module).__mro__
@@ -111,8 +123,10 @@ def _is_hugging_face(module: nn.Module) -> bool:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """A view of a model in which what peft adapts stands as it was, to ask for its structure; the
-    model itself if nothing is adapted."""
+    """Return a view of a model without peft's adapters, for an inspection of its structure.
+
+    If the model has no adapters, it is returned itself.
+    """
     if all(replaced_by(module) is None for module in model.modules()):
         return model
     views: dict[nn.Module, nn.Module] = {}

@@ -1,8 +1,9 @@
-"""Lines of a plan for a model of which nothing is known, by the form of its parts: for the message
-that asks for a plan.
+"""Suggested lines of a plan for an unknown model.
 
-Feed-forward parts are told by their shapes, attentions by their class. A suggestion is for the user
-to read, since a forward may do with a part what its form does not show."""
+The message that asks for a plan contains them. Feed-forward parts are recognized by their shapes,
+attentions by their class. Users must review a suggestion, because a forward may use a part in ways
+that its form does not show.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ __all__ = ["suggested_tensor"]
 
 
 def suggested_tensor(model: nn.Module) -> dict[str, str]:
-    """Return the kinds that the parts of a model's repeated layers may have, by patterns of their
-    names."""
+    """Return suggested kinds for the parts of repeated layers, by patterns of their names."""
     members = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -27,7 +27,7 @@ def suggested_tensor(model: nn.Module) -> dict[str, str]:
     for name, kind in _parts(model):
         pattern = _pattern(name, members)
         if found.setdefault(pattern, kind) != kind:
-            return {}  # names do not tell them apart
+            return {}  # one pattern has parts of different kinds
     return found
 
 
@@ -40,7 +40,7 @@ def _pattern(name: str, members: set[str]) -> str:
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, str]]:
     done: set[nn.Module] = set()
-    # The innermost first: a part is the smallest module that holds both projections.
+    # Innermost first: a part is the smallest module that holds both projections.
     for name, module in sorted(model.named_modules(), key=lambda entry: -entry[0].count(".")):
         if isinstance(module, nn.MultiheadAttention):
             yield name, "attention"
@@ -52,8 +52,11 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _feed_forward(module: nn.Module) -> dict[str, str]:
-    """Return "column" for one or two projections up and "row" for the one down, if the module is a
-    feed-forward part."""
+    """Return "column" for the projections up and "row" for the one down.
+
+    The result is empty if the module is not a feed-forward part. Such a part has one or two
+    projections up.
+    """
     linear = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
     if len(linear) not in (2, 3) or "" in linear:
         return {}

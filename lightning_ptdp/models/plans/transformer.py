@@ -1,4 +1,4 @@
-"""``nn.TransformerEncoder`` and ``nn.Transformer``."""
+"""Plans of ``nn.TransformerEncoder`` and ``nn.Transformer``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["transformer_encoder_plan", "transformer_plan"]
 
 
 def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of an ``nn.TransformerEncoder`` of ``nn.TransformerEncoderLayer`` found under the
-    name ``prefix``.
+    """Return the plan of an ``nn.TransformerEncoder`` with the name ``prefix``.
 
-    What stands around it, such as an embedding and a head, is replicated; a pipeline finds it by
-    where it is registered."""
+    Its layers are ``nn.TransformerEncoderLayer``. Modules around it, such as an embedding and a
+    head, are replicated. A pipeline orders them by their registration.
+    """
     return ParallelPlan(
         blocks=joined(prefix, "layers"),
         tensor=_layers(prefix),
@@ -25,8 +25,10 @@ def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPla
 
 
 def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """The plan of an ``nn.Transformer`` with torch's own encoder and decoder, found under the name
-    ``prefix``."""
+    """Return the plan of an ``nn.Transformer`` with the name ``prefix``.
+
+    Encoder and decoder are torch's own.
+    """
     encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
     return ParallelPlan(
         blocks=(f"{encoder}.layers", f"{decoder}.layers"),
