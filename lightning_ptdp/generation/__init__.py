@@ -1,4 +1,8 @@
-"""Text from a language model, in whatever layout it is: prompts in, the tokens that follow out."""
+"""Text generation with a language model in any layout.
+
+``generate`` takes prompts as token ids and returns the tokens that follow them; ``Sampling`` holds
+its options.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +15,7 @@ __all__ = ["Sampling", "generate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only for those who ask for a name that needs it."""
+    """Import the modules that need torch on first use."""
     if name == "generate":
         from lightning_ptdp.generation.write import generate
 

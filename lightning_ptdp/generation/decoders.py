@@ -1,9 +1,10 @@
-"""Next-token calls of a model for rows of tokens: with a cache if the model's arguments are known,
-else without.
+"""Computation of the next token by a model, for rows of tokens.
 
-Rows of different lengths are padded: on the left where the model is told so by a mask, so that all
-new tokens stand in one column; on the right where it is not, since what comes behind a token does
-not reach it::
+Models with known arguments use a cache of keys and values, other models do not.
+
+Rows of different lengths are padded. A cached model receives a mask and is padded on the left, so
+that all new tokens are in one column. Other models are padded on the right, because a token does
+not depend on what follows it::
 
     cached       . . a b c   then  d      and positions 0 0 0 1 2  3
                  a b c d e         f                    0 1 2 3 4  5
@@ -36,29 +37,34 @@ __all__ = ["Call", "Decoder", "decoder_of", "language_model", "longest_sequence"
 
 Rows = Sequence[Sequence[int]]
 Call = Callable[[int], Tensor]
-"""Runs the model as a pipeline stage; on the last one it returns the logits of each row's next
-token, (b, V)."""
+"""Function that runs the model as a pipeline stage.
+
+On the last stage, it returns the logits of each row's next token, (b, V).
+"""
 
 
 class Decoder(Protocol):
-    """A model that is asked."""
+    """Computation of next tokens, step by step."""
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """Return the call that computes the next token of each row, and the shape of its result;
-        with each call of ``step`` every row has one token more."""
+        """Return the call that computes the next token of each row, and the shape of its input.
+
+        Rows must have one more token at each call of ``step``.
+        """
 
 
 def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
-    """Return the decoder for the language model in ``module``: a GPT or a causal model of
-    transformers in it, else ``module`` itself.
+    """Return the decoder for the language model in ``module``.
+
+    This is a GPT or a causal model of transformers in it, or else ``module`` itself.
 
     Args:
         module: The LightningModule, or a model.
-        sequence_multiple: What sequences have to be divisible by, as under sequence parallelism;
-            above 1 there is no cache.
+        sequence_multiple: Divisor that all sequence lengths must have, as under sequence
+            parallelism. Above 1 there is no cache.
 
     Raises:
-        ValueError: There are several, or one that does not say what follows a token.
+        ValueError: There are several models, or the model is not a causal language model.
     """
     model = language_model(module) or module
     config: Any = getattr(model, "config", None)
@@ -74,11 +80,12 @@ def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
 
 
 def longest_sequence(module: nn.Module) -> int | None:
-    """Most tokens that the language model in ``module``, or else ``module`` itself, takes; None: it
-    does not say.
+    """Return the maximum number of tokens of the language model in ``module``.
+
+    Without such a model, it is that of ``module`` itself; None if it is not known.
 
     Raises:
-        ValueError: Of ``language_model``.
+        ValueError: As for ``language_model``.
     """
     model = language_model(module) or module
     config: Any = getattr(model, "config", None)
@@ -91,10 +98,10 @@ def longest_sequence(module: nn.Module) -> int | None:
 
 
 def language_model(module: nn.Module) -> nn.Module | None:
-    """The GPT, or the causal model of transformers, in ``module``; None if there is none.
+    """Return the GPT, or the causal model of transformers, in ``module``; None if there is none.
 
     Raises:
-        ValueError: There are several, or one that does not say what follows a token.
+        ValueError: There are several models, or the model is not a causal language model.
     """
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
@@ -118,12 +125,12 @@ def language_model(module: nn.Module) -> nn.Module | None:
 
 @dataclass
 class Uncached:
-    """Computes all tokens again for every new one.
+    """Decoder that computes all tokens again for every new token.
 
     Attributes:
-        model: Token ids (b, s) -> logits (b, s, V), or an output that has them; causal.
-        limit: Most tokens that it takes, older ones are dropped; None: any number.
-        multiple: What s has to be divisible by.
+        model: Causal model: token ids (b, s) -> logits (b, s, V), or an output with ``logits``.
+        limit: Maximum number of tokens of the model; older tokens are dropped. None: no maximum.
+        multiple: Divisor that s must have.
     """
 
     model: nn.Module
@@ -131,7 +138,7 @@ class Uncached:
     multiple: int = 1
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """See ``Decoder``."""
+        """Return the call and the shape of its input, as ``Decoder`` describes."""
         rows = [row[-self.limit :] if self.limit else row for row in rows]
         width = -(-max(map(len, rows)) // self.multiple) * self.multiple
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]).to(
@@ -158,13 +165,13 @@ class _CachedModel(Protocol):
 
 @dataclass
 class Cached:
-    """Computes the new tokens alone.
+    """Decoder that computes only the new tokens.
 
     Attributes:
-        model: Takes ids (b, q), which of all s tokens are no padding (b, s) bool, and the places of
-            the new ones (b, q).
-        limit: Most tokens that it takes; beyond, the last so many are computed again for every new
-            one.
+        model: Model that takes ids (b, q), a mask of the s tokens that are not padding (b, s) bool,
+            and the positions of the new tokens (b, q).
+        limit: Maximum number of tokens of the model. Beyond it, the last ``limit`` tokens are
+            computed again for every new token.
     """
 
     model: _CachedModel
@@ -172,7 +179,7 @@ class Cached:
     _done: int = field(default=0, init=False)
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """See ``Decoder``."""
+        """Return the call and the shape of its input, as ``Decoder`` describes."""
         width = max(map(len, rows))
         if self.limit is not None and width > self.limit:
             rows, width, self._done = [row[-self.limit :] for row in rows], self.limit, 0
@@ -217,8 +224,8 @@ class _CachedHuggingFace:
         self, stage: int, ids: Tensor, real: Tensor, places: Tensor, *, padded: bool
     ) -> Tensor:
         config: Any = self._model.config
-        # Each stage of a rank has its own, in which all layers have seen as many tokens whenever
-        # the model asks one of them.
+        # Each stage of a rank has its own cache, because a model may ask any layer of a cache for
+        # the number of tokens seen: all layers in it must agree.
         cache = self._caches.setdefault(stage, new_cache(config))
         told: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
         told = {name: value for name, value in told.items() if name in self._takes}

@@ -1,4 +1,7 @@
-"""Options of text generation, without torch, because a command line's help must be quick."""
+"""Options of text generation.
+
+This module does not import torch, because the help of the command line must be fast.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ class Sampling:
     """Options of text generation.
 
     Args:
-        max_new_tokens: Number of tokens to write at most.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Sample among the k most likely tokens only; 0 or null: among all.
-        top_p: Sample among the most likely tokens that together have this probability only; 1:
+        max_new_tokens: Maximum number of tokens to write.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Sample only among the k most likely tokens; 0 or null: among all.
+        top_p: Sample only among the most likely tokens that together have this probability; 1:
             among all.
         seed: Seed of the draws.
     """

@@ -1,7 +1,8 @@
 """Choice of the next token.
 
-A pure function of the logits and of numbers that are drawn beforehand: no random state changes, and
-all ranks with the same logits choose the same."""
+It is a pure function of the logits and of numbers that are drawn beforehand. No random state
+changes, and all ranks with the same logits choose the same token.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ __all__ = ["choose", "draw_numbers"]
 
 
 def draw_numbers(sampling: Sampling, rows: int) -> Tensor:
-    """A number in [0, 1) for every row and new token, (b, n) float64 on the CPU; a row's do not
-    depend on the others."""
+    """Draw a number in [0, 1) for every row and new token, (b, n) float64 on the CPU.
+
+    The numbers of a row do not depend on the other rows.
+    """
     generators = [
         torch.Generator().manual_seed(derive_seed(sampling.seed, row)) for row in range(rows)
     ]
@@ -28,17 +31,19 @@ def draw_numbers(sampling: Sampling, rows: int) -> Tensor:
 
 
 def choose(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
-    """The next token of each row, (b) int64: the one at which the cumulated probability passes the
-    row's number."""
+    """Return the next token of each row, (b) int64.
+
+    It is the token at which the cumulative probability exceeds the row's number.
+    """
     if sampling.temperature == 0:
         return logits_bv.argmax(-1)
     kept = min(sampling.top_k or logits_bv.size(-1), logits_bv.size(-1))
     values_bk, tokens_bk = logits_bv.topk(kept)
-    # float64: in float32 the cumulated probabilities of a large vocabulary do not reach the last
+    # float64, because float32 cumulative probabilities of a large vocabulary do not reach the last
     # draws.
     shares_bk = (values_bk.double() / sampling.temperature).softmax(-1)
     shares_bk = shares_bk * (shares_bk.cumsum(-1) - shares_bk < sampling.top_p)
     cumulated_bk = shares_bk.cumsum(-1)
     at_b1 = torch.searchsorted(cumulated_bk, draws_b[:, None] * cumulated_bk[:, -1:], right=True)
-    # Logits that are no numbers pass nowhere.
+    # NaN logits never exceed the number, so the position must be limited.
     return tokens_bk.gather(1, at_b1.clamp(max=kept - 1))[:, 0]

@@ -1,4 +1,7 @@
-"""Text around token ids: the tokenizer that a model was trained with, whoever made it."""
+"""Tokenizers for generation: conversion between text and the token ids of a model.
+
+The tokenizer is that of the model's training data, ours or Hugging Face's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Message: TypeAlias = Mapping[str, str]
 
 
 class TextTokenizer(Protocol):
-    """Text to ids and back.
+    """Conversion between text and ids.
 
     Attributes:
         eos_ids: Ids that end a text.
@@ -31,26 +34,26 @@ class TextTokenizer(Protocol):
     eos_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that shall go on; at least one."""
+        """Return the ids of a text to continue; at least one."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without what is no text."""
+        """Return the text of ids, without special tokens."""
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation, up to where the answer begins.
+        """Return the ids of a conversation, up to the beginning of the answer.
 
         Raises:
-            ValueError: The tokenizer has no chat template, or one that does not take these
-                messages.
+            ValueError: The tokenizer has no chat template, or its template rejects these messages.
         """
 
 
 def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextTokenizer:
-    """The tokenizer in ``folder``; None: that of the data, or of the Hugging Face model, which the
-    state of a checkpoint names.
+    """Load the tokenizer in ``folder``, or the one that the state of a checkpoint names.
+
+    The state names the tokenizer of the data or of the Hugging Face model.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no tokenizer.
     """
     if folder is not None:
         return _load(folder)
@@ -61,7 +64,8 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
         (state.get("hyper_parameters") or {}).get("path"),
     )
     if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
-        # What it was trained on has the word; but a folder of conversations has no tokenizer.
+        # The tokenizer of the training data takes precedence, but a folder of conversations may
+        # have none.
         with (
             contextlib.nullcontext()
             if not isinstance(model, str)
@@ -90,7 +94,7 @@ class _Own:
         self._tokenizer, self.eos_ids = tokenizer, frozenset([tokenizer.eos_id])
 
     def encode(self, text: str) -> list[int]:
-        # A document begins after the end token of the one before it.
+        # A document begins after the end token of the previous one.
         return self._tokenizer.encode(text) or [self._tokenizer.eos_id]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -117,7 +121,7 @@ class _HuggingFace:
     def encode(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         while len(found) > 1 and found[-1] in self.eos_ids:
-            found.pop()  # of a tokenizer that ends every text
+            found.pop()  # the tokenizer may end every text
         begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
         return found or [next(index for index in begins if index is not None)]
 
@@ -135,7 +139,7 @@ class _HuggingFace:
                 text = self._tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=True, tokenize=False
                 )
-        except Exception as error:  # jinja's, of a template that refuses a role or an order
+        except Exception as error:  # jinja errors of a template that refuses a role or an order
             raise ValueError(
                 f"the chat template in {self._folder} does not take this conversation: {error}"
             ) from error
@@ -146,8 +150,10 @@ class _HuggingFace:
 
 
 def _ends(folder: Path) -> list[int]:
-    """Return the ids in the model's generation config that end a text: an instruction model often
-    has more than the tokenizer's one."""
+    """Return the ids in the model's generation config that end a text.
+
+    An instruction model often has more of them than the tokenizer.
+    """
     file = folder / "generation_config.json"
     try:
         found = (

@@ -1,4 +1,4 @@
-"""Writing: from prompts to tokens, one forward a token."""
+"""Generation loop from prompts to tokens, with one forward pass per token."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ def generate(
     *,
     eos_ids: Collection[int] = (),
 ) -> list[list[int]]:
-    """The tokens that follow each prompt; the same in every layout, and for each prompt what it
-    would be alone.
+    """Return the tokens that follow each prompt.
+
+    The result is the same in every layout, and does not depend on the other prompts.
 
     While a Trainer runs the module in a layout of ours, in a callback or a hook such as
-    ``on_validation_epoch_end``, all ranks must call this with the same arguments; the model stays
-    where it is, every replica writes all of it, and every rank gets it. Training
-    goes on as it would have without: modes and random states are put back.
+    ``on_validation_epoch_end``, all ranks must call this with the same arguments. The model stays
+    distributed. Every replica generates all tokens, and every rank receives them. Training is not
+    affected: modes and random states are restored.
 
-    A GPT of ours or a causal model of transformers (the only one in ``module``) keeps keys and
-    values of what it has seen; any other module is called with token ids (b, s) for logits (b, s,
-    V), all of them for every token, as the others are under sequence parallelism. What is older
-    than the longest sequence of the model is forgotten.
+    A GPT of ours or a causal model of transformers (the only one in ``module``) keeps the keys and
+    values of earlier tokens. Any other module is called with token ids (b, s) for logits (b, s, V),
+    with all tokens for every new one. This also applies to the former under sequence parallelism.
+    Tokens beyond the longest sequence of the model are dropped, the oldest first.
 
     Args:
         module: A LightningModule, or a model.
-        prompts: Token ids; at least one each.
-        sampling: How tokens are chosen. ``temperature=0`` gives what ``transformers`` gives with
-            ``do_sample=False``.
-        eos_ids: Tokens behind which a text ends; the last one is returned too.
+        prompts: Token ids, at least one per prompt.
+        sampling: Options of the choice of tokens. ``temperature=0`` gives the result of
+            ``transformers`` with ``do_sample=False``.
+        eos_ids: Tokens that end a text; the ending token is returned too.
 
     Raises:
-        ValueError: A prompt is empty, or the module cannot write, or only in a run of the Trainer,
-            since it is cut.
+        ValueError: A prompt is empty, the module cannot generate text, or the module is split and
+            therefore needs a run of the Trainer.
     """
     rows = [[int(token) for token in prompt] for prompt in prompts]
     if not all(rows):
@@ -131,17 +132,17 @@ def _alone(call: Call, choose: Callable[[Tensor], Tensor], **_: object) -> Tenso
 
 
 def _running_strategy(module: nn.Module) -> object:
-    """The strategy that runs the module in a layout of ours; None if there is none."""
+    """Return the strategy that runs the module in a layout of ours; None if there is none."""
     try:
         strategy: Any = getattr(getattr(module, "trainer", None), "strategy", None)
-    except RuntimeError:  # a LightningModule that no Trainer has seen
+    except RuntimeError:  # no Trainer is attached to the LightningModule
         return None
     return strategy if hasattr(strategy, "decodes") and strategy.decodes() else None
 
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """With all modules in evaluation mode; what each was in is put back."""
+    """Set all modules to evaluation mode inside, and restore their modes afterwards."""
     modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
