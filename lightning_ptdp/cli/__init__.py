@@ -1,4 +1,4 @@
-"""The command line, ``ptdp``: one module a verb, imported only when the verb is used."""
+"""The ``ptdp`` command line: one module per verb, imported only when the verb is used."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,12 @@ __all__ = ["main", "recipe_folder"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``ptdp`` with ``argv`` (None: the process's own arguments) and return the exit code."""
-    hold_requeue_signal()  # before the imports, which take seconds
+    """Run ``ptdp`` and return its exit code.
+
+    Args:
+        argv: Arguments after the program's name; None takes them from ``sys.argv``.
+    """
+    hold_requeue_signal()  # before the imports below, which take seconds
     from lightning_ptdp.cli import entry
 
     return entry.main(argv)

@@ -1,5 +1,7 @@
-"""``ptdp bench``: training steps of a configuration by the clock, without data and loggers; several
-layouts beside each other."""
+"""The verb ``ptdp bench``: timed training steps of one or several layouts.
+
+The steps run on synthetic data and without loggers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from lightning_ptdp.world.layout import AXES, ParallelLayout
 
 __all__ = ["layout_options", "run"]
 
-# Long enough for any schedule of the learning rate; the fit is ended by its callback.
+# Long enough for any learning-rate schedule. The ``StepTimes`` callback ends the fit.
 _MANY_STEPS = 10**6
 _DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {
     "v": "virtual_pipeline_size"
@@ -35,7 +37,7 @@ _DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.n
 
 
 class _BenchCLI(PTDPCLI):
-    """A configuration without what does not belong to a training step."""
+    """A configuration reduced to the training step."""
 
     def before_instantiate_classes(self) -> None:
         config = self.config
@@ -87,7 +89,7 @@ def run(verb: str, arguments: list[str]) -> int:
         )
         check_run(cli.trainer, cli.model, data, ckpt_path=None, writes=False)
     result = _measure(cli, data)
-    if result is None:  # another rank tells
+    if result is None:  # another rank prints the result
         return 0
     options: dict[str, list[str]] = {result.layout: []}
     results, failed = [result], []
@@ -113,10 +115,14 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def layout_options(text: str, world_size: int) -> list[str]:
-    """``"t2 p2 v2"``, or as listings print it ``"t2 p2 v2 d1"``, as options of ``ptdp fit``.
+    """Return a layout as options of ``ptdp fit``.
+
+    Args:
+        text: The layout as ``"t2 p2 v2"``, or as listings print it: ``"t2 p2 v2 d1"``.
+        world_size: Number of processes.
 
     Raises:
-        UserError: It is no layout of ``world_size`` processes.
+        UserError: ``text`` is not a layout of ``world_size`` processes.
     """
     degrees, replicas = dict.fromkeys(_DEGREES, 1), None
     for word in text.split():
@@ -148,8 +154,11 @@ def layout_options(text: str, world_size: int) -> list[str]:
 
 
 def _same_batch(cli: _BenchCLI, samples: int, layout: Sequence[str], world_size: int) -> list[str]:
-    """The options by which another layout has steps of as many samples, so that it can be compared;
-    none where it cannot."""
+    """Return options that give ``layout`` the same number of samples per step.
+
+    Equal steps make the layouts comparable. The list is empty if the samples cannot be divided
+    evenly, or if the data are not a ``StreamDataModule``.
+    """
     data = cli.datamodule
     if not isinstance(data, StreamDataModule):
         return []
@@ -171,7 +180,7 @@ def _same_batch(cli: _BenchCLI, samples: int, layout: Sequence[str], world_size:
 
 
 def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | None:
-    """The result, in the process that has global rank 0 or started it."""
+    """Return the result on global rank 0 and in the process that started it, else None."""
     peak = cli.config.peak_tflops
     with tempfile.TemporaryDirectory() as folder, ending_workers(cli.trainer):
         file = Path(folder) / "result.json"
@@ -191,7 +200,7 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
 
 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:
-    """Another layout, in a process of its own: with its own memory and its own processes."""
+    """Measure another layout in a separate process, with its own memory and its own workers."""
     command = [
         sys.executable,
         "-c",

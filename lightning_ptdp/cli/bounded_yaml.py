@@ -1,4 +1,7 @@
-"""YAML whose size is known before anything is built of it: aliases make a small file a big one."""
+"""A YAML reader that checks the size of a text before it builds any value.
+
+Aliases let a small file expand to a very large value.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,18 @@ __all__ = ["bounded", "load_yaml", "load_yaml_file"]
 _MOST_BYTES = 1 << 20
 _MOST_VALUES = 20_000
 _MOST_DEPTH = 64
-_MOST_DIGITS = 400  # more than a float's
+_MOST_DIGITS = 400  # more than any float has
 _NUMBER = re.compile(r"[-+.:_0-9]+")
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_yaml_file(file: str | Path) -> Any:
-    """The values of a file of at most a megabyte.
+    """Return the values of a YAML file of at most 1 MiB.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is not YAML, has a key twice, or grows by its aliases; see ``load_yaml``.
+        OSError: The file cannot be read.
+        ValueError: The file is not YAML, has a duplicate key, or is too large once its aliases are
+            expanded; see ``load_yaml``.
     """
     content = read_bytes(file, most_bytes=_MOST_BYTES)
     try:
@@ -39,20 +43,21 @@ def load_yaml_file(file: str | Path) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The values of a text: plain types only, at most 20,000 of them, 64 deep, with what its
-    aliases stand for.
+    """Return the values of a YAML text, which may hold plain types only.
+
+    The text may hold at most 20,000 values, aliases expanded, nested at most 64 deep.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The text breaks one of these limits, is not YAML or has a duplicate key.
     """
     return bounded(text, lambda: yaml.load(text, Loader=_Loader))
 
 
 def bounded(text: str, load: Callable[[], Any]) -> Any:
-    """Return ``load()`` if the text is small enough; any error is a ValueError.
+    """Return ``load()`` if the text is small enough, and turn every error into a ValueError.
 
     Raises:
-        ValueError: The text is no YAML, or too much.
+        ValueError: The text is not YAML, is too large or has a duplicate key.
     """
     try:
         _check_size(text)
@@ -61,13 +66,13 @@ def bounded(text: str, load: Callable[[], Any]) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
     except (LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-        # Of constructors, which do not expect that `!!int ""` or `!!bool maybe` is no such thing.
+        # Constructors raise these errors for values such as `!!int ""` or `!!bool maybe`.
         raise ValueError(f"a value is not of the type that it says ({error!r})") from error
 
 
 @dataclass(slots=True)
 class _Size:
-    """Values of a node and below, with what aliases stand for; and how deep they lie."""
+    """Number of values in a node and its descendants, aliases expanded, and their depth."""
 
     anchor: str | None
     values: int = 1
@@ -79,7 +84,7 @@ class _Size:
 
 
 def _check_size(text: str) -> None:
-    """In one pass over the events, in which no alias is followed."""
+    """Check the limits in one pass over the events, without following any alias."""
     known: dict[str, _Size] = {}
     open_: list[_Size] = [_Size(None)]
     for event in yaml.parse(text, Loader=_Base):
@@ -104,14 +109,14 @@ def _check_size(text: str) -> None:
 
 
 def _check_keys(root: yaml.Node | None) -> None:
-    """Refuse a mapping with a key twice, of which YAML's readers keep the last."""
+    """Refuse a mapping with a duplicate key. YAML readers would keep only the last value."""
     known: set[int] = set()
     left = [] if root is None else [root]
     while left:
         node = left.pop()
         if id(node) in known or isinstance(node, yaml.ScalarNode):
             continue
-        known.add(id(node))  # an alias is the node of its anchor
+        known.add(id(node))  # an alias is the same node as its anchor
         if not isinstance(node, yaml.MappingNode):
             left += node.value
             continue
@@ -136,7 +141,7 @@ def _close(size: _Size, parent: _Size, known: dict[str, _Size]) -> None:
 
 
 class _Loader(_Base):
-    """YAML in which 1e-4 is a number, as for jsonargparse; PyYAML's own wants 1.0e-4."""
+    """A loader that reads 1e-4 as a number, as jsonargparse does; PyYAML requires 1.0e-4."""
 
 
 _Loader.add_implicit_resolver(

@@ -1,4 +1,4 @@
-"""``ptdp ckpt``: look at a checkpoint, check every byte of it, write it again."""
+"""The verb ``ptdp ckpt``: inspect, verify or reshard a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EXIT_CODES = "Exit codes: 0 all is well, 2 the checkpoint is damaged or is none
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Parse the command line and do it."""
+    """Parse the command line and run the chosen command."""
     options = _parser(f"ptdp {verb}").parse_args(arguments)
     return int(options.action(options))
 
@@ -82,7 +82,7 @@ def _inspect(options: argparse.Namespace) -> int:
         print(json.dumps(_summary(metadata) | {"tensors": _tensors(metadata)}, indent=1))
         return 0
     for key, value in _summary(metadata).items():
-        if key == "experiment":  # one line an option; --json has them
+        if key == "experiment":  # one line per option; --json prints them
             continue
         print(f"{key:<16}{_shown(value)}")
     if options.tensors:
@@ -123,7 +123,7 @@ def _reshard(options: argparse.Namespace) -> int:
             f"{options.source} is a file, whose optimizer states are known by position: add "
             "--weights_only"
         )
-    # What training saved may be replaced, as training does it, but no other file.
+    # A checkpoint of a training run may be replaced, as training itself does. No other file may.
     files.check_replaceable(
         options.destination, marker=METADATA_FILE, or_file=zipfile.is_zipfile(options.destination)
     )
@@ -139,7 +139,7 @@ def _reshard(options: argparse.Namespace) -> int:
 
 
 def _summary(metadata: CheckpointMetadata) -> dict[str, object]:
-    """Return the properties of a checkpoint that are printed, by key."""
+    """Return the printed properties of a checkpoint by key."""
     dtypes = {
         str(entry.dtype).removeprefix("torch.")
         for name, entry in metadata.tensors.items()

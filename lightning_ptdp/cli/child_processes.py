@@ -1,4 +1,4 @@
-"""End the processes that a launcher started, whatever happens."""
+"""Termination of the worker processes that a launcher started."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _SAVING_S = 60.0
 
 @contextmanager
 def ending_workers(trainer: Trainer) -> Iterator[None]:
-    """Leave no worker of ``trainer`` behind when the block ends with an error.
+    """Stop all workers of ``trainer`` if the block ends with an error.
 
-    Workers are interrupted as by Ctrl-C, so that they close their loggers, and killed if they are
-    not gone in time. On a Ctrl-C the terminal has told them already, and a second one would break
-    the closing: they are first given time. SIGTERM, which ranks save after, is handed on to them,
-    and not to the processes that read data for them."""
+    Workers are interrupted as by Ctrl-C, so that they close their loggers. Workers that do not end
+    in time are killed. On Ctrl-C the terminal has already interrupted them, and a second interrupt
+    would break their cleanup. Workers therefore get some time before they are interrupted. SIGTERM,
+    after which ranks save a checkpoint, is passed on to the workers, but not to their data-loading
+    processes.
+    """
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""A command line, option by option, for whoever reads it before the parser does."""
+"""The options of a command line, split before the parser runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NUMBER = re.compile(r"-[\d.].*")
 
 @dataclass(frozen=True)
 class Option:
-    """An option with its value, or a word on its own.
+    """An option with its value, or a positional word.
 
     Attributes:
-        words: As they stand there.
-        name: With its dashes; "" for a word on its own.
-        value: After "=", or the next word; None: there is none.
+        words: The words of the command line, unchanged.
+        name: Name of the option with its dashes; "" for a positional word.
+        value: Text after "=", or the next word; None if the option has no value.
     """
 
     words: tuple[str, ...]
@@ -28,7 +28,7 @@ class Option:
 
 
 def options_on(line: Iterable[str]) -> list[Option]:
-    """The options of a command line, in order."""
+    """Return the options of a command line, in order."""
     found: list[Option] = []
     for word in line:
         name, given, value = word.partition("=")
@@ -42,5 +42,5 @@ def options_on(line: Iterable[str]) -> list[Option]:
 
 
 def listed(text: str) -> list[str]:
-    """Values separated by commas."""
+    """Return the comma-separated values of ``text``."""
     return [part.strip() for part in text.split(",")]

@@ -1,8 +1,9 @@
-"""``ptdp completion``: completions for the shell, which asks at every TAB; so nothing here imports
-torch.
+"""The verb ``ptdp completion``: shell completion of verbs, recipes and options.
 
-Verbs and recipes are listed. The options of fit and its like are the keys of the configuration that
-the line names; those of all other verbs are read from their help."""
+The shell calls this module at every TAB, so nothing here imports torch. The options of ``fit`` and
+the other configured verbs are the keys of the configuration on the line. The options of all other
+verbs are read from their ``--help``.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ _COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Print a shell's script; or, for the script, the words that may stand at the end of a line."""
+    """Print a shell's script or, when that script asks, the words that complete a line."""
     parser = argparse.ArgumentParser(
         prog=f"ptdp {verb}",
         description=_DESCRIPTION,
@@ -75,8 +76,10 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def complete(line: Sequence[str]) -> list[str]:
-    """The words that the last one of ``line``, which may be empty, can become; none where a file or
-    a free value stands."""
+    """Return the words that complete the last word of ``line``, which may be empty.
+
+    The list is empty where the line takes a file or a free value.
+    """
     *before, current = line or [""]
     return sorted({word for word in _candidates(before, current) if word.startswith(current)})
 
@@ -106,8 +109,10 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
 
 
 def _keys(before: Sequence[str]) -> list[str]:
-    """The keys of the configuration on the line as options; of a recipe that has the usual ones if
-    there is none."""
+    """Return the keys of the configuration on the line as options.
+
+    A line without a configuration gets the keys of the recipe ``gpt/nano``.
+    """
     given = [
         option.value
         for option in options_on(before)

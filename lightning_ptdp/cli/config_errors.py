@@ -1,5 +1,8 @@
-"""jsonargparse's errors, which list every type that did not match, as the one line that a user
-needs."""
+"""Short forms of jsonargparse's errors.
+
+jsonargparse lists every type that did not match. ``readable`` keeps the one line that the user
+needs.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,13 @@ _UNION = re.compile(
 
 
 def readable(message: str, known: Iterable[str]) -> str:
-    """One line for an unknown key, an unknown class or a value of the wrong type; else the message
-    as it is.
+    """Return an error of jsonargparse as one line, if it is of a known form.
+
+    The known forms are unknown keys, unknown classes, missing modules, a missing model and values
+    of the wrong type. Any other message is returned unchanged.
 
     Args:
-        message: What jsonargparse says.
+        message: jsonargparse's message.
         known: Dotted names of the parser's own keys.
     """
     outer = re.match(r'Parser key "([^"]+)":', message)
@@ -63,7 +68,7 @@ def readable(message: str, known: Iterable[str]) -> str:
     for depth in (
         "  ",
         " +",
-    ):  # a class's own words, among the types that the value is not; or those of what one of its fields holds
+    ):  # Errors of a class itself, among types that do not match; then errors of its fields.
         found = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
         reasons = [" ".join(reason.split()) for reason in found]
         said = [
@@ -90,7 +95,7 @@ def readable(message: str, known: Iterable[str]) -> str:
 
 
 def _of_union(errors: str) -> str:
-    """The words of the first type that has more to say than its name; else the types."""
+    """Return the first reason that is more than a type's name, else the expected types."""
     reasons = [
         " ".join(reason.split())
         for reason in re.findall(r"^ +- (.+(?:\n {8,}[^ -].+)?)", errors, re.MULTILINE)
@@ -105,7 +110,7 @@ def _expected(errors: str) -> str:
     kinds = [
         match["choices"] or match["kind"].rpartition(".")[2] for match in _TYPE.finditer(errors)
     ]
-    kinds.sort(key=lambda kind: kind == "NoneType")  # releases of jsonargparse differ in the order
+    kinds.sort(key=lambda kind: kind == "NoneType")  # the order depends on jsonargparse's release
     return f"Expected {' or '.join(dict.fromkeys(kinds))}".replace("NoneType", "null").replace(
         "', '", "' or '"
     )
@@ -129,7 +134,7 @@ def _class_keys(class_path: str) -> list[str]:
 
 
 def dotted(config: Namespace) -> Iterator[str]:
-    """Dotted names of all keys, groups included."""
+    """Return the dotted names of all keys, groups included."""
     return map(str, config.keys(branches=True))
 
 

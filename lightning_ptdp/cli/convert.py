@@ -1,4 +1,4 @@
-"""``ptdp convert``: checkpoints to and from everybody else's files."""
+"""The verb ``ptdp convert``: conversion between our checkpoints and other file formats."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _registry(name: str, source: str, store: str | None) -> tuple[str, str | None]:
-    """The store, and the run in it, that a model is registered in."""
+    """Return the MLflow store in which the model is registered, and the run in it."""
     from lightning_ptdp.loggers.model_registry import store_of
     from lightning_ptdp.loggers.tracking_store import check_store
 

@@ -1,4 +1,4 @@
-"""``ptdp doctor``: whether this machine can train, and what would mend it."""
+"""The verb ``ptdp doctor``: checks of this machine, with a remedy for each failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CALIBRATION_S = 120.0
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
-    """The options of ``ptdp doctor``."""
+    """Return the argument parser of ``ptdp doctor``."""
     options = argparse.ArgumentParser(
         prog=f"ptdp {verb}",
         description=_DESCRIPTION,
@@ -69,7 +69,7 @@ def parser(verb: str) -> argparse.ArgumentParser:
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Run ``ptdp doctor``; 1 if something failed.
+    """Run ``ptdp doctor`` and return 1 if a check failed, else 0.
 
     Raises:
         UserError: A number is out of range.

@@ -14,7 +14,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
-    """``--dtype``."""
+    """Add the option ``--dtype`` to a parser."""
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -23,7 +23,7 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype; None for None."""
+    """Return the torch dtype called ``name``, or None for None."""
     import torch
 
     return None if name is None else getattr(torch, name)

@@ -1,7 +1,6 @@
-"""``ptdp``: find the verb, run it, and turn what the user did wrong into one message and an exit
-code.
+"""The entry point of ``ptdp``: verb dispatch, error messages and exit codes.
 
-Exit codes: 0 done, 1 something broke, 2 the user can mend it, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 success, 1 failure, 2 an error that the user can fix, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from lightning_ptdp.version import __version__
 
 __all__ = ["VERBS", "main"]
 
-# verb: (module with a function run(verb, arguments), what it does). Nothing here may import torch:
-# help must be quick.
+# Verb -> (module with a function run(verb, arguments), summary for --help). Nothing here may import
+# torch, because --help must be quick.
 _RUN = "lightning_ptdp.cli.run"
 _BENCH = "lightning_ptdp.cli.bench"
 _VERIFY = "lightning_ptdp.cli.verify"
@@ -87,7 +86,11 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``ptdp`` with ``argv`` (None: the process's own arguments); the exit code."""
+    """Run ``ptdp`` and return its exit code.
+
+    Args:
+        argv: Arguments after the program's name; None takes them from ``sys.argv``.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -95,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with terminate_on_sigterm():
             return _run(arguments)
     except SystemExit as exit_:
-        if type(exit_).__name__ == "SIGTERMException":  # Lightning's, raised when the run has saved
+        if type(exit_).__name__ == "SIGTERMException":  # Lightning's, raised after a save
             _say("ended by SIGTERM, after saving")
             return 143
         return 130 if isinstance(exit_.__context__, KeyboardInterrupt) else _code(exit_)
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Terminated:
         _say("ended by SIGTERM")
         return 143
-    except BrokenPipeError:  # ptdp recipes list | head
+    except BrokenPipeError:  # for example: ptdp recipes list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -122,7 +125,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise UserError(f"there is no verb {verb!r}{nearest(verb, VERBS)}; ptdp --help lists all")
-    if verb != "doctor":  # it reports all libraries
+    if verb != "doctor":  # doctor reports on all libraries itself
         check_core()
     name, rest = VERBS[verb][0], arguments[1:]
     if verb == "fit" and wants_launcher(rest):
@@ -133,12 +136,12 @@ def _run(arguments: list[str]) -> int:
                 print(short_help(verb, [word for word in rest if word not in ("-h", "--help")]))
                 return 0
             rest = ["--help"]
-        # Of a rank that is lost, its peers' C++ has forty frames to show; what happened is the last
-        # line.
+        # When a rank is lost, torch's C++ code in its peers logs forty stack frames and only then
+        # the cause.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # --model my_module.LitMine; behind what is installed
-        rest = resolve_configs(rest)  # before the seconds that an import of torch takes
+            sys.path.append(os.getcwd())  # for --model my_module.LitMine; installed modules win
+        rest = resolve_configs(rest)  # before torch is imported, which takes seconds
     with uncollected():
         module = importlib.import_module(name)
     return int(module.run(verb, rest))
@@ -164,7 +167,7 @@ ptdp recipes show gpt/nano --resolved shows every value and where it comes from.
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """Tell the user; 2 for what can be mended, 1 for what is broken."""
+    """Print an error and return its exit code: 2 if the user can fix it, else 1."""
     message = explain(error)
     failure = worker_failure(error)
     if debug or (message is None and failure is None):

@@ -1,4 +1,4 @@
-"""Which errors are the user's, and how they are said."""
+"""Errors that the user can fix, and their messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# By name, because importing Lightning's class would import torch.
+# Classes are listed by name, because an import of Lightning's class would import torch.
 _MENDABLE = (
     "ValueError",
     "FileNotFoundError",
@@ -39,24 +39,27 @@ _MENDABLE = (
 
 
 class UserError(PTDPError, ValueError):
-    """A request that cannot be honoured; the message names what would work."""
+    """A request that cannot be fulfilled. The message names what would work."""
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Not an ``Exception``, so that nobody mistakes it for a failure that can be
-    survived."""
+    """Arrival of SIGTERM.
+
+    The class does not derive from ``Exception``, so that no handler treats it as a failure to
+    recover from.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """An error in a worker process, of which only the text came back."""
+    """An error of a worker process, of which only the text is known."""
 
     message: str
     mendable: bool
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the user can mend; None for any other."""
+    """Return the message of an error that the user can fix, or None for any other error."""
     if isinstance(error, ArgumentError):
         return str(error.message)
     if isinstance(error, ModuleNotFoundError):
@@ -67,10 +70,11 @@ def explain(error: BaseException) -> str | None:
 
 
 def worker_failure(error: BaseException) -> WorkerFailure | None:
-    """The failure behind the errors of torch's launcher.
+    """Return the worker's failure behind an error of torch's launcher, or None.
 
-    Which process, and the error's last line if that says it all; or the signal by which a process
-    was ended."""
+    If the user can fix the failure, the message is the last line of the worker's traceback.
+    Otherwise it is the launcher's whole text, or the signal that ended the process.
+    """
     text, kind = getattr(error, "msg", None), type(error).__name__
     if isinstance(text, str) and kind == "ProcessExitedException":
         return WorkerFailure(
@@ -80,7 +84,7 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
         return None
     for line in reversed(list(re.finditer(r"^([A-Za-z_][\w.]*): ", text, re.MULTILINE))):
         error_type = _class_of(line[1])
-        if issubclass(error_type, BaseException):  # else a line of the message
+        if issubclass(error_type, BaseException):  # else the match is a line of the message itself
             if _is_mendable(error_type):
                 return WorkerFailure(message=text[line.end() :].strip(), mendable=True)
             break
@@ -92,10 +96,12 @@ def _is_mendable(kind: type) -> bool:
 
 
 def _class_of(name: str) -> type:
-    """Return the error class of a traceback's last line, such as ``ValueError`` or
-    ``lightning_ptdp.data.data_error.DataError``.
+    """Return the error class that a traceback's last line names.
 
-    Only this package's modules are imported for it. The class is ``object`` if it cannot be found.
+    Only modules of this package are imported for it. The class is ``object`` if it cannot be found.
+
+    Args:
+        name: Class name, such as ``ValueError`` or ``lightning_ptdp.data.data_error.DataError``.
     """
     module, _, attribute = name.rpartition(".")
     if module.partition(".")[0] == __name__.partition(".")[0]:
@@ -112,11 +118,14 @@ def _ended(text: str, signal_name: str | None) -> str:
 
 @contextmanager
 def terminate_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into ``Terminated``, which unwinds like Ctrl-C does: loggers are closed and
-    children ended."""
+    """Turn SIGTERM into ``Terminated`` while the block runs.
+
+    The exception unwinds the stack like Ctrl-C, so that loggers are closed and child processes are
+    ended.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break the clean-up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not break the cleanup
         raise Terminated
 
     with handled(signal.SIGTERM, terminate):

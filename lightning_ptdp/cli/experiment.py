@@ -14,7 +14,7 @@ from lightning_ptdp.data.stream_datamodule import StreamDataModule
 __all__ = ["Experiment", "differences", "experiment_of"]
 
 Experiment = dict[str, str]
-"""Name of an option as on the command line -> its value as JSON."""
+"""Command-line name of each option -> its value as JSON."""
 
 _SECTIONS = ("seed_everything", "model", "data", "init_from")
 _TRAINER = (
@@ -44,10 +44,10 @@ _BATCH_OPTIONS = frozenset(
 def experiment_of(
     values: Mapping[str, Any], datamodule: LightningDataModule | None, *, num_replicas: int
 ) -> Experiment:
-    """Return what identifies the experiment of a resolved configuration.
+    """Return the options that identify the experiment of a resolved configuration.
 
-    Layout, devices, length of the training, logging and output are left out: a run may continue
-    with others.
+    Layout, devices, length of the training, logging and output are left out, because a continued
+    run may change them.
 
     Args:
         values: The configuration with every default filled in.
@@ -77,10 +77,11 @@ def experiment_of(
 
 
 def differences(there: Mapping[str, Any], here: Experiment) -> list[str]:
-    """Return the options in which two experiments differ.
+    """Return the names of the options in which two experiments differ.
 
-    On another number of replicas, either the batch of a step or that of a replica may change with
-    it."""
+    If the number of replicas differs, either the batch of a step or the batch of a replica may
+    differ.
+    """
     differing = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     if all(name in differing for name in _BATCH):
         return differing

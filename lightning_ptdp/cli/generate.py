@@ -1,5 +1,7 @@
-"""``ptdp generate`` and ``ptdp chat``: text from a checkpoint, or a Hugging Face folder, in any
-layout."""
+"""The verbs ``ptdp generate`` and ``ptdp chat``: text generation in any layout.
+
+The model is a checkpoint or a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _DESCRIPTIONS = {
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Parse the command line, and write."""
+    """Parse the command line and generate text."""
     chats = verb == "chat"
     parser = ArgumentParser(prog=f"ptdp {verb}", description=_DESCRIPTIONS[verb])
     parser.add_class_arguments(ServingOptions, as_group=False)

@@ -20,8 +20,9 @@ _Held = list[tuple[logging.Handler, logging.LogRecord]]
 def held_back() -> Iterator[None]:
     """Hold back Lightning's messages while a run is built and checked.
 
-    They are printed afterwards, or dropped if the run is refused, because they would hide the one
-    sentence that counts."""
+    The messages are printed afterwards. They are dropped if the run is refused, because they would
+    hide the error message.
+    """
     held: _Held = []
     handlers = {
         handler: functools.partial(_keep, held, handler)

@@ -14,8 +14,11 @@ _NOT_FOR_US = ("matplotlib", "scipy", "torchvision", "transformers")
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Imports make objects that stay: to look through all of them for garbage again and again is a
-    fifth of their time."""
+    """Disable garbage collection while the block imports modules.
+
+    The objects that imports create stay alive, and repeated searches through them take a fifth of
+    the import time.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -26,9 +29,11 @@ def uncollected() -> Iterator[None]:
 
 
 def import_torchmetrics_alone() -> None:
-    """Import torchmetrics, which Lightning imports first of all, as where the packages are not
-    installed that some of its metrics take: in this process it then lacks those metrics. Nothing
-    where it is imported already."""
+    """Import torchmetrics without the optional packages that some of its metrics need.
+
+    Lightning imports torchmetrics before anything else. The metrics that need these packages are
+    missing in this process. Nothing happens if torchmetrics is already imported.
+    """
     from unittest.mock import patch
 
     from lightning_utilities.core import imports

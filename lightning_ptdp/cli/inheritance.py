@@ -1,7 +1,7 @@
-"""Configurations that inherit: ``base: gpt/124m`` in a YAML file is resolved here, before
-LightningCLI sees it.
+"""Configurations that inherit: ``base: gpt/124m`` in a YAML file.
 
-A file says what differs from its base, which may have a base itself::
+Bases are resolved here, before LightningCLI reads the configuration. A file contains its
+differences from its base, which may itself have a base::
 
     base: gpt/124m                     # a recipe, or a file (relative to this one)
     trainer:
@@ -44,17 +44,17 @@ __all__ = [
 BASE_KEY = "base"
 
 KeyPath = tuple[str | int, ...]
-"""Place of a value: keys of mappings and indices of lists."""
+"""Path of a value: keys of mappings and indices of lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """A configuration with its bases merged in.
+    """A configuration merged with its bases.
 
     Attributes:
         values: The merged mapping, without ``base``.
-        layers: The configuration's own file, its base, the base's base and so on, with what each
-            says itself.
+        layers: Each file with its own values: the configuration, its base, the base's base and so
+            on.
     """
 
     values: Mapping[str, Any]
@@ -62,12 +62,15 @@ class ResolvedConfig:
 
     @property
     def text(self) -> str:
-        """The merged mapping as YAML."""
+        """Return the merged mapping as YAML."""
         return yaml.safe_dump(dict(self.values), sort_keys=False, allow_unicode=True)
 
     def origin(self, path: KeyPath) -> str | None:
-        """Which file the value at ``path`` comes from, a recipe's name or a path: the first that
-        has it. None if there is no value."""
+        """Return the recipe's name or the path of the file that sets the value at ``path``.
+
+        The first file in ``layers`` that has the value counts. The result is None if there is no
+        value.
+        """
         if not has(self.values, path):
             return None
         return next(_label(file) for file, values in self.layers if has(values, path))
@@ -77,7 +80,7 @@ def value_at(values: object, path: KeyPath) -> object:
     """Return the value at ``path``.
 
     Raises:
-        LookupError: Nothing does.
+        LookupError: There is no value at ``path``.
     """
     for key in path:
         entries = dict(enumerate(values)) if isinstance(values, list) else values
@@ -97,7 +100,7 @@ def has(values: object, path: KeyPath) -> bool:
 
 
 def leaves(values: object) -> Iterator[KeyPath]:
-    """Places of all that is no filled mapping."""
+    """Yield the paths of all values except mappings that are not empty."""
     if isinstance(values, dict) and values:
         for key, entry in values.items():
             for below in leaves(entry):
@@ -107,8 +110,10 @@ def leaves(values: object) -> Iterator[KeyPath]:
 
 
 def short(path: KeyPath) -> KeyPath:
-    """As one writes it on the command line: --model.config.num_layers,
-    --trainer.logger=CSVLogger."""
+    """Return a path as written on the command line, without ``init_args`` and ``class_path``.
+
+    Examples are ``--model.config.num_layers`` and ``--trainer.logger=CSVLogger``.
+    """
     kept = tuple(key for key in path if key != "init_args")
     return kept[:-1] if kept and kept[-1] == "class_path" else kept
 
@@ -117,8 +122,7 @@ def resolve_config(file: Path) -> ResolvedConfig:
     """Read ``file`` and its bases, and merge them.
 
     Raises:
-        UserError: A file is not a YAML mapping, a base does not exist, or files are each other's
-            bases.
+        UserError: A file is not a YAML mapping, a base does not exist, or the bases form a cycle.
     """
     files, layers = [file], [_read(file)]
     while BASE_KEY in layers[-1]:
@@ -129,15 +133,17 @@ def resolve_config(file: Path) -> ResolvedConfig:
 
 
 def resolve_configs(arguments: list[str]) -> list[str]:
-    """The command line with every ``--config`` value resolved: a file that exists, or the merged
-    text where it has a base.
+    """Return the command line with every ``--config`` value resolved.
+
+    A value becomes the path of an existing file. If that file has a base, the value becomes the
+    merged text.
 
     Raises:
         UserError: See ``find_config`` and ``resolve_config``.
     """
     resolved: list[str] = []
     for option in options_on(arguments):
-        # A text was resolved before.
+        # A value with line breaks is a text that is already resolved.
         is_config = option.name in CONFIG and option.value is not None and "\n" not in option.value
         resolved += (
             [f"--config={_path_or_text(find_config(option.value or ''))}"]
@@ -149,7 +155,7 @@ def resolve_configs(arguments: list[str]) -> list[str]:
 
 def _path_or_text(file: Path) -> str:
     config = resolve_config(file)
-    # A file without a base stays a path: other files that it names are then found relative to it.
+    # A file without a base stays a path, so that file names in it remain relative to it.
     return str(file) if len(config.layers) == 1 else config.text
 
 
@@ -191,7 +197,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _label(file: Path) -> str:
-    """A recipe's name, or the path."""
+    """Return the name of a recipe, or the path of any other file."""
     folder = recipe_folder()
     return (
         file.relative_to(folder).as_posix().removesuffix(".yaml")
@@ -201,8 +207,10 @@ def _label(file: Path) -> str:
 
 
 def _merge(base: Any, over: Any) -> Any:
-    """``over`` on top of ``base``: mappings of the same class key by key, anything else is
-    replaced."""
+    """Return ``base`` overridden by ``over``.
+
+    Mappings are merged key by key unless they name different classes. Any other value is replaced.
+    """
     if (
         not isinstance(base, dict)
         or not isinstance(over, dict)

@@ -1,5 +1,7 @@
-"""Scripts that start ``ptdp fit`` on many devices: for SLURM and for torchrun. They run in this
-folder, with this interpreter."""
+"""Shell scripts that start ``ptdp fit`` on many devices, for SLURM and for torchrun.
+
+The scripts run in the current folder with the current interpreter.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ __all__ = ["LaunchJob", "slurm_script", "torchrun_script"]
 
 _SAVE_S = 120
 _PORT = 29500
-# SLURM job ids are unique on a cluster: two jobs on one node take different ports.
+# SLURM job ids are unique on a cluster, so two jobs on one node use different ports.
 _PORT_OF_JOB = "$((20000 + SLURM_JOB_ID % 20000))"
 
 
@@ -25,15 +27,15 @@ class LaunchJob:
     """Command, nodes and devices of a job.
 
     Attributes:
-        arguments: Those of ``ptdp fit``.
+        arguments: Arguments of ``ptdp fit``.
         nodes: Number of machines.
-        devices: Processes of a machine, one a device.
+        devices: Processes per machine, one per device.
         gpus: Whether the devices are GPUs.
-        cpus_per_task: Cores of a process.
-        name: Of the job.
-        sbatch: More options of sbatch, such as "--partition=a100".
-        max_restarts: How often torchrun starts all processes again after a failure.
-        rendezvous: host:port at which torchrun's nodes meet; None: ``$MASTER_ADDR:$MASTER_PORT``.
+        cpus_per_task: CPU cores per process.
+        name: Name of the job.
+        sbatch: Additional options of sbatch, such as "--partition=a100".
+        max_restarts: Number of times that torchrun restarts all processes after a failure.
+        rendezvous: host:port of torchrun's rendezvous; None means ``$MASTER_ADDR:$MASTER_PORT``.
     """
 
     arguments: tuple[str, ...]
@@ -51,8 +53,10 @@ class LaunchJob:
 
 
 def slurm_script(job: LaunchJob) -> str:
-    """For ``sbatch``. One task a device; a job that is to be taken away saves first and is put back
-    into the queue."""
+    """Return a script for ``sbatch``, with one task per device.
+
+    A job that SLURM is about to end saves first and goes back into the queue.
+    """
     options = [
         f"--job-name={shlex.quote(job.name)}",
         f"--nodes={job.nodes}",
@@ -79,7 +83,7 @@ def slurm_script(job: LaunchJob) -> str:
         f'export MASTER_PORT="{_PORT_OF_JOB}"',
         'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"',
         "",
-        # srun does not take the number of cores from the batch job since SLURM 22.05.
+        # Since SLURM 22.05, srun does not inherit the number of cores from the batch job.
         _command(
             ['srun --kill-on-bad-exit=1 --cpus-per-task="$OMP_NUM_THREADS"'],
             job,
@@ -90,7 +94,10 @@ def slurm_script(job: LaunchJob) -> str:
 
 
 def torchrun_script(job: LaunchJob) -> str:
-    """For bash, on every machine. After a failure all processes are started again, and continue."""
+    """Return a bash script to run on every machine.
+
+    After a failure, torchrun restarts all processes, and training continues.
+    """
     meet, where = ["--standalone"], []
     if job.nodes > 1:
         at = (
@@ -130,7 +137,10 @@ def torchrun_script(job: LaunchJob) -> str:
 
 
 def _command(launcher: Sequence[str], job: LaunchJob, program: Sequence[str]) -> str:
-    """The last line, which the shell becomes, so that signals arrive."""
+    """Return the script's last line.
+
+    Its ``exec`` replaces the shell, so that signals reach the program.
+    """
     parts = [
         " ".join(launcher),
         f"{shlex.join(program)} fit",

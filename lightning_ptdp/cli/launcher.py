@@ -1,7 +1,7 @@
-"""``ptdp fit --launcher slurm|torchrun``: the script that starts the same fit on many devices,
-shown, written or run.
+"""The option ``ptdp fit --launcher``, which starts a fit on many devices.
 
-Nothing here imports torch: a script is there at once.
+A script for SLURM or torchrun is printed, written to a file or run. Nothing here imports torch, so
+the script is ready at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ torchrun: on every node; after a failure all processes are started again and con
 _SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script}
 _CORES = 8
 _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITED")
-"""As sbatch reads it."""
+"""Time formats that sbatch accepts."""
 
 
 def wants_launcher(arguments: Sequence[str]) -> bool:
@@ -47,7 +47,7 @@ def wants_launcher(arguments: Sequence[str]) -> bool:
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
-    """The options beside those of ``ptdp fit``."""
+    """Return the parser of the launcher's options, which ``ptdp fit`` takes beside its own."""
     options = argparse.ArgumentParser(
         prog=f"ptdp {verb}",
         description=_DESCRIPTION,
@@ -123,10 +123,12 @@ def _sbatch_option(name: str, value: str) -> str:
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Show, write or run the script; the exit code, of torchrun or sbatch if it is run.
+    """Print, write or run the script, and return the exit code.
+
+    The exit code is that of torchrun or sbatch if the script is run.
 
     Raises:
-        UserError: There is no configuration, or nobody to run the script here.
+        UserError: There is no configuration, or the machine has no sbatch.
         ValueError: The layout does not fit the devices.
     """
     options, rest = parser(verb).parse_known_args(arguments)
@@ -156,7 +158,7 @@ def _start(script: str) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
-        # The child gets a terminal's Ctrl-C too, and ends its workers.
+        # The child also receives Ctrl-C from the terminal, and ends its workers.
         return subprocess.run(["bash", file.name], check=False).returncode
 
 
@@ -179,7 +181,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
     if is_ours:
         added.append(
             "--trainer.strategy.start_method=popen"
-        )  # whoever starts the processes, it is not the strategy
+        )  # the launcher, not the strategy, starts the processes
         if _given(rest, "resume") is None:
             added.append("--resume=auto")
     return LaunchJob(
@@ -196,7 +198,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
 
 
 def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> bool:
-    """Return True if the strategy is ours; its degrees must then fit the devices."""
+    """Return True if the strategy is ours, after a check that its degrees fit the devices."""
     chosen = _given(rest, "trainer.strategy")
     named = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
     if not str(chosen or named or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):
@@ -215,7 +217,7 @@ def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> boo
 def _number(
     option: int | None, name: str, rest: Sequence[str], key: str, configured: object
 ) -> int:
-    """A count from the launcher's option, from fit's, or from the configuration."""
+    """Return a count from the launcher's option, from fit's option or from the configuration."""
     given = _given(rest, key)
     if option is not None and given is not None and given != str(option):
         raise UserError(
@@ -232,6 +234,6 @@ def _number(
 
 
 def _given(arguments: Sequence[str], key: str) -> str | None:
-    """The last value of an option, ``--key value`` or ``--key=value``."""
+    """Return the last value of an option given as ``--key value`` or ``--key=value``."""
     option = f"--{key}" if len(key) > 1 else f"-{key}"
     return next((one.value for one in reversed(options_on(arguments)) if one.name == option), None)

@@ -1,5 +1,7 @@
-"""LightningCLI as ``ptdp`` uses it: one flat configuration a verb, any LightningModule and
-LightningDataModule."""
+"""The subclass of LightningCLI that ``ptdp`` uses.
+
+Each verb has one flat configuration with any LightningModule and any LightningDataModule.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-# Imported so that a configuration may name their classes without the module: ``class_path:
+# Imported so that a configuration may name the classes without their module: ``class_path:
 # LitGPT``.
 from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
@@ -47,18 +49,20 @@ __all__ = ["PTDPCLI", "parsed_values"]
 
 
 class _ExactParser(LightningArgumentParser):
-    """Also for the parsers that jsonargparse makes of a class's arguments, which are of the class
-    of the outermost."""
+    """A parser without abbreviated options.
+
+    jsonargparse uses the class of the outermost parser for the arguments of nested classes too.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
 
 class PTDPCLI(LightningCLI):
-    """Parse a configuration and build what it describes; running it is the caller's business.
+    """A parsed configuration and the objects that it describes. The caller runs them.
 
     Args:
-        verb: Shown in the help; "fit" also gets the callbacks that only training needs.
+        verb: Verb shown in the help; "fit" adds the callbacks that only training needs.
         arguments: The command line after the verb.
 
     Raises:
@@ -82,8 +86,10 @@ class PTDPCLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """As Lightning's, of a class whose options have to be written out: --model.config.num_layer
-        is none."""
+        """Return a parser like Lightning's that accepts no abbreviated options.
+
+        ``--model.config.num_layer`` is therefore not an option.
+        """
         parser = _ExactParser(**{"dump_header": [f"lightning.pytorch=={pl.__version__}"], **kwargs})
         parser.add_argument(
             "-c",
@@ -94,7 +100,7 @@ class PTDPCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The verb's own keys."""
+        """Add the verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
         for one in options_of_verb(self.verb):
             kind = {"action": "store_true"} if one.type is None else {"type": one.type}
@@ -107,7 +113,7 @@ class PTDPCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; an error becomes one line."""
+        """Parse the arguments and shorten an error to one line."""
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -115,8 +121,10 @@ class PTDPCLI(LightningCLI):
         check_values(self.config, parser.get_defaults())
 
     def instantiate_classes(self) -> None:
-        """Build everything; jsonargparse wraps the errors of nested dataclasses in its own
-        words."""
+        """Build all objects, with a short message for each error.
+
+        jsonargparse wraps the errors of nested dataclasses in its own words.
+        """
         try:
             super().instantiate_classes()
         except MisconfigurationException as error:
@@ -140,8 +148,10 @@ class PTDPCLI(LightningCLI):
             raise UserError(readable(str(error), ())) from error
 
     def before_instantiate_classes(self) -> None:
-        """The model's own tokenizer for its data, and the callbacks that every training gets,
-        beside those of the configuration."""
+        """Set the data's tokenizer to the model's own, and add the callbacks of every training.
+
+        Callbacks of the configuration are kept.
+        """
         _take_tokenizer(self.config)
         self.report = RunReport()
         if self.verb == "fit":
@@ -171,18 +181,21 @@ class PTDPCLI(LightningCLI):
 
 
 def _take_tokenizer(config: Namespace) -> None:
-    """Data that are to be tokenized, and name no tokenizer, are with that of the model's folder, if
-    the model is one from a folder."""
+    """Set the data's tokenizer to that of the model's folder.
+
+    Nothing changes if the model is not from a folder, or if the data already have a tokenizer or
+    need none.
+    """
     path = config.get("model.init_args.path")
     if path is None or config.get("data.init_args.tokenizer_dir", path) is not None:
         return
-    # Those of BERT need pieces of their own, which only a tokenizer of ours has.
+    # BERT's data need control symbols that only our own tokenizers have.
     if not getattr(pkgutil.resolve_name(config.data.class_path), "control_symbols", ()):
         config["data.init_args.tokenizer_dir"] = str(local_folder(path))
 
 
 def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
-    """Return True if the configuration has a callback of this class."""
+    """Return True if the configuration has a callback of class ``kind``."""
     entries = (
         trainer.callbacks
         if isinstance(trainer.callbacks, list)
@@ -194,8 +207,10 @@ def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
 
 
 class _ParsedOnly(PTDPCLI):
-    """A configuration whose classes are not built, so that it may be one for another machine;
-    ``text`` is all of it as YAML."""
+    """A configuration that is only parsed, so that it may be for another machine.
+
+    ``text`` holds all of it as YAML. No class is built.
+    """
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
@@ -203,15 +218,16 @@ class _ParsedOnly(PTDPCLI):
         self.config.seed_everything = False  # nothing random follows
 
     def before_instantiate_classes(self) -> None:
-        """Nothing is."""
+        """Change nothing."""
 
     def instantiate_classes(self) -> None:
-        """Nothing is."""
+        """Build nothing."""
 
 
 def parsed_values(arguments: list[str]) -> dict[str, Any]:
-    """Return the configuration that ``ptdp fit`` would use, checked by the parser, with every
-    default filled in.
+    """Return the configuration that ``ptdp fit`` would use, with every default filled in.
+
+    The parser checks the configuration.
 
     Raises:
         UserError: A key, a class or a value is wrong.
@@ -220,7 +236,7 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
     return values
 
 
-# For every file that a configuration names too, such as --model model.yaml.
+# The loader also reads files that a configuration names, such as --model model.yaml.
 _BOUNDED = "bounded yaml"
 set_loader(
     _BOUNDED, lambda text: bounded(text, lambda: get_loader("yaml")(text)), exceptions=(ValueError,)

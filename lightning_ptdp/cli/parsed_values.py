@@ -9,17 +9,17 @@ from lightning_ptdp.cli.error_messages import UserError
 __all__ = ["check_values"]
 
 _OPTIONAL = ("sample",)
-"""Groups of keys that null switches off."""
+"""Groups of keys that may be null."""
 
 _MOST_SEED = 2**32 - 1
-"""NumPy's largest seed."""
+"""Largest seed that NumPy accepts."""
 
 
 def check_values(config: Namespace, defaults: Namespace) -> None:
-    """Check what jsonargparse and Lightning leave unchecked: groups of keys, and the seed.
+    """Check the groups of keys and the seed, which jsonargparse and Lightning do not check.
 
     Raises:
-        UserError: Names the key, the value and what would work.
+        UserError: A value is wrong. The message names the key, the value and what would work.
     """
     for name, value in vars(defaults).items():
         found = config.get(name)

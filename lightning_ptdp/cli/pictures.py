@@ -1,4 +1,4 @@
-"""Files of pictures that the command line is asked for."""
+"""Checks of picture files before the command line draws them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def check_picture(option: str, path: str | Path | None) -> None:
     """Check that a picture can be written.
 
     Raises:
-        UserError: Its suffix is unknown, matplotlib is not installed, or there is no such folder.
-        ValueError: The folder cannot be written.
+        UserError: Its suffix is unknown, matplotlib is not installed, or its folder does not exist.
+        ValueError: The folder is not writable.
     """
     if path is None:
         return

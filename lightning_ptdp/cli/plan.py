@@ -1,5 +1,7 @@
-"""``ptdp plan``: the best layouts for a model and a number of devices, estimated without running
-anything."""
+"""The verb ``ptdp plan``: a search for the best layouts of a model on given devices.
+
+Memory and time are estimated; nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ examples:
   ptdp plan --model mixtral-8x7b --world 64 --batch 256 --ep 2,4,8 --device h100
   ptdp plan --layers 48 --hidden 8192 --heads 64 --vocabulary 51200 --sequence 2048 --world 512 --batch 1536 --device a100"""
 
-# option: Space's field
+# option -> field of Space
 _SPACE = {
     **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES},
     "etp": "expert_tensor_parallel_sizes",
@@ -50,14 +52,14 @@ def run(verb: str, arguments: list[str]) -> int:
     """Run ``ptdp plan``.
 
     Raises:
-        UserError: The configuration holds no model that can be planned, or no layout fits.
-        ValueError: A size, device, precision or schedule makes no sense.
+        UserError: The configuration has no model that can be planned, or no layout fits.
+        ValueError: A size, device, precision or schedule is invalid.
     """
     options = _parser(f"ptdp {verb}").parse_args(arguments)
     config = (
         resolve_config(find_config(options.config)).values if options.config is not None else {}
     )
-    # Imported here, since they take the seconds that an import of torch takes.
+    # Imported here because these modules import torch, which takes seconds.
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.picture import draw
     from lightning_ptdp.planner.plan_report import as_data, explain_rejected, table
@@ -85,7 +87,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _refuse_ignored(options: argparse.Namespace) -> None:
-    """Refuse options that nothing would come of."""
+    """Refuse options that would have no effect."""
     if options.json and (options.picture is not None or options.what_if is not None):
         raise UserError(
             "--json prints the plan as data: leave out --picture and --what-if, or leave out --json"
@@ -101,7 +103,7 @@ def _refuse_ignored(options: argparse.Namespace) -> None:
 
 
 def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
-    """The best layout for each batch and number of devices."""
+    """Print the best layout for each batch and number of devices."""
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.picture import draw_what_if
 
@@ -154,7 +156,7 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
 
 
 def _wishes(text: str) -> dict[str, list[int]]:
-    """``batch=256,512,gpus=64,128`` -> {"batch": [256, 512], "gpus": [64, 128]}."""
+    """Return ``batch=256,512,gpus=64,128`` as {"batch": [256, 512], "gpus": [64, 128]}."""
     wishes: dict[str, list[int]] = {}
     name = ""
     for part in text.split(","):

@@ -1,5 +1,7 @@
-"""The job that ``ptdp plan`` is about: its model, from sizes, a recipe, a folder or any
-LightningModule, its batch and its device."""
+"""The job that ``ptdp plan`` estimates: its model, its batch and its device.
+
+The model is given by sizes, a recipe, a Hugging Face folder or any LightningModule.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SIZES", "planned_job"]
 
-# option: (GPTConfig's field, what it is)
+# option -> (field of GPTConfig, help text)
 SIZES = {
     "layers": ("num_layers", "l, transformer layers"),
     "hidden": ("hidden_size", "h, width of the residual stream"),
@@ -40,11 +42,11 @@ _NEEDED = ("layers", "hidden", "heads", "sequence")
 
 
 def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
-    """The job that the command line and the configuration name.
+    """Return the job that the command line and the configuration describe.
 
     Raises:
-        UserError: There is no model, or none that can be planned; no batch.
-        ValueError: A size, device or precision makes no sense.
+        UserError: There is no model that can be planned, or no batch size.
+        ValueError: A size, device or precision is invalid.
     """
     from lightning_ptdp.planner import RESERVE, Job, find_precision, find_software
 
@@ -88,7 +90,10 @@ def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
 def _followed(
     options: argparse.Namespace, config: Mapping[str, Any], *, device: Device, precision: str
 ) -> GPTConfig | ModelShape:
-    """The configuration's LightningModule, built without values, as its forward is without data."""
+    """Return the sizes of the configuration's LightningModule.
+
+    The module is built on the meta device, and its forward is traced without data.
+    """
     import torch
     from jsonargparse import ArgumentError, ArgumentParser
     from lightning.pytorch import LightningModule
@@ -175,7 +180,7 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
 
 
 def _of_path(path: str) -> GPTConfig:
-    """The sizes of a Hugging Face model, of which only ``config.json`` is read."""
+    """Return the sizes of a Hugging Face model. Only ``config.json`` is read."""
     from lightning_ptdp.models.pretrained_folder import config_values
     from lightning_ptdp.planner import gpt_sizes
 
@@ -192,10 +197,11 @@ def _of_path(path: str) -> GPTConfig:
 
 
 def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
-    """The job with the base model frozen, if the configuration trains adapters.
+    """Return the job with a frozen base model if the configuration trains adapters.
 
-    An adapter of rank r beside a matrix (o, i) has r (o + i) parameters. All matrices of the layers
-    are taken to have one."""
+    An adapter of rank r on a matrix (o, i) has r (o + i) parameters. Every matrix of the layers is
+    assumed to have an adapter.
+    """
     adapter = _inner(config, "model").get("adapter")
     if not isinstance(adapter, Mapping):
         return job
@@ -218,8 +224,10 @@ def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
 
 
 def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
-    """Sequences in a step: as given, or those of the file's data and as many replicas as its
-    trainer has."""
+    """Return the number of sequences per step.
+
+    Without ``--batch``, it follows from the configuration's data and its number of replicas.
+    """
     if options.batch is not None:
         return int(options.batch)
     data = _inner(config, "data")
@@ -272,7 +280,7 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """``config[key]``'s ``init_args``, or nothing."""
+    """Return the ``init_args`` of ``config[key]``, or an empty mapping."""
     part = config.get(key)
     arguments = part.get("init_args") if isinstance(part, Mapping) else None
     return arguments if isinstance(arguments, Mapping) else {}

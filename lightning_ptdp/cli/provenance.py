@@ -1,4 +1,4 @@
-"""A configuration with every default filled in, and behind every value where it came from."""
+"""Resolved configurations, with the origin of every value as a comment."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ _OWNERS: Mapping[str, type] = {
     "sample": SampleOptions,
 }
 _COLUMN = 72
-"""Column at which comments start, if the line is shorter."""
+"""Column at which the comments of shorter lines start."""
 
 
 def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
-    """YAML that ``ptdp fit --config`` takes, with the origin of every value as a comment: the
-    recipe or file that gives it, ``command line``, or ``default of CLASS``.
+    """Return a resolved configuration as YAML, with the origin of every value as a comment.
+
+    The origin is the recipe or file that sets the value, ``command line``, or ``default of CLASS``.
+    The text is a valid configuration for ``ptdp fit --config``.
 
     Args:
         file: A configuration.
-        overrides: Options of ``ptdp fit`` on top of it.
+        overrides: Options of ``ptdp fit`` that override the configuration.
 
     Raises:
         UserError: A key or value is wrong.
@@ -68,7 +70,7 @@ def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists are indented; those without mappings stand in one line."""
+    """A dumper that indents lists and writes lists without mappings on one line."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, indentless=False)
@@ -83,7 +85,7 @@ _Dumper.add_representer(list, _Dumper.represent_list)
 
 
 def _places(value: Any, node: yaml.Node | None, path: KeyPath) -> Iterator[tuple[int, KeyPath]]:
-    """The line in which every value ends that does not take several, and its place."""
+    """Yield the last line and the path of every value that is not split over several lines."""
     if not isinstance(node, yaml.CollectionNode) or node.flow_style:
         assert node is not None
         yield node.end_mark.line, path
@@ -104,8 +106,8 @@ class _Origins:
         written = short(path)
         if written in self.overrides:
             return "command line"
-        # Under a class that the command line names, the parser keeps of the file's arguments what
-        # that class takes too.
+        # If the command line names another class, the parser keeps those of the file's arguments
+        # that the new class also accepts.
         replaced = any(written[:depth] in self.overrides for depth in range(1, len(written)))
         origin = self._file(path)
         if replaced and origin is None and path[-1] == "class_path":
@@ -117,10 +119,10 @@ class _Origins:
         )
 
     def _file(self, path: KeyPath) -> str | None:
-        """The file that gives the value."""
+        """Return the file that sets the value, or None."""
         if path[-1] == "class_path" and not has(
             self.config.values, path
-        ):  # logger: CSVLogger, which the parser spells out
+        ):  # for logger: CSVLogger, which the parser expands
             path = path[:-1]
             if not has(self.config.values, path) or isinstance(
                 value_at(self.config.values, path), dict
@@ -139,7 +141,7 @@ class _Origins:
 
 
 def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
-    """The class whose argument ``path`` is."""
+    """Return the class that has the argument at ``path``, or None."""
     owner: type | None = None
     for depth in range(1, len(path)):
         here = value_at(values, path[:depth])
@@ -153,7 +155,7 @@ def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
 
 
 def _dataclass_argument(owner: type, name: str | int) -> type | None:
-    """The dataclass that ``owner`` takes as its argument ``name``, if it does."""
+    """Return the dataclass that is the type of ``owner``'s argument ``name``, or None."""
     if not isinstance(name, str) or name not in inspect.signature(owner).parameters:
         return None
     annotated = owner if is_dataclass(owner) else owner.__init__  # type: ignore[misc]
@@ -165,7 +167,10 @@ def _dataclass_argument(owner: type, name: str | int) -> type | None:
 
 
 def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
-    """Places that the options name, without ``init_args``; an option may give a whole mapping."""
+    """Return the paths that the options set, without ``init_args``.
+
+    An option may set a whole mapping.
+    """
     found: set[KeyPath] = set()
     for option in options_on(overrides):
         path: KeyPath = tuple(option.name.removeprefix("--").removesuffix("+").split("."))

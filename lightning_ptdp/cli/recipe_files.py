@@ -1,4 +1,4 @@
-"""Recipes: YAML files that come with the package, found by name."""
+"""Recipes: YAML files that are installed with the package and found by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["find_config", "is_shared", "recipe_folder", "recipe_names"]
 
 
 def recipe_folder() -> Path:
-    """Folder of the recipes: inside the installed package, or beside it in a checkout.
+    """Return the folder of the recipes: in the installed package, or beside it in a checkout.
 
     Raises:
-        FileNotFoundError: Neither exists; the installation is incomplete.
+        FileNotFoundError: Neither folder exists, because the installation is incomplete.
     """
     package = Path(__file__).resolve().parent.parent
     for folder in (package / "recipes", package.parent / "recipes"):
@@ -27,14 +27,19 @@ def recipe_folder() -> Path:
 
 
 def is_shared(name: str) -> bool:
-    """Return True for a recipe that only serves as the base of others (its name ends with
-    ``common``)."""
+    """Return True if a recipe only serves as the base of other recipes.
+
+    The name of such a recipe ends with ``common``.
+    """
     return name.endswith("common")
 
 
 def recipe_names(*, shared: bool = False) -> list[str]:
-    """Names of all recipes, such as ``gpt/nano``, sorted; with ``shared`` also those that are only
-    bases."""
+    """Return the sorted names of all recipes, such as ``gpt/nano``.
+
+    Args:
+        shared: Include the recipes that only serve as bases.
+    """
     folder = recipe_folder()
     names = sorted(
         path.relative_to(folder).as_posix().removesuffix(".yaml") for path in folder.rglob("*.yaml")
@@ -43,15 +48,17 @@ def recipe_names(*, shared: bool = False) -> list[str]:
 
 
 def find_config(name: str, *, said: str = "--config ", beside: Path | None = None) -> Path:
-    """The file behind a name: a path, or a recipe with or without ``recipes/`` and ``.yaml``.
+    """Return the file of a configuration, given as a path or as the name of a recipe.
+
+    The prefix ``recipes/`` and the suffix ``.yaml`` of a recipe are optional.
 
     Args:
-        name: What the user wrote.
-        said: In front of the name in messages: where it was written.
-        beside: Folder in which relative paths start; None: the working directory.
+        name: The user's text.
+        said: Text before the name in messages: the option or key that holds the name.
+        beside: Folder of relative paths; None means the working directory.
 
     Raises:
-        UserError: Neither a file nor a recipe; the message names the nearest recipe.
+        UserError: The name is neither a file nor a recipe. The message names the nearest recipe.
     """
     path = Path(name) if beside is None else beside / name
     if _is(path, Path.is_file):
@@ -71,5 +78,5 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
 def _is(path: Path, kind: Callable[[Path], bool]) -> bool:
     try:
         return kind(path)
-    except OSError:  # too long for a path: a text that was given for a name
+    except OSError:  # a text that is too long for a path
         return False

@@ -1,4 +1,4 @@
-"""``ptdp recipes``: what there is, and what is in it."""
+"""The verb ``ptdp recipes``: list the recipes, or show one of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["run"]
 
-# The first line of every recipe; a test compares the count with the model's.
+# The first line of every recipe. A test compares the count with the model's.
 _FIRST_LINE = re.compile(r"# (?P<count>[\d.]+ [KMBT]) parameters: (?P<summary>.+)")
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """``ptdp recipes list`` and ``ptdp recipes show NAME [--resolved [--key value …]]``."""
+    """Run ``ptdp recipes list`` or ``ptdp recipes show NAME [--resolved [--key value …]]``."""
     parser = argparse.ArgumentParser(
         prog=f"ptdp {verb}", description="The recipes that come with lightning-ptdp."
     )
@@ -48,7 +48,7 @@ def run(verb: str, arguments: list[str]) -> int:
         with uncollected():
             if (
                 options.name in recipe_names() and not overrides
-            ):  # no class of a user's, who may want those metrics
+            ):  # a user's class may need those metrics
                 import_torchmetrics_alone()
             from lightning_ptdp.cli.provenance import show_resolved
 
@@ -67,7 +67,10 @@ def _list() -> None:
 
 
 def _by_family_and_size(row: tuple[str, ...]) -> tuple[str, float]:
-    """gpt/nano, gpt/124m, gpt/355m, …, gpt/megatron-1.2b, …"""
+    """Return a sort key: the family, then the number of parameters.
+
+    The order is gpt/nano, gpt/124m, gpt/355m, …, gpt/megatron-1.2b, …
+    """
     family = row[0].rpartition("-")[0] or row[0].rpartition("/")[0]
     number, _, unit = row[1].partition(" ")
     return family, float(number or 0) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[unit]

@@ -1,5 +1,7 @@
-"""``--resume auto``: the newest checkpoint of this experiment in the folders of its
-configuration."""
+"""The option ``--resume auto``: the newest checkpoint of the same experiment.
+
+The checkpoint is searched for in the folders of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Checkpoints in the folders of a configuration.
+    """The newest checkpoints in the folders of a configuration.
 
     Attributes:
-        own: The newest of this experiment.
-        other: The newest of any other; None if ``own`` is there.
-        why: Why ``other`` belongs to another experiment.
+        own: Newest checkpoint of this experiment.
+        other: Newest checkpoint of any other experiment; None if ``own`` exists.
+        why: Reason that ``other`` belongs to another experiment.
     """
 
     own: Path | None = None
@@ -37,15 +39,15 @@ class Found:
 def find_newest(
     trainer: Trainer, experiment: Experiment, *, started_from: str | None = None
 ) -> Found:
-    """Find the newest complete checkpoint with a state of training that belongs to ``experiment``.
+    """Find the newest complete checkpoint of ``experiment`` that has training state.
 
-    Damaged ones are included: the strategy reads every byte of the checkpoint that it continues
-    from (``on_damage``).
+    Damaged checkpoints are included. The strategy reads every byte of the checkpoint that it
+    continues from (``on_damage``).
 
     Args:
-        trainer: Its folders, and those of its loggers and of ModelCheckpoint, are searched.
+        trainer: The search covers its folders and those of its loggers and of ModelCheckpoint.
         experiment: The options that the checkpoint's run must share.
-        started_from: The checkpoint that the run must have started from; None: any, or none.
+        started_from: Checkpoint from which that run must have started; None accepts any run.
     """
     paths = {
         path.resolve()
@@ -69,12 +71,12 @@ def find_newest(
 
 
 def was_requeued() -> bool:
-    """Return True if SLURM has put this job back into the queue before."""
+    """Return True if SLURM has requeued this job before."""
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from: str | None) -> str:
-    """Return why a checkpoint is not of this experiment; "" if it is."""
+    """Return the reason that a checkpoint belongs to another experiment, or "" if it does not."""
     there = metadata.run.get("experiment")
     if not isinstance(there, Mapping):
         return "it does not say which experiment it belongs to"

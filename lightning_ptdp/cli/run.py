@@ -1,5 +1,7 @@
-"""The verbs that run a Trainer: fit, validate, test, predict; and prepare, which stops before
-that."""
+"""The verbs that run a Trainer: fit, validate, test and predict; also prepare.
+
+``prepare`` stops before the Trainer runs.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,14 @@ __all__ = ["run"]
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Run one verb; the exit code.
+    """Run one verb and return the exit code.
 
     Raises:
         ValueError: The configuration cannot work.
     """
     if verb == "fit":
         survive_closed_output()
-    # torch's deprecation, seen by Lightning, once a process.
+    # Lightning triggers this deprecation warning of torch once per process.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     with held_back():
         cli = PTDPCLI(verb, arguments)
@@ -101,7 +103,7 @@ def _check_exports(cli: PTDPCLI, ckpt_path: str | None) -> None:
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
-    """Return the checkpoint to load: what ``--resume auto`` finds, else ``--ckpt_path``."""
+    """Return the checkpoint to load: the result of ``--resume auto``, else ``--ckpt_path``."""
     given: str | None = cli.config.ckpt_path
     strategy: Any = cli.trainer.strategy
     if verb != "fit":
@@ -153,7 +155,7 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
         )
         cli.trainer.callbacks.append(WriteSamples([sample.prompt], sampling, at="end"))
     if layout is not None:
-        cli.trainer.strategy.returns_weights = False  # nothing here uses the model after the fit
+        cli.trainer.strategy.returns_weights = False  # the model is not used after the fit
     with tempfile.TemporaryDirectory() as folder:
         cli.report.file = str(Path(folder) / "record.json")
         try:
@@ -180,7 +182,7 @@ def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
 
 
 def _prepare(cli: PTDPCLI) -> None:
-    """Prepare the data in this process, before any other starts, where it can be seen."""
+    """Prepare the data in this process, where the user sees its messages, before ranks start."""
     if cli.datamodule is not None:
         with _showing("lightning_ptdp.data"):
             cli.datamodule.prepare_data()
@@ -188,7 +190,7 @@ def _prepare(cli: PTDPCLI) -> None:
 
 @contextmanager
 def _showing(name: str) -> Iterator[None]:
-    """Print what the loggers below ``name`` say."""
+    """Print the messages of the loggers below ``name``."""
     logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
     level = logger.level
     logger.setLevel(logging.INFO)
@@ -201,8 +203,10 @@ def _showing(name: str) -> Iterator[None]:
 
 
 def _launches(trainer: Trainer) -> bool:
-    """Return True if this process starts the ranks. One rank of many must leave preparing to
-    Lightning's rank 0."""
+    """Return True if this process starts the ranks.
+
+    A rank that a launcher started must leave data preparation to Lightning's rank 0.
+    """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return environment is None or not environment.creates_processes_externally
 

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before a process is started or a file is written."""
+"""Checks of a run before any process is started and any file is written."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def check_run(
     ckpt_path: str | None,
     writes: bool,
 ) -> None:
-    """Ask the strategy, the data and the loggers whether this run can work.
+    """Check that the strategy, the data and the loggers can run this configuration.
 
     Args:
-        trainer: Built, not started.
+        trainer: The Trainer, built but not started.
         model: The module, without weights if it builds them in ``configure_model``.
-        datamodule: Its data, if it comes from a datamodule.
+        datamodule: Its data, if they come from a datamodule.
         ckpt_path: Checkpoint to start from.
         writes: Whether the run writes checkpoints and logs.
 
     Raises:
-        ValueError: Names the field, the value and what would work.
+        ValueError: The run cannot work. The message names the field, the value and what would work.
     """
     _check_sizes(model, datamodule)
     if hasattr(trainer.strategy, "check"):
@@ -89,10 +89,10 @@ def check_run(
 
 
 def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
-    """Check that our data can be prepared, or are prepared and suffice.
+    """Check that our data are prepared and sufficient, or can be prepared.
 
     Raises:
-        DataError: They cannot, or do not.
+        DataError: The data do not meet these conditions.
     """
     if isinstance(datamodule, StreamDataModule):
         layout = getattr(trainer.strategy, "layout", None)
@@ -100,15 +100,17 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
 
 
 def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
-    """Check that an epoch of our prepared data has as many batches as lie between two validations.
+    """Check that an epoch has at least as many batches as a validation interval.
+
+    Only our own prepared data are checked.
 
     Raises:
-        UserError: It has fewer, so that no validation would take place. (Lightning raises the same
-            error in the ranks.)
+        UserError: The epoch is shorter, so that no validation would take place. Lightning would
+            raise the same error in the ranks.
     """
     interval = getattr(
         trainer, "val_check_interval", None
-    )  # Lightning leaves the attribute out when the interval is a time
+    )  # Lightning omits the attribute if the interval is a time
     if (
         not isinstance(datamodule, StreamDataModule)
         or not isinstance(interval, int)
@@ -128,11 +130,12 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
 
 
 def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> None:
-    """A checkpoint that is named must exist and be one; to be resumed, with a state of training. A
-    damaged one is left to the strategy.
+    """Check that a named checkpoint exists and is a checkpoint.
+
+    A checkpoint to resume from must also have training state. Damage is left to the strategy.
 
     Raises:
-        UserError: It is none, or holds weights alone.
+        UserError: The path is not a checkpoint, or a checkpoint to resume from holds only weights.
     """
     if path is None or path in _KEYWORDS or "://" in path:
         return
@@ -174,12 +177,13 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
 
 
 def check_weights(field: str, path: str, model: LightningModule) -> None:
-    """Weights that training is to begin with must exist and have the model's names and shapes, as
-    far as these are known before launch.
+    """Check that initial weights exist and have the model's names and shapes.
+
+    Names and shapes are compared as far as they are known before launch.
 
     Raises:
-        UserError: They do not; names one.
-        CheckpointError: They are damaged.
+        UserError: The weights do not fit. The message names one of them.
+        CheckpointError: The weights are damaged.
     """
     place = Path(path)
     if reads_as_huggingface(place):
@@ -199,19 +203,21 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
 
 
 def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDamage) -> None:
-    """Compare the model with the file, or with the folder that the strategy will choose, of which
-    the files are only counted.
+    """Compare the model with the checkpoint from which the strategy will resume.
+
+    The checkpoint is a file, or the folder that the strategy will choose. The data files of a
+    folder are only counted.
 
     Raises:
-        UserError: The checkpoint is another model's.
-        CheckpointError: It is incomplete, and no earlier one may take its place.
+        UserError: The checkpoint belongs to another model.
+        CheckpointError: It is incomplete, and no earlier checkpoint may replace it.
     """
     if path is None or path in _KEYWORDS or "://" in path:
         return
     if Path(path).is_file():
         with contextlib.suppress(
             CheckpointError
-        ):  # Lightning reads more kinds of files, and says what is wrong with one
+        ):  # Lightning reads more file types, and reports their errors
             state, _ = open_state_dict(path)
             _check_shapes(
                 "--ckpt_path",
@@ -221,14 +227,15 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
             )
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the strategy warns of a damaged one
+        warnings.simplefilter("ignore")  # the strategy itself warns of a damaged checkpoint
         chosen = choose_checkpoint(path, on_damage=on_damage, verify=read_metadata)
     _check_shapes("--ckpt_path", str(chosen), read_metadata(chosen).tensors, model)
 
 
 def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: LightningModule) -> None:
-    """Compare names and shapes of stored weights with the model's, as far as these are known before
-    launch.
+    """Compare names and shapes of stored weights with those of the model.
+
+    They are compared as far as they are known before launch.
 
     Raises:
         UserError: They differ.
@@ -254,7 +261,10 @@ def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: Lightnin
 
 
 def _on_meta(model: LightningModule) -> LightningModule:
-    """The model, built without values if it is one of ours, which are not built yet."""
+    """Return the model with its parameters, on the meta device if it is one of ours.
+
+    Our own models are not built yet at this point.
+    """
     if not isinstance(model, LitGPT | LitBert):
         return model
     model = copy.deepcopy(model)
@@ -264,23 +274,21 @@ def _on_meta(model: LightningModule) -> LightningModule:
 
 
 def _has_state_of_training(place: Path) -> bool:
-    """Return True if a run can continue from there, or if that cannot be determined."""
+    """Return True if a run can continue from the file or if that cannot be determined."""
     try:
         if place.is_dir():
             return is_folder_of_checkpoints(place) or "optimizer_states" in read_state(place)
         content = torch.load(place, map_location="meta", mmap=True, weights_only=True)
-    except (
-        Exception
-    ):  # damaged, or with classes of somebody else's: whoever loads it has more to say
+    except Exception:  # the file is damaged, or has unknown classes; the loader reports it
         return True
     return isinstance(content, dict) and "optimizer_states" in content
 
 
 def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Sizes that the model and the data both state must agree.
+    """Check that sizes which the model and the data both define are compatible.
 
     Raises:
-        UserError: They differ.
+        UserError: A size of the model is too small for the data.
     """
     if isinstance(model, LitCausalLM | LitMaskedLM):
         model.check_data(datamodule)
@@ -296,10 +304,10 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
 
 
 def _check_port(trainer: Trainer) -> None:
-    """The port at which this machine's processes are to meet is free.
+    """Check that the rendezvous port of this machine's processes is free.
 
     Raises:
-        UserError: Somebody listens there.
+        UserError: ``MASTER_PORT`` is not a valid port, or the port is in use.
     """
     port = os.environ.get("MASTER_PORT", "")
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):

@@ -1,4 +1,4 @@
-"""A model that is there to write: brought into a layout by the Trainer, as every other run."""
+"""Text generation by a model that the Trainer has brought into its layout."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ _END = None
 """Marks the end of the questions in the queue."""
 _Lines: TypeAlias = "queue.SimpleQueue[str | None]"
 _HEARTBEAT_S = 20.0
-"""Longest time between two messages to the other ranks, which take a longer silence for a lost
-rank."""
+"""Longest time between two messages to the other ranks.
+
+Ranks treat a longer silence as the loss of a rank.
+"""
 
 
 class Continuation(Callback):
-    """Print a prompt and what follows."""
+    """A callback that prints a prompt and its continuation."""
 
     def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, prompt: str) -> None:
         self._tokenizer, self._sampling, self._prompt = tokenizer, sampling, prompt
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write."""
+        """Generate the continuation and print it on rank 0."""
         row = on_rank_zero(trainer, lambda: self._tokenizer.encode(self._prompt))
         written = _timed(trainer, pl_module, row, self._sampling, self._tokenizer)
         if trainer.is_global_zero:
@@ -63,10 +65,10 @@ class Continuation(Callback):
 
 
 class Chat(Callback):
-    """Answer the lines of the standard input.
+    """A callback that answers the lines of the standard input.
 
     Raises:
-        ValueError: The tokenizer has no chat template, or one without a place for ``system``.
+        ValueError: The tokenizer has no chat template, or its template has no place for ``system``.
     """
 
     def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, system: str | None) -> None:
@@ -78,7 +80,10 @@ class Chat(Callback):
         self._source = _own_input()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Talk until the input ends, or Ctrl-C comes; an answer is finished before."""
+        """Answer questions until the input ends or Ctrl-C arrives.
+
+        The current answer is finished first.
+        """
         lines = _lines(self._source) if trainer.is_global_zero else queue.SimpleQueue()
         stop = _stopper(lines)
         with handled(signal.SIGINT, stop), handled(signal.SIGTERM, stop):
@@ -109,11 +114,11 @@ class Chat(Callback):
 def serve(
     module: LightningModule, writer: Callback, options: ServingOptions, *, ckpt_path: str | None
 ) -> None:
-    """Bring ``module`` into its layout, and let ``writer`` write when it is there.
+    """Bring ``module`` into its layout and run ``writer`` in it.
 
     Raises:
-        ValueError: The layout or the checkpoint does not fit; before a process is started, where it
-            can be known.
+        ValueError: The layout or the checkpoint does not fit. The error is raised before a process
+            is started where possible.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -144,16 +149,17 @@ def serve(
 def module_of(
     checkpoint: str, scratch: Path
 ) -> tuple[Mapping[str, Any], LightningModule, str | None]:
-    """Return a checkpoint's state, the module without its values, and the path of these; None: the
-    module knows.
+    """Return a checkpoint's state, its module without values, and the path of the values.
+
+    The path is None if the module itself finds its values.
 
     Args:
         checkpoint: A checkpoint, a Hugging Face folder, or a folder of peft's adapters.
-        scratch: Empty folder for a checkpoint made of adapters.
+        scratch: Empty folder for a checkpoint made from adapters.
 
     Raises:
         CheckpointError: The adapters are damaged or of another kind.
-        UserError: There is no checkpoint, or it does not say which model it holds.
+        UserError: There is no checkpoint, or it does not name the model that it holds.
     """
     if reads_as_huggingface(Path(checkpoint)):
         module: LightningModule = LitCausalLM(checkpoint, dtype="auto")
@@ -199,7 +205,7 @@ def module_of(
 
 
 def _state(checkpoint: str) -> Mapping[str, Any]:
-    """Lightning's."""
+    """Return the state of one of our checkpoints or of a Lightning checkpoint."""
     check_checkpoint("--checkpoint", checkpoint)
     if Path(checkpoint).is_dir():
         return read_state(checkpoint)
@@ -212,7 +218,7 @@ def _state(checkpoint: str) -> Mapping[str, Any]:
 
 
 class _Nothing(IterableDataset[object]):
-    """There is nothing to predict."""
+    """A data set without samples, because the callback does all the work."""
 
     def __iter__(self) -> Iterator[object]:
         return iter(())
@@ -245,18 +251,20 @@ def _timed(
 
 
 def _own_input() -> TextIO:
-    """The standard input, also in a forked process, where Python closes its own; without one,
-    none."""
+    """Return the standard input, or an empty one if the process has none.
+
+    Python closes ``sys.stdin`` in a forked process. A duplicate of its descriptor remains open.
+    """
     if sys.stdin is None:
         return io.StringIO()
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), encoding="utf-8", errors="replace")
-    except (OSError, ValueError):  # somebody has put something else in its place
+    except (OSError, ValueError):  # a program has replaced sys.stdin
         return sys.stdin
 
 
 def _lines(source: TextIO) -> _Lines:
-    """The lines of the input as they come, and None at its end."""
+    """Return a queue of the input's lines as they arrive, with None at the end of the input."""
     found: _Lines = queue.SimpleQueue()
 
     def read() -> None:
@@ -270,12 +278,14 @@ def _lines(source: TextIO) -> _Lines:
 
 
 def _stopper(lines: _Lines) -> Callable[[int, object], None]:
-    """A handler of signals: no question comes after the one that is being answered, and at the
-    second one of a kind it ends now."""
+    """Return a signal handler that stops the chat after the current answer.
+
+    A second signal of the same kind ends the chat at once.
+    """
     noted: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
-        if number in noted:  # who forked this process hands Ctrl-C on as SIGTERM
+        if number in noted:  # the parent of a forked process passes Ctrl-C on as SIGTERM
             raise KeyboardInterrupt
         noted.append(number)
         while not lines.empty():
@@ -286,8 +296,11 @@ def _stopper(lines: _Lines) -> Callable[[int, object], None]:
 
 
 def _next(trainer: Trainer, lines: _Lines) -> str | None:
-    """The next question, on all ranks; None: there is none any more. Collective: ranks that wait
-    hear that it takes time."""
+    """Return the next question on all ranks, or None at the end of the input.
+
+    Collective: all ranks call it at the same time. Rank 0 sends messages while it waits for input,
+    so that the other ranks do not treat it as lost.
+    """
     if trainer.is_global_zero and sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", flush=True)
     while True:

@@ -15,16 +15,16 @@ class ServingOptions:
     """Model, layout and device for text generation.
 
     Args:
-        checkpoint: A checkpoint that ptdp fit wrote, in whatever layout, a Lightning checkpoint, a
-            Hugging Face folder, or a folder of peft's LoRA adapters, whose base model is read from
-            where they name it.
-        tokenizer: Folder of the tokenizer; null: the one that the checkpoint names, or of the
-            Hugging Face folder.
-        tensor_parallel_size: t, ranks that share one layer's matrices; in short -t.
-        pipeline_parallel_size: p, ranks that share the layers; in short -p.
-        accelerator: cpu or gpu; auto: gpu where torch sees one.
-        precision: Of weights and arithmetic, as the Trainer's.
-        start_method: How the t * p processes are started; fork is quick, and for the CPU.
+        checkpoint: A checkpoint of ptdp fit in any layout, a Lightning checkpoint, a Hugging Face
+            folder, or a folder of peft's LoRA adapters. The base model of adapters is read from the
+            place that they name.
+        tokenizer: Folder of the tokenizer; null: that of the checkpoint or of the Hugging Face
+            folder.
+        tensor_parallel_size: t, ranks that share one layer's matrices; short form -t.
+        pipeline_parallel_size: p, ranks that share the layers; short form -p.
+        accelerator: cpu or gpu; auto: gpu if torch sees one.
+        precision: Precision of weights and arithmetic, as for the Trainer.
+        start_method: How the t * p processes are started; fork is fast, and only for CPUs.
     """
 
     checkpoint: str

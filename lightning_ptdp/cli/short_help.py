@@ -1,8 +1,8 @@
-"""The help of fit and its like in a second: what is used most, read from the sources and not from
-the classes.
+"""The short help of configured verbs: the most common options, printed within a second.
 
-The classes need Lightning, whose import takes many seconds; what they take and say of it stands in
-their files."""
+Importing the classes would import Lightning, which takes many seconds. Arguments and their
+descriptions are therefore read from the source files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRAINER: Mapping[str, str] = {
     "default_root_dir": "Where runs without a logger are written.",
 }
 _Shown = tuple[str, str, str, Sequence[str]]
-"""Prefix of the keys, file, class, and the fields that are shown; () for all."""
+"""Prefix of the keys, file, class, and the fields that are shown; () shows all fields."""
 
 _STRATEGY: Sequence[_Shown] = (("", "config.py", "PTDPConfig", ()),)
 _OPTIMIZER: _Shown = (
@@ -122,12 +122,12 @@ _DATA: Mapping[str, Sequence[_Shown]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOption:
-    """An argument as its source has it.
+    """An argument as written in the source.
 
     Attributes:
-        name: Of the argument.
-        default: As it is written; "" where it must be given.
-        text: What its class says of it.
+        name: Name of the argument.
+        default: Source of its default; "" if the argument is required.
+        text: Description in the docstring of its class.
     """
 
     name: str
@@ -136,8 +136,9 @@ class SourceOption:
 
 
 def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
-    """Return what ``ptdp VERB --help`` prints, with the keys of the classes that the command line's
-    configuration names.
+    """Return the text of ``ptdp VERB --help``.
+
+    The text lists the keys of the classes that the command line's configuration names.
 
     Args:
         verb: A verb with a configuration.
@@ -190,8 +191,10 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
 
 
 def options_in_source(file: Path, name: str) -> list[SourceOption]:
-    """The arguments of a class, those of its bases in the same file included: the fields of a
-    dataclass, else of ``__init__``."""
+    """Return the arguments of a class and of its bases in the same file.
+
+    The arguments are the fields of a dataclass, else those of ``__init__``.
+    """
     classes = {
         node.name: node
         for node in ast.parse(file.read_text(encoding="utf-8")).body
@@ -209,7 +212,7 @@ def options_in_source(file: Path, name: str) -> list[SourceOption]:
 
 
 def _with_bases(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[ast.ClassDef]:
-    """The bases first."""
+    """Yield a class after its bases."""
     for base in classes[name].bases:
         if isinstance(base, ast.Name) and base.id in classes:
             yield from _with_bases(classes, base.id)
@@ -238,7 +241,7 @@ def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 
 def _said(docstring: str) -> dict[str, str]:
-    """Return the descriptions in the ``Args:`` section, by argument."""
+    """Return the descriptions in the ``Args:`` section by argument."""
     block = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
     entries = re.split(r"^    (?=\w)", block[1], flags=re.MULTILINE)[1:] if block else []
     return {
@@ -248,8 +251,7 @@ def _said(docstring: str) -> dict[str, str]:
 
 
 def _chosen(part: str, arguments: Sequence[str]) -> str:
-    """Return the name of the class of the model or the data that a command line chooses; "" if it
-    chooses none."""
+    """Return the name of the model or data class that a command line chooses, or ""."""
     name = ""
     for option in options_on(arguments):
         value: Any = option.value
@@ -263,7 +265,7 @@ def _chosen(part: str, arguments: Sequence[str]) -> str:
 
 
 def _class_part(part: str, name: str, known: Mapping[str, Sequence[_Shown]], own: str) -> str:
-    """Return the keys of a class, or how to list them if it is none of ours."""
+    """Return the keys of a class, or how to list them if the class is not ours."""
     if name in known:
         return (
             f"--{part}.NAME VALUE, of {name}; your own class: --{part} {own}:\n{_rows(known[name])}"
@@ -283,14 +285,14 @@ def _rows(classes: Sequence[_Shown]) -> str:
 
 
 def _default(source: str) -> str:
-    """As it is written in YAML."""
+    """Return a default as written in YAML, or "" if there is none to show."""
     if source.startswith("_"):  # a constant of the file
         return ""
     return {"None": "", "True": "true", "False": "false", "()": "[]"}.get(source, source.strip("'"))
 
 
 def _first(text: str) -> str:
-    """The first sentence, without what is said of the default."""
+    """Return the first sentence of a description."""
     return (
         re.split(r"(?<=[^.]\w[\w)\"'])\.(?: |$)", text.replace("``", ""), maxsplit=1)[0].rstrip(".")
         + "."

@@ -1,8 +1,9 @@
-"""``--trainer.strategy CLASS`` on the command line.
+"""The option ``--trainer.strategy CLASS``.
 
-The Trainer takes a name or an object for its strategy, so that a bare class would be taken for a
-name: the options that the configuration gives it would be lost, and Lightning would know no
-strategy of that name."""
+The Trainer takes a name or an object as its strategy, so it would treat the name of a class as a
+strategy's name. The options that the configuration gives to the strategy would then be lost, and
+Lightning would not know a strategy of that name.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _NAME = "ptdp"
 
 
 def keep_strategy_options(arguments: Sequence[str]) -> list[str]:
-    """A command line in which our strategy, if it is named, keeps the options of the configurations
-    before it.
+    """Return a command line in which our strategy keeps the options of earlier configurations.
+
+    A command line that does not name our strategy is unchanged.
 
     Args:
         arguments: Configurations as ``--config=FILE`` or ``--config=TEXT``, in YAML without a base.

@@ -1,5 +1,7 @@
-"""``ptdp timeline``: pictures, traces and numbers of pipeline schedules, without running
-anything."""
+"""The verb ``ptdp timeline``: pictures, traces and numbers of pipeline schedules.
+
+The schedules are simulated; nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ takes --weight of the --backward, and the gradient of the input the rest."""
 
 _SUFFIXES = (".png", ".json")
 _MOST = 1_000_000
-"""Forwards of a schedule that is simulated in a minute."""
+"""Number of forwards in a schedule that takes a minute to simulate."""
 
 
 def run(verb: str, arguments: list[str]) -> int:
     """Run ``ptdp timeline``: simulate, print a table, write the pictures and traces.
 
     Raises:
-        SystemExit: The arguments make no sense; says which and why.
-        UserError: A picture is asked for, and matplotlib is missing.
+        SystemExit: An argument is invalid. The message names it and the reason.
+        UserError: A picture is requested, and matplotlib is missing.
     """
     parser = _parser(f"ptdp {verb}")
     options = parser.parse_args(arguments)
@@ -140,8 +142,10 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
 
 
 def _schedule(name: str, options: argparse.Namespace) -> Schedule:
-    """The schedule, with as many chunks as it needs if that is not said: the mistake is that of the
-    last try."""
+    """Return the schedule. Without ``--vpp``, it has as many chunks as it needs.
+
+    An error is that of the last attempt.
+    """
     needed = (1, options.vpp or 2, 2)
     tries = needed if options.compare or options.vpp is None else (options.vpp,)
     for chunks in tries:
@@ -158,7 +162,10 @@ def _schedule(name: str, options: argparse.Namespace) -> Schedule:
 
 
 def _table(timelines: Sequence[Timeline]) -> str:
-    """A line a schedule; a rank's activations are in microbatches through all its layers."""
+    """Return a table with one row per schedule.
+
+    The activations of a rank are counted in microbatches through all its layers.
+    """
     head = ("schedule", "v", "step time", "bubble", "activations held, by rank")
     rows = [head]
     for timeline in timelines:

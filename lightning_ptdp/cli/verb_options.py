@@ -1,5 +1,7 @@
-"""The options of the configured verbs that are no keys of Lightning's: written once, for the
-parser, the short help and completions."""
+"""The options of the configured verbs that are not Lightning's.
+
+The parser, the short help and the completions all read this table.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ __all__ = ["CONFIGURED", "DESCRIPTIONS", "VerbOption", "options_of_verb"]
 
 @dataclass(frozen=True, kw_only=True)
 class VerbOption:
-    """``--name``.
+    """An option ``--name``.
 
     Attributes:
-        name: Without its dashes.
-        type: What its value may be; None: it takes none.
-        default: Where it is not given.
-        text: What it does.
+        name: Name without dashes.
+        type: Type of its value; None if the option takes no value.
+        default: Value if the option is not given.
+        text: Text of the help.
     """
 
     name: str
@@ -106,5 +108,5 @@ _OPTIONS = {
 
 
 def options_of_verb(verb: str) -> tuple[VerbOption, ...]:
-    """The verb's own options, in the order of its help."""
+    """Return the verb's own options in the order of its help."""
     return (_CKPT_PATH, *_OPTIONS.get(verb, ()))

@@ -1,4 +1,4 @@
-"""``ptdp verify``: this module, this data, this layout against one process."""
+"""The verb ``ptdp verify``: a comparison of a layout with one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(verb: str, arguments: list[str]) -> int:
-    """Run ``ptdp verify``: 0 if the layout is equal to one process, else 1.
+    """Run ``ptdp verify`` and return 0 if the layout equals one process, else 1.
 
     Raises:
         ValueError: The configuration cannot work.
