@@ -1,14 +1,20 @@
-"""Which layout to use: a model of memory and time, and a search over all layouts that fit. ``ptdp
-plan`` on the command line.
+"""A model of memory and time, and a search over all layouts that fit (``ptdp plan``).
 
-    job = Job(model=GPTConfig.gpt2(), world_size=8, global_batch_size=64,
-    device=find_device("h100"))
+Example::
+
+    job = Job(
+        model=GPTConfig.gpt2(),
+        world_size=8,
+        global_batch_size=64,
+        device=find_device("h100"),
+    )
     for candidate in search(job).best:
         print(candidate.choice.options(), candidate.memory.total, candidate.time.total)
 
-Pure functions of sizes: nothing is run, and no device is needed. What is estimated (activations,
-parameters, memory; layers, links, schedules, steps) has a file each; all of them read the model as
-the record in ``shapes.py``."""
+The package consists of pure functions of sizes: nothing is run, and no device is needed. Each
+estimate has its own file: activations, parameters, memory, layers, links, schedules and steps. All
+of them read the model as the record in ``shapes.py``.
+"""
 
 from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.calibrated_device import (

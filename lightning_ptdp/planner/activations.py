@@ -1,4 +1,4 @@
-"""Bytes that a transformer layer keeps for its backward, for one microbatch on one rank."""
+"""Bytes that a transformer layer keeps for its backward, per microbatch and rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["LayerActivations", "kept_on", "layer_activations", "logits_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:
-    """One layer and one microbatch.
+    """Activation memory of one layer and one microbatch.
 
     Attributes:
         kept: Bytes kept from the forward to the backward, under the chosen recomputation.
-        recomputed: Bytes that exist besides while the layer's backward runs, because they are
-            computed again, or fetched.
+        recomputed: Additional bytes during the layer's backward, because they are recomputed or
+            fetched.
         cast_weights: Bytes of weights in the computing precision that autocast keeps from the
-            forward to the backward. Only without tensor parallelism: our sharded layers cast again.
+            forward to the backward. They exist only without tensor parallelism, because our sharded
+            layers cast again.
     """
 
     kept: float
@@ -30,7 +31,7 @@ class LayerActivations:
 
     @property
     def held(self) -> float:
-        """Everything held from the forward to the backward."""
+        """Return all bytes held from the forward to the backward."""
         return self.kept + self.cast_weights
 
 
@@ -42,7 +43,7 @@ def layer_activations(
     Args:
         job: Model and precision.
         choice: Layout, microbatch and recomputation.
-        layer: Which; None: the model's first.
+        layer: The layer; None means the model's first layer.
     """
     layer = layer or job.shape.runs[0][1]
     cores = sum(core_bytes(job, choice, attention) for attention in layer.attentions)
@@ -59,7 +60,8 @@ def layer_activations(
             kept=_block_input(choice, layer), recomputed=everything + cast, cast_weights=0.0
         )
     if choice.recompute == "offload":
-        # What stays of each block is small; the block that runs and the one beside it are whole.
+        # Little of each block stays on the device. The current block and one neighbour are
+        # complete.
         return LayerActivations(kept=0.0, recomputed=2 * everything, cast_weights=cast)
     if choice.recompute == "selective" and job.software.again is not None:
         results = sum(
@@ -78,19 +80,22 @@ def layer_activations(
             kept=kept, recomputed=max(0.0, everything - kept), cast_weights=cast
         )
     if choice.recompute == "selective":
-        # The core's inputs are kept to run it again, its output by the projection behind it.
+        # The core's inputs are kept for its recomputation, its output for the following projection.
         inside = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
         return LayerActivations(kept=everything - inside, recomputed=inside, cast_weights=cast)
     return LayerActivations(kept=everything, recomputed=0.0, cast_weights=cast)
 
 
 def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
-    """Return the bytes that the last stage holds for its norm, head and loss of one microbatch:
-    (kept for the backward, on top of it while that starts).
+    """Return the bytes of the last stage's norm, head and loss for one microbatch.
 
-    The loss keeps its logits, or their log-softmax, in their own precision; autocast has it
-    computed, and kept, in fp32. With a split vocabulary the gradient is made in fp32 and then cast.
-    (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)"""
+    The first number is kept for the backward. The second is needed in addition when the backward
+    starts.
+
+    The loss keeps its logits, or their log-softmax, in their own precision. Autocast computes and
+    keeps the loss in fp32. With a split vocabulary the gradient is computed in fp32 and then cast.
+    (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)
+    """
     t, width, head = choice.layout.tensor_parallel_size, job.precision.compute, job.shape.head
     logits = 0.0
     if head.products:
@@ -104,7 +109,7 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
 
 
 def kept_on(choice: Choice, kept: Bytes) -> float:
-    """Bytes of a microbatch on one rank."""
+    """Return the bytes of a microbatch on one rank."""
     layout = choice.layout
     return kept.on(
         samples=choice.micro_batch_size,

@@ -1,13 +1,14 @@
 """Time and memory of one attention, for one microbatch on one rank.
 
-Fused attention keeps a log-sum-exp a query and head instead of the s x s scores: 4 a / h for 5 a s
-/ h (arXiv 2205.05198, section 4)::
+Fused attention keeps one log-sum-exp per query and head instead of the s x s scores: 4 a / h
+instead of 5 a s / h (arXiv 2205.05198, section 4)::
 
     n (q + 2 k)  queries, keys and values, n a fp32 log-sum-exps
     n a s        unfused: probabilities, the dropout's mask (1 byte) and result
 
-On a CPU attention with dropout is torch's composition of operations: it keeps its probabilities,
-mask and result, and copies of queries, keys (for each query head) and values, all in fp32."""
+On a CPU, attention with dropout is torch's composition of operations. It keeps its probabilities,
+mask and result, and copies of queries, keys (one per query head) and values, all in fp32.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ __all__ = ["attention_time", "core_bytes", "input_bytes"]
 
 _LOG_SUM_EXP, _SINGLE = 4, 4
 _FUSED_BACKWARD = 2.5
-"""The backward of fused attention makes five products where the forward makes two (arXiv
-2307.08691, section 3.1.2)."""
+"""Ratio of the products in the backward of fused attention to those in its forward.
+
+They are five and two (arXiv 2307.08691, section 3.1.2).
+"""
 
 
 def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
-    """Bytes of queries, keys and values."""
+    """Return the bytes of queries, keys and values."""
     c = choice.layout.context_parallel_size
     heads, kv_heads = held_heads(choice, attention)
     values = attention.queries * heads * attention.head_dim
@@ -34,7 +37,7 @@ def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
 
 
 def core_bytes(job: Job, choice: Choice, attention: Attention) -> float:
-    """Bytes that it keeps for its backward, its inputs among them."""
+    """Return the bytes that the attention keeps for its backward, including its inputs."""
     w, t, c = (
         job.precision.compute,
         choice.layout.tensor_parallel_size,
@@ -57,12 +60,15 @@ def core_bytes(job: Job, choice: Choice, attention: Attention) -> float:
 def attention_time(
     job: Job, choice: Choice, attention: Attention
 ) -> tuple[float, float, float, float]:
-    """Seconds of its forward and backward, and of what context parallelism adds to each of them."""
+    """Return the seconds of an attention's passes, and the seconds of context parallelism.
+
+    The result is (forward, backward, added to the forward, added to the backward).
+    """
     device, software, width = job.device, job.software, job.precision.compute
     t, c = choice.layout.tensor_parallel_size, choice.layout.context_parallel_size
     heads, _ = attention.local_heads(t)
     if job.fuses(attention) and device.measured is not None:
-        # Measured with a causal mask, and told of the whole square.
+        # Rates are measured with a causal mask, but given per operation of the whole square.
         square = (
             choice.micro_batch_size
             / c
@@ -87,14 +93,16 @@ def attention_time(
         values = product_time(device, width, mine, attention.value_dim, attention.keys, batch)
         read, read_back = _traffic(job, choice, attention)
         forward = scores + values + read / device.stream
-        # Each product's two gradients are one of its own shape, or of the other's.
+        # Each of a product's two gradients has the shape of this product or of the other one.
         backward = 2 * (scores + values) + read_back / device.stream
     return forward, backward, *exchange_time(job, choice, attention, forward, backward)
 
 
 def _traffic(job: Job, choice: Choice, attention: Attention) -> tuple[float, float]:
-    """Bytes of the scores between the products of an attention that is not fused: masked softmax,
-    dropout."""
+    """Return the bytes of the scores between the products of an attention that is not fused.
+
+    They are read and written by masked softmax and dropout. The result is (forward, backward).
+    """
     w, (heads, _) = job.precision.compute, attention.local_heads(choice.layout.tensor_parallel_size)
     queries = choice.micro_batch_size * attention.queries / choice.layout.context_parallel_size
     scores = queries * attention.keys * heads

@@ -1,5 +1,7 @@
-"""Measurements of a machine (``ptdp doctor --calibrate``) in a file: a device for the planner, and
-the machine's identity."""
+"""Measurements of a machine in a file, written by ``ptdp doctor --calibrate``.
+
+The file holds a device for the planner and the identity of the machine.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ __all__ = [
 ]
 
 MACHINE_FILE = Path("ptdp-machine.json")
-"""File that ``ptdp doctor --calibrate`` writes, and that plan, bench and ``layout="auto"`` read."""
+"""File of ``ptdp doctor --calibrate``, which plan, bench and ``layout="auto"`` read."""
 
 _FORMAT = 2
 _STALE = timedelta(days=90)
@@ -39,9 +41,9 @@ class Calibration:
     """A measured device.
 
     Attributes:
-        device: As it was measured.
-        machine: Whose it is (``machine()``).
-        made: When, ISO 8601 with a time zone.
+        device: The device with its measurements.
+        machine: Properties of the measured machine (``machine()``).
+        made: Time of the measurement, ISO 8601 with a time zone.
     """
 
     device: Device
@@ -49,7 +51,7 @@ class Calibration:
     made: str
 
     def doubt(self) -> str:
-        """Why it may not hold here and now, in a sentence; "" if it does."""
+        """Return the reason that the measurements may be wrong here and now, or ""."""
         here = machine()
         other = [
             f"{name} {self.machine.get(name)!r}, here {value!r}"
@@ -81,10 +83,10 @@ def machine() -> dict[str, str]:
 
 
 def save_calibration(device: Device, path: Path) -> None:
-    """Write what was measured here.
+    """Write the measurements of this machine to a file.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     content = {
         "format": _FORMAT,
@@ -96,10 +98,11 @@ def save_calibration(device: Device, path: Path) -> None:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read what was measured.
+    """Read measurements from a file.
 
     Raises:
-        ValueError: The file is none, or holds an absurd figure; the message names it.
+        ValueError: The file is not a calibration, or it has an impossible figure. The message names
+            it.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -121,8 +124,11 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def device_here(name: str) -> Device | None:
-    """Return the device in this folder's ``MACHINE_FILE`` if it was measured here and its name is
-    ``name``; else a preset, or None."""
+    """Return the calibrated device of this folder, or a preset.
+
+    The device in ``MACHINE_FILE`` is returned if it was measured on this machine and is called
+    ``name``. Otherwise the result is the preset for ``name``, or None.
+    """
     if MACHINE_FILE.is_file():
         found = load_calibration(MACHINE_FILE)
         if found.device.name == name and not found.doubt():
@@ -131,8 +137,12 @@ def device_here(name: str) -> Device | None:
 
 
 def whose_figures(device: Device, processes: int) -> str:
-    """Return the source of the device's figures in an estimate for so many processes of a node, and
-    a better one, in a few words."""
+    """Return the source of a device's figures in a few words, and how to obtain better ones.
+
+    Args:
+        device: The device of an estimate.
+        processes: Number of processes per node in that estimate.
+    """
     measured, mend = device.measured, f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
         return f"the figures of {device.name} by its data sheet, not calibrated here: {mend}"
@@ -155,7 +165,7 @@ def _device(values: dict[str, Any]) -> Device:
 
 
 def _rows(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's lists of lists as tuples."""
+    """Return the values with JSON's lists of lists as tuples of tuples."""
     return {
         name: tuple(map(tuple, value)) if isinstance(value, list) else value
         for name, value in values.items()

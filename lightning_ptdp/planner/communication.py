@@ -1,10 +1,11 @@
-"""Time of messages and collectives between the ranks of a layout: the alpha-beta model on nodes and
-network cards.
+"""Time of messages and collectives: the alpha-beta model on nodes and network cards.
 
-Ranks are numbered tensor first, then context, data, pipeline (layout.py), and nodes are filled in
-that order; so a group's members are ``stride`` ranks apart, and it stays inside a node if all of it
-fits. Of a group that does not, the members in a node share out the traffic of its collectives, each
-driving the cards next to it; but what one rank sends to the next goes over one card."""
+Ranks are numbered tensor first, then context, data and pipeline (``world/layout.py``), and nodes
+are filled in that order. The members of a group are therefore ``stride`` ranks apart, and the group
+is inside one node if all of it fits. If a group spans several nodes, its members in a node share
+the traffic of its collectives, and each member drives the cards next to it. A message from one rank
+to the next uses one card.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +22,18 @@ __all__ = ["GroupLink", "group_link", "pipeline_link", "strided_link"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLink:
-    """A group of ranks, and what limits it.
+    """A group of ranks and the links that limit it.
 
     Attributes:
-        size: Members.
-        members: Of them, those of one node.
-        link: What limits collectives: the node's links, or the cards that a node's members drive
+        size: Number of members.
+        members: Number of members in one node.
+        link: Limit of collectives: the node's links, or all cards that the members of a node drive
             together.
-        hop: From a member to the next, the slowest: the node's link, or one card.
-        card: A member's part of its node's cards, in bytes a second, while all send.
+        hop: Slowest link from a member to the next: the node's link, or one card.
+        card: A member's share of its node's cards in bytes/s, while all members send.
         inside: The node's links.
-        start_s: What a collective takes before its first step.
-        measured: (operation, bytes, seconds) of a group of this size, in place of all that.
+        start_s: Seconds of a collective before its first step.
+        measured: (operation, bytes, seconds) of a group of this size, which replace the estimates.
     """
 
     size: int
@@ -45,15 +46,20 @@ class GroupLink:
     measured: tuple[tuple[str, int, float], ...] = ()
 
     def all_gather(self, nbytes: float) -> float:
-        """Seconds to gather a tensor of ``nbytes`` in all, or to reduce-scatter it: round a ring,
-        1/size of it at each member."""
+        """Return the seconds to gather or reduce-scatter a tensor of ``nbytes`` in total.
+
+        The data travel round a ring, and each member holds 1/size of them.
+        """
         if (found := self._found(("all-gather", "reduce-scatter"), nbytes)) is not None:
             return found
         return self._collective(nbytes * (self.size - 1) / self.size, self._around)
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds to sum a tensor of ``nbytes``: a reduce-scatter and an all-gather round a ring,
-        or up and down a tree of nodes."""
+        """Return the seconds to sum a tensor of ``nbytes``.
+
+        The sum is a reduce-scatter and an all-gather round a ring, or it goes up and down a tree of
+        nodes.
+        """
         if (found := self._found(("all-reduce",), nbytes)) is not None:
             return found
         levels = math.ceil(math.log2(max(1, self.size // self.members)))
@@ -63,14 +69,14 @@ class GroupLink:
         )
 
     def send(self, nbytes: float) -> float:
-        """Seconds of one message from a member to the next."""
+        """Return the seconds of one message from a member to the next."""
         if self.size == 1:
             return 0.0
         found = self._found(("send",), nbytes)
         return self.hop.latency_s + nbytes / self.hop.bandwidth if found is None else found
 
     def _found(self, operations: Sequence[str], nbytes: float) -> float | None:
-        """Seconds by what was measured, the mean of the operations; None if they were not."""
+        """Return the seconds by measurement, as the mean of the operations, or None."""
         every = [
             sorted((size, seconds) for name, size, seconds in self.measured if name == operation)
             for operation in operations
@@ -80,9 +86,12 @@ class GroupLink:
         )
 
     def all_to_all(self, nbytes: float) -> float:
-        """Seconds in which each member sends ``nbytes`` in equal parts to all, one of which stays:
-        to those of its node over the node's links, to the others over its part of the cards, both
-        at once (NCCL's all-to-all is a send to, and a receive from, each)."""
+        """Return the seconds in which each member sends ``nbytes`` in equal parts to all members.
+
+        One part stays with its sender. Parts for the same node use the node's links. Parts for
+        other nodes use the member's share of the cards, at the same time. (NCCL's all-to-all
+        consists of a send to and a receive from each member.)
+        """
         if self.size == 1:
             return 0.0
         part, others = nbytes / self.size, self.size - self.members
@@ -100,19 +109,19 @@ class GroupLink:
 
 
 def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink:
-    """The groups of an axis, or of several that are neighbours in the order of ranks (``SETS``).
+    """Return the groups of an axis, or of several neighbouring axes (``SETS``).
 
     Args:
-        layout: Of the ranks.
-        cluster: What joins them.
-        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed; those of experts
-            over ``"expert_replicas"``.
+        layout: Layout of the ranks.
+        cluster: Links between the ranks.
+        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed; gradients of
+            experts are summed over ``"expert_replicas"``.
     """
     return strided_link(layout.size(axis), layout.stride(axis), cluster)
 
 
 def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
-    """Groups of ``size`` ranks that are ``stride`` apart."""
+    """Return the groups of ``size`` ranks that are ``stride`` apart."""
     inside, between = cluster.node, cluster.between
     if size * stride <= cluster.node_size:
         found = tuple(
@@ -131,7 +140,7 @@ def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
             measured=found,
         )
     members = max(1, min(size, cluster.node_size // stride))
-    # All groups of a node cross at once.
+    # All groups of a node send to other nodes at the same time.
     cards = cluster.cards * members / cluster.node_size
     return GroupLink(
         size=size,
@@ -150,16 +159,21 @@ def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
 
 
 def pipeline_link(layout: ParallelLayout, cluster: Cluster) -> GroupLink:
-    """Neighbours in the pipeline; the slowest hop counts, where all ranks of a stage that are in
-    one node send to another."""
+    """Return the groups of neighbours in the pipeline.
+
+    The slowest hop counts: all ranks of a stage in one node send to another node.
+    """
     return strided_link(
         layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster
     )
 
 
 def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
-    """Straight lines between the measured sizes; the smallest's seconds below it, the largest's
-    rate above it."""
+    """Return the seconds for ``nbytes`` by linear interpolation between the measured sizes.
+
+    Smaller messages take the seconds of the smallest size. Larger ones have the rate of the
+    largest.
+    """
     if nbytes <= points[0][0]:
         return points[0][1]
     if nbytes >= points[-1][0]:

@@ -1,12 +1,14 @@
-"""Cost of context parallelism beside the attention itself: what travels, what hides it, and what is
-put together.
+"""Cost of context parallelism in addition to the attention itself.
 
-Ring attention (context_parallel/ring.py) works in c steps. Keys and values travel in all of them
-but the last, their gradients, in fp32, from the third step on, and once more behind the last. A hop
-hides behind its step's share of the attention alone, 1/c of it. Each step after the first adds its
-result to those before, in fp32. All-to-all attention (context_parallel/all_to_all.py) hides
-nothing: it packs, sends and unpacks queries, keys and values in front of the attention, and its
-result behind it; the backward does the same."""
+The cost consists of messages, the computation that hides them, and the merging of results. Ring
+attention (``context_parallel/ring.py``) works in c steps. Keys and values travel in all steps
+except the last. Their gradients, in fp32, travel from the third step on and once more after the
+last. A hop is hidden only by its own step's share of the attention, 1/c. Each step after the first
+adds its result to the sum of the earlier ones, in fp32.
+
+All-to-all attention (``context_parallel/all_to_all.py``) hides nothing. It packs, sends and unpacks
+queries, keys and values before the attention, and its result after it. The backward does the same.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,22 @@ __all__ = ["exchange_operations", "exchange_time", "held_heads"]
 
 _SINGLE = 4
 _RING_STEP, _TRADE = 20, 15
-"""Operations of a step, and of the exchange of a tensor, counted by reading: slices, sum of the
-log-sum-exps, factors, products and sums; parts, their stack, the exchange and their order."""
+"""Number of operations of a ring step, and of the exchange of one tensor.
+
+They are counted in the source. A ring step has slices, the sum of the log-sum-exps, factors,
+products and sums. An exchange has parts, their stack, the exchange and the reordering.
+"""
 _HALVES = 0.75
-"""Under a causal mask a step sees all queries and half of the keys, or half of the queries and all
-keys."""
+"""Share of queries and keys that a step uses under a causal mask.
+
+A step uses all queries and half of the keys, or half of the queries and all keys.
+"""
 
 
 def held_heads(choice: Choice, attention: Attention) -> tuple[int, int]:
-    """Heads of queries, and of keys, that a rank keeps for each position of its part of the
-    sequence.
+    """Return the heads of queries and of keys that a rank keeps for each of its positions.
 
-    All-to-all attention copies heads of keys that are fewer than its ranks.
+    All-to-all attention copies key heads if there are fewer of them than ranks.
     """
     heads, kv_heads = attention.local_heads(choice.layout.tensor_parallel_size)
     if choice.context_parallel_attention == "all_to_all":
@@ -40,7 +46,7 @@ def held_heads(choice: Choice, attention: Attention) -> tuple[int, int]:
 
 
 def exchange_operations(choice: Choice) -> int:
-    """Return the number of operations that the host launches besides for an attention's forward."""
+    """Return the number of additional operations that the host launches per attention forward."""
     c = choice.layout.context_parallel_size
     if c == 1:
         return 0
@@ -50,14 +56,14 @@ def exchange_operations(choice: Choice) -> int:
 def exchange_time(
     job: Job, choice: Choice, attention: Attention, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds that context parallelism adds to a forward and to a backward of an attention.
+    """Return the seconds that context parallelism adds to an attention's forward and backward.
 
     Args:
         job: Links, precision and software.
-        choice: Layout, and which of the two exchanges.
-        attention: Of one layer.
+        choice: Layout and kind of exchange.
+        attention: Attention of one layer.
         forward: Seconds of its forward on this rank.
-        backward: Likewise.
+        backward: Seconds of its backward on this rank.
     """
     group = group_link(choice.layout, job.cluster, "context")
     if group.size == 1:
@@ -74,7 +80,7 @@ def exchange_time(
 
 
 def _trade(job: Job, group: GroupLink, values: float) -> float:
-    """Seconds to pack values, to trade them, and to put what arrives in order."""
+    """Return the seconds to pack values, exchange them and order the received ones."""
     nbytes = values * job.precision.compute
     return group.all_to_all(nbytes) + 4 * nbytes / job.device.stream
 
@@ -98,10 +104,10 @@ def _ring(
     back = home + sum(max(0.0, seconds - hides * backward / c) for seconds in travelling)
 
     seen = _HALVES if attention.causal else 1.0
-    # The sum so far is scaled, the new part is scaled into a tensor of its own, and both are added.
+    # The sum so far is scaled, the new part is scaled into its own tensor, and both are added.
     merged = (c - 1) * seen * (6 * _SINGLE + width) + 2 * (_SINGLE + width)
-    # Each part is added to the gradients so far; these begin as zeros, and end in the precision of
-    # the computation.
+    # Each part is added to the gradients so far. These start as zeros and are finally cast to the
+    # precision of the computation.
     added = (c - 1) * seen * (2 * _SINGLE + width) + 2 * (_SINGLE + width)
     return there + results * merged / job.device.stream, back + (
         queries + pairs

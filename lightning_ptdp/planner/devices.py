@@ -1,8 +1,9 @@
-"""Figures of devices and of the links between them, in a few numbers; presets by name.
+"""Figures of devices and of the links between them, with presets by name.
 
-The presets' rates are the vendors' (data sheets named beside each); the shares of them that
-programs reach are published measurements, named beside each, too. Change what you know better with
-``dataclasses.replace``."""
+The rates of the presets are the vendors'; the data sheets are named next to each preset. The shares
+of these rates that programs reach are published measurements, also named there. Use
+``dataclasses.replace`` to change a figure.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The alpha-beta model of a connection: a message of x bytes takes ``latency_s + x /
-    bandwidth``.
+    """The alpha-beta model of a connection.
+
+    A message of x bytes takes ``latency_s + x / bandwidth``.
 
     Attributes:
-        bandwidth: Bytes a second in one direction.
-        latency_s: Seconds until the first byte is there.
+        bandwidth: Bytes per second in one direction.
+        latency_s: Seconds until the first byte arrives.
     """
 
     bandwidth: float
@@ -52,18 +54,18 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Links between devices: fast ones inside a node, network cards between nodes.
+    """Links between devices: fast links inside a node, network cards between nodes.
 
     Attributes:
-        node_size: Devices of a node.
-        cards: Network cards of a node, which its devices share out.
-        node: From a device to the others of its node.
-        card: Of one network card.
-        rail: What the switches between cards at the same place of their nodes give to each, if that
-            is less than the card's.
-        start_s: What a collective takes before its first step.
-        collectives: What was measured inside of a node, in place of all that: (operation, members
-            of the group, bytes, seconds); 0 members for messages.
+        node_size: Devices per node.
+        cards: Network cards per node, shared by its devices.
+        node: Link from a device to the other devices of its node.
+        card: Link of one network card.
+        rail: Link that the switches give each card to the card at the same place of another node,
+            if it is slower than the card.
+        start_s: Seconds of a collective before its first step.
+        collectives: Measurements inside a node, which replace the estimates: (operation, members of
+            the group, bytes, seconds); 0 members for messages.
     """
 
     node_size: Size
@@ -85,7 +87,7 @@ class Cluster:
 
     @property
     def between(self) -> Link:
-        """From a network card to that of another node."""
+        """Return the link from a network card to a card of another node."""
         if self.rail is None:
             return self.card
         return Link(
@@ -99,34 +101,36 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: For tables.
-        kind: torch's name of such devices.
-        memory_bytes: What a process can allocate at most.
-        reserved_bytes: Of that, what the driver, NCCL's buffers, the libraries' workspaces and
+        name: Name in tables.
+        kind: torch's name for this kind of device.
+        memory_bytes: Most memory that a process can allocate.
+        reserved_bytes: Part of it that the driver, NCCL's buffers, the libraries' workspaces and
             fragmentation take.
-        flops_16: Peak operations a second of dense matrix products in bf16 or fp16, accumulated in
-            fp32.
-        flops_8: The same of float8; None: the device has none.
-        flops_32: The same in fp32, as torch computes it by default (without TF32).
-        memory_bandwidth: Bytes a second, of its own memory.
-        memory_share: Share of it that operations reach which only read and write.
-        product_share: Share of the peak that the best matrix product reaches while it lasts.
+        flops_16: Peak operations per second of dense matrix products in bf16 or fp16, accumulated
+            in fp32.
+        flops_8: Peak operations per second in float8; None if the device has no float8.
+        flops_32: Peak operations per second in fp32, as torch computes it by default (without
+            TF32).
+        memory_bandwidth: Bytes per second of the device's own memory.
+        memory_share: Share of this bandwidth that operations reach which only read and write.
+        product_share: Share of the peak that the best matrix product reaches while it runs.
         attention_share: Share of the peak that the forward of FlashAttention-2 reaches, which torch
-            has.
-        tuned_attention_share: The same of a kernel that is written for the device's own
-            instructions; None: there is no faster one.
-        sustained: Of these rates, each measured alone, what a training reaches that lasts: a device
-            is slowed by its power, and its memory by what runs beside.
-        units: Multiprocessors: tiles of a product that are computed at a time.
-        cache_bandwidth: Bytes a second from the shared cache to all units; what makes small tiles
-            slow.
-        memory_latency_s: Of a read that misses the caches: what a tile waits for before its first
-            multiplication, and behind its last.
-        cluster: How several are joined.
-        measured: What was found by measuring it, in place of all that (calibrated_device.py).
+            includes.
+        tuned_attention_share: Share of the peak for a kernel that uses the device's own
+            instructions; None if no such kernel is faster.
+        sustained: Share of these rates, each measured alone, that long training reaches. Power
+            limits slow the device, and concurrent work slows its memory.
+        units: Multiprocessors, the number of tiles of a product that are computed at a time.
+        cache_bandwidth: Bytes per second from the shared cache to all units, which makes small
+            tiles slow.
+        memory_latency_s: Seconds of a read that misses the caches. A tile waits for it before its
+            first multiplication and after its last.
+        cluster: Links between several devices.
+        measured: Measurements of the device, which replace these figures
+            (``calibrated_device.py``).
 
     Raises:
-        ValueError: A number is not positive, or a share above 1.
+        ValueError: A number is not positive, or a share is above 1.
     """
 
     name: str
@@ -168,42 +172,51 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that training can use."""
+        """Return the memory that training can use, in bytes."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def stream(self) -> float:
-        """Bytes a second of operations that only read and write."""
+        """Return the bytes per second of operations that only read and write."""
         return self.memory_bandwidth * self.memory_share * self.sustained
 
     def peak(self, element_bytes: int) -> float:
-        """Peak operations a second for elements of 1, 2 or 4 bytes."""
+        """Return the peak operations per second for elements of 1, 2 or 4 bytes."""
         if element_bytes == 1:
             return self.flops_8 or self.flops_16
         return self.flops_16 if element_bytes == 2 else self.flops_32
 
 
-# What a collective takes to start and a step of its ring: all-reduces of 1 to 64 MiB on 2, 4 and 8
-# A100s joined by NVSwitch, as published with arXiv 2312.12391, are 30 us + 5 us a step longer than
-# their bytes take; the same measurements reach 229 of 300 GB/s at 1 GiB.
+# Start of a collective and one step of its ring. All-reduces of 1 to 64 MiB on 2, 4 and 8 A100s
+# connected by NVSwitch take 30 us + 5 us per step longer than their bytes (published with arXiv
+# 2312.12391). The same measurements reach 229 of 300 GB/s at 1 GiB.
 _START_S, _STEP_S, _NODE_SHARE = 30e-6, 5e-6, 0.77
-# Between nodes: NCCL's own model takes 14 us a step of a ring over the network
-# (src/graph/tuning.cc, hwLat). Collectives reach about 90 % of InfiniBand's rate: 64 of 66 encoded
-# bits, headers, and the ring's fill.
+# Between nodes: NCCL's own model takes 14 us per step of a ring over the network
+# (src/graph/tuning.cc, hwLat). Collectives reach about 90 % of InfiniBand's rate because of the
+# encoding (64 of 66 bits), headers and the time to fill the ring.
 _HOP_S, _CARD_SHARE = 14e-6, 0.9
-# Share of memory's bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and H100,
-# PCIe).
+# Share of the memory bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and
+# H100, PCIe).
 _MEMORY_SHARE = 0.9
 _CYCLES = 470
-"""Latency of a read that misses the caches, in clock cycles (arXiv 2402.13499, table 4: 466 on an
-A100, 479 on an H100)."""
+"""Latency of a read that misses the caches, in clock cycles.
+
+Source: arXiv 2402.13499, table 4: 466 on an A100, 479 on an H100.
+"""
 
 _SUSTAINED = 0.89
-"""The one number here that is fitted: on rows 1, 3, 5, 7 and 9 of table 1 of arXiv 2104.04473."""
+"""The only fitted number here: to rows 1, 3, 5, 7 and 9 of table 1 of arXiv 2104.04473."""
 
 
 def _nvidia_node(*, node_size: int = 8, cards: int = 8, nvlink: float, card: float) -> Cluster:
-    """``nvlink`` and ``card``: bytes a second in one direction by the data sheet."""
+    """Return a node of NVIDIA GPUs.
+
+    Args:
+        node_size: GPUs per node.
+        cards: Network cards per node.
+        nvlink: Bytes per second of a GPU in one direction, from the data sheet.
+        card: Bytes per second of a network card in one direction, from the data sheet.
+    """
     return Cluster(
         node_size=node_size,
         cards=cards,
@@ -216,7 +229,7 @@ def _nvidia_node(*, node_size: int = 8, cards: int = 8, nvlink: float, card: flo
 _A100 = Device(
     name="a100-80gb",
     # NVIDIA A100 80GB (SXM) data sheet: 312 TFLOP/s bf16, 19.5 fp32, 2,039 GB/s, NVLink 600 GB/s in
-    # both directions together; A100 whitepaper: 108 multiprocessors at 1.41 GHz, L2 5,120 bytes a
+    # both directions together; A100 whitepaper: 108 multiprocessors at 1.41 GHz, L2 5,120 bytes per
     # clock.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
@@ -232,13 +245,13 @@ _A100 = Device(
     units=108,
     cache_bandwidth=5120 * 1.41e9,
     memory_latency_s=_CYCLES / 1.41e9,
-    # arXiv 2104.04473, section 5: eight 200 Gbps HDR InfiniBand cards a node, one a GPU.
+    # arXiv 2104.04473, section 5: eight 200 Gbps HDR InfiniBand cards per node, one per GPU.
     cluster=_nvidia_node(nvlink=300e9, card=25e9),
 )
 # NVIDIA A100 40GB (SXM) data sheet: 1,555 GB/s.
 _A100_40 = replace(_A100, name="a100-40gb", memory_bytes=39.5 * _GIB, memory_bandwidth=1.555e12)
-# NVIDIA A100 80GB PCIe data sheet: 1,935 GB/s, 300 W; without a bridge PCIe 4.0 x16, 64 GB/s both
-# ways. 252.9 TFLOP/s in the same table.
+# NVIDIA A100 80GB PCIe data sheet: 1,935 GB/s, 300 W; without a bridge, PCIe 4.0 x16 has 64 GB/s in
+# both directions together. 252.9 TFLOP/s in the same table.
 _A100_PCIE = replace(
     _A100,
     name="a100-pcie",
@@ -249,8 +262,8 @@ _A100_PCIE = replace(
 _V100 = Device(
     name="v100",
     # NVIDIA V100 (SXM2, 32 GB) data sheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s, NVLink 300 GB/s
-    # both ways; V100 whitepaper: 80 multiprocessors at 1.53 GHz; A100 whitepaper: V100's L2 gives
-    # 2,048 bytes a clock.
+    # in both directions together; V100 whitepaper: 80 multiprocessors at 1.53 GHz; A100 whitepaper:
+    # V100's L2 gives 2,048 bytes per clock.
     memory_bytes=31.7 * _GIB,
     reserved_bytes=2 * _GIB,
     flops_16=125e12,
@@ -258,22 +271,22 @@ _V100 = Device(
     memory_bandwidth=0.9e12,
     memory_share=_MEMORY_SHARE,
     product_share=0.74,  # arXiv 1804.06826, section 4.4: 83 of 112.7 TFLOP/s
-    # there is no fused kernel but torch's memory-efficient one, which does not reach more than
-    # products do
+    # The only fused kernel is torch's memory-efficient one, which reaches no more than products do.
     attention_share=0.5,
     sustained=_SUSTAINED,
     units=80,
     cache_bandwidth=2048 * 1.53e9,
     memory_latency_s=_CYCLES / 1.53e9,
-    # arXiv 1909.08053, section 5: DGX-2H, 16 GPUs at 300 GB/s by NVSwitch, eight 100 Gbps cards a
+    # arXiv 1909.08053, section 5: DGX-2H, 16 GPUs at 300 GB/s by NVSwitch, eight 100 Gbps cards per
     # node.
     cluster=_nvidia_node(node_size=16, nvlink=150e9, card=12.5e9),
 )
 _H100 = Device(
     name="h100-80gb",
     # NVIDIA H100 (SXM) data sheet: 989 TFLOP/s bf16 and 1,979 float8 without sparsity, 67 fp32,
-    # 3.35 TB/s, NVLink 900 GB/s both ways; H100 whitepaper: 132 multiprocessors, 1.83 GHz at this
-    # peak, L2 as the A100's; a cluster of two units loads 2/3 of what both would alone.
+    # 3.35 TB/s, NVLink 900 GB/s in both directions together; H100 whitepaper: 132 multiprocessors,
+    # 1.83 GHz at this peak, L2 as in the A100; a cluster of two units loads 2/3 of the bytes that
+    # both would load alone.
     memory_bytes=79 * _GIB,
     reserved_bytes=4 * _GIB,
     flops_8=1979e12,
@@ -298,25 +311,25 @@ _B200 = replace(
     _H100,
     name="b200",
     # NVIDIA DGX B200 data sheet: 180 GB at 8 TB/s, 2.25 PFLOP/s bf16 and 4.5 float8 without
-    # sparsity a GPU, NVLink 1.8 TB/s both ways, 400 Gbps cards.
+    # sparsity per GPU, NVLink 1.8 TB/s in both directions together, 400 Gbps cards.
     memory_bytes=178 * _GIB,
     flops_8=4500e12,
     flops_16=2250e12,
     flops_32=80e12,
     memory_bandwidth=8e12,
     product_share=0.776,  # 1,745 TFLOP/s in the table named above
-    # FlashAttention-2's instructions do not use Blackwell's: no more than on an H100
+    # FlashAttention-2 does not use Blackwell's instructions, so it is no faster than on an H100.
     attention_share=0.3,
     tuned_attention_share=1.75 * 0.3,
     units=148,
-    cache_bandwidth=2 * 1.5 * 5120 * 1.83e9,  # its pairs of units multiply tiles of twice the size
+    cache_bandwidth=2 * 1.5 * 5120 * 1.83e9,  # pairs of units multiply tiles of twice the size
     cluster=_nvidia_node(nvlink=900e9, card=50e9),
 )
 _CPU = Device(
     name="cpu",
     kind="cpu",
-    # One core for each process, joined by gloo over the loopback device; orders of magnitude, no
-    # data sheet: calibrate.
+    # One core per process, connected by gloo over the loopback device. These are orders of
+    # magnitude without a data sheet: calibrate.
     memory_bytes=4 * _GIB,
     flops_16=25e9,
     flops_32=50e9,
@@ -341,14 +354,14 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         for device in (_A100, _A100_40, _A100_PCIE, _V100, _H100, _H200, _B200, _CPU)
     }
 )
-"""The presets."""
+"""The presets by name."""
 
 
 def find_device(name: str) -> Device:
-    """The preset called ``name``, in any case; ``"a100"`` and ``"h100"`` are enough.
+    """Return the preset called ``name``, in any case; ``"a100"`` and ``"h100"`` are enough.
 
     Raises:
-        ValueError: There is none; the message names the nearest.
+        ValueError: There is no such preset. The message names the nearest one.
     """
     wanted = name.lower()
     found = [
@@ -362,11 +375,13 @@ def find_device(name: str) -> Device:
 
 
 def known_device(name: str) -> Device | None:
-    """The preset of a device that calls itself ``name`` ("NVIDIA H100 80GB HBM3", "cpu"); None if
-    it is none of them."""
+    """Return the preset of a device by the device's own name, or None.
+
+    Names are of the form "NVIDIA H100 80GB HBM3" or "cpu".
+    """
     words = name.lower().replace("-", " ").split()
     found = [preset for key, preset in DEVICES.items() if key.partition("-")[0] in words]
-    # The kind of an A100 follows: "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB".
+    # The variant of an A100 follows its name: "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB".
     return next(
         (preset for preset in reversed(found) if preset.name.rpartition("-")[2] in words),
         found[0] if found else None,
@@ -374,8 +389,12 @@ def known_device(name: str) -> Device | None:
 
 
 def known_peak_flops(device: str, precision: str) -> float | None:
-    """The data sheet's dense peak of a GPU that calls itself ``device``, in Lightning's
-    ``precision``; None if it is none of the presets."""
+    """Return the dense peak of a GPU from its data sheet, or None if there is no preset.
+
+    Args:
+        device: The device's own name for itself.
+        precision: Lightning's name of the precision.
+    """
     preset = known_device(device)
     return (
         None

@@ -1,4 +1,4 @@
-"""Arguments with which a model is called when it runs without data."""
+"""Arguments to call a model with when it runs without data."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from lightning_ptdp.planner.traced_blocks import Run
 __all__ = ["Example", "call_with", "longest_sample"]
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
-"""Arguments of a module's forward: one, several, or several by name. The first dimension of each
-tensor is the batch."""
+"""Arguments of a module's forward: one, several, or several by name.
+
+The first dimension of each tensor is the batch.
+"""
 
 _LENGTHS = ("sequence_length", "max_position_embeddings", "n_positions")
 
 
 def call_with(module: nn.Module, example: Example | None, *, sequence_length: int | None) -> Run:
-    """Return a call of ``module`` with a batch: with ``example`` at another batch size, or the
-    module's ``example_input_array``; else of a Hugging Face model inside with its arguments, or of
-    a model of tokens with their ids.
+    """Return a function that calls ``module`` with a batch of a given size.
+
+    The arguments are ``example``, or the module's ``example_input_array``, at this batch size.
+    Without either, a Hugging Face model inside the module is called with its own arguments. A model
+    with an embedding is called with token ids.
 
     Args:
         module: The whole model.
-        example: What its forward takes.
-        sequence_length: s in tokens; None if it is not known.
+        example: Arguments of its forward.
+        sequence_length: s in tokens; None if it is unknown.
 
     Raises:
-        ValueError: It cannot be known what the module takes, or how long its sequences are.
+        ValueError: The arguments of the module, or the length of its sequences, are unknown.
     """
     given = example if example is not None else getattr(module, "example_input_array", None)
     if given is not None:
@@ -61,8 +65,10 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
 
 
 def longest_sample(module: nn.Module, example: Example | None = None) -> int | None:
-    """Tokens of the longest sample that the module says that it takes, or of the ids in the
-    example; None: it does not say."""
+    """Return the tokens of the longest sample by the module's configuration, or None.
+
+    The length of the ids in the example takes precedence.
+    """
     given = example if example is not None else getattr(module, "example_input_array", None)
     ids = next(
         (

@@ -1,19 +1,18 @@
-"""Time and memory of a mixture's experts: rows that travel, grouped products, copies.
+"""Time and memory of a mixture's experts: exchanged rows, grouped products, copies.
 
-n tokens a rank, k experts a token: r = n k rows leave each rank and, were the experts equally busy,
-come to each. The fullest rank has ``imbalance`` times as many, and the others wait for it. Shapes:
-h channels, f inner channels, E experts, e ranks that share them; w bytes an element.
+With n tokens per rank and k experts per token, r = n k rows leave each rank. If the experts are
+equally busy, r rows arrive at each rank. The fullest rank receives ``imbalance`` times as many, and
+the other ranks wait for it. Shapes: h channels, f inner channels, E experts, e ranks that share
+them; w bytes per element::
 
-=============
-============================================================================================================
-all-to-all     r h w (e - 1) / e bytes leave a rank, four times: to the experts and back, and their
-gradients products       E / e of them in one call, (r e / E, h) x (h, 2 f) and (r e / E, f) x (f,
-h): few rows each, many tiles in all traffic        rows put into the order of the experts, and back
-into that of the tokens, once more where they travelled;
-               activation; weighted sum
-kept           rows that came, 2 r h with the outputs that the weights' gradient needs; 3 r f;
-scores of the router =============
-============================================================================================================
+    all-to-all  r h w (e - 1) / e bytes leave a rank, four times: to the experts and back, and
+                their gradients
+    products    E / e of them in one call, (r e / E, h) x (h, 2 f) and (r e / E, f) x (f, h):
+                few rows each, many tiles in all
+    traffic     rows put into the order of the experts, and back into that of the tokens, once
+                more after each exchange; activation; weighted sum
+    kept        received rows, 2 r h with the outputs that the weights' gradient needs; 3 r f;
+                scores of the router
 """
 
 from __future__ import annotations
@@ -39,8 +38,10 @@ __all__ = [
 ]
 
 _SCORE, _SCORES = 4, 3
-"""Bytes of a score, and how many of each expert's are kept: logits, probabilities, those of the
-auxiliary losses."""
+"""Bytes of a score, and number of kept scores per expert.
+
+The kept scores are logits, probabilities and those of the auxiliary losses.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +49,10 @@ class ExpertTime:
     """Seconds of one layer's experts and one microbatch.
 
     Attributes:
-        forward: Their products.
-        backward: Likewise, gradients of the weights included.
-        weight: Of that, those.
-        dispatch: The all-to-alls of the forward; the backward has as many.
+        forward: Products of the forward.
+        backward: Products of the backward, including the gradients of the weights.
+        weight: Part of ``backward`` that computes the gradients of the weights.
+        dispatch: All-to-alls of the forward; the backward has as many.
     """
 
     forward: float
@@ -61,22 +62,27 @@ class ExpertTime:
 
 
 def rows(experts: ExpertShape, job: Job, choice: Choice) -> float:
-    """r of one rank, were the experts equally busy: each of the tensor-parallel ranks sends its
-    part of the tokens, or all of them where it has a part of each expert."""
+    """Return r of one rank for equally busy experts.
+
+    Each tensor-parallel rank sends its part of the tokens. If each rank holds a part of every
+    expert, it sends all tokens.
+    """
     layout = choice.layout
     senders = layout.tensor_parallel_size // layout.expert_tensor_parallel_size
     return experts.chosen * choice.tokens(job) / senders
 
 
 def local_experts(experts: ExpertShape, choice: Choice) -> int:
-    """E / e."""
+    """Return E / e, the number of experts on a rank."""
     return experts.number // choice.layout.expert_parallel_size
 
 
 def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replicas"]) -> GroupLink:
-    """The ranks that share a layer's experts, or those that hold the same ones: blocks of the ranks
-    of data and context parallelism, each in every tensor-parallel rank's place; or, folded, blocks
-    of all ranks of a stage."""
+    """Return the ranks that share a layer's experts, or the ranks that hold the same experts.
+
+    These are blocks of the data- and context-parallel ranks, one for each tensor-parallel rank. If
+    the software folds experts, they are blocks of all ranks of a stage.
+    """
     layout, fold = choice.layout, job.software.folds_experts
     e, first = layout.expert_parallel_size, 1 if fold else layout.tensor_parallel_size
     size, stride = (e, first) if axis == "expert" else (expert_shards(job, choice), first * e)
@@ -84,13 +90,16 @@ def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replic
 
 
 def expert_shards(job: Job, choice: Choice) -> int:
-    """Ranks that hold the same experts, and sum their gradients."""
+    """Return the number of ranks that hold the same experts and sum their gradients."""
     folded = choice.layout.tensor_parallel_size if job.software.folds_experts else 1
     return folded * choice.layout.size("expert_replicas")
 
 
 def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
-    """Products and all-to-alls; what lies between them is in ``expert_traffic``."""
+    """Return the time of products and all-to-alls.
+
+    ``expert_traffic`` counts the operations between them.
+    """
     device, width, r = job.device, job.precision.compute, rows(experts, job, choice)
     here = local_experts(experts, choice)
     each = max(1, round(job.imbalance * r / here))
@@ -108,12 +117,12 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
 
 
 def _split(experts: ExpertShape, choice: Choice) -> ExpertShape:
-    """As a tensor-parallel rank has them."""
+    """Return the experts as a tensor-parallel rank holds them."""
     return replace(experts, width=experts.width // choice.layout.expert_tensor_parallel_size)
 
 
 def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[float, float]:
-    """Bytes that a forward and its backward read and write around the products."""
+    """Return the bytes that a forward and its backward read and write around the products."""
     w, r = job.precision.compute, rows(experts, job, choice)
     orders = 5 + (4 if choice.layout.expert_parallel_size > 1 else 0)
     moved = (orders * r + r / experts.chosen) * experts.hidden * w
@@ -126,7 +135,7 @@ def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[floa
 
 
 def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
-    """Bytes kept for the backward on the fullest rank."""
+    """Return the bytes kept for the backward on the fullest rank."""
     w, r = job.precision.compute, rows(experts, job, choice)
     inner = (3 if experts.gated else 2) * _split(experts, choice).width
     came = job.imbalance * r * (experts.hidden + inner) * w
@@ -134,8 +143,11 @@ def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
 
 
 def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:
-    """Bytes that exist for a moment while rows travel: as they leave, and as they arrive; and the
-    widest gradients between products."""
+    """Return the temporary bytes of experts.
+
+    These are the sent and received rows during an exchange, and the widest gradients between
+    products.
+    """
     w, r = job.precision.compute, rows(experts, job, choice)
     travelling = (
         (1 + job.imbalance) * r * experts.hidden * w

@@ -12,16 +12,17 @@ __all__ = ["ExpertShape", "experts_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """The experts that a layer's router chooses from; the router, and experts that every token
-    visits, are ordinary products.
+    """The experts from which a layer's router chooses.
+
+    The router and the experts that every token visits are ordinary products.
 
     Attributes:
         number: E, experts of the layer.
-        chosen: k, of them a token visits.
+        chosen: k, experts that a token visits.
         hidden: h, channels of a token.
-        width: f, inner channels of one.
-        gated: Whether they have a gate beside the inner channels, as SwiGLU's.
-        bias: Whether they add biases.
+        width: f, inner channels of one expert.
+        gated: Whether the experts have a gate beside the inner channels, as in SwiGLU.
+        bias: Whether the experts have biases.
     """
 
     number: int
@@ -33,8 +34,7 @@ class ExpertShape:
 
     @property
     def matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(outputs, inputs) of one expert's matrices: up, with the gate if there is one, and
-        down."""
+        """Return (outputs, inputs) of one expert's matrices: up, with any gate, and down."""
         return ((2 if self.gated else 1) * self.width, self.hidden), (self.hidden, self.width)
 
     @property
@@ -43,18 +43,21 @@ class ExpertShape:
         return sum(outputs * (inputs + self.bias) for outputs, inputs in self.matrices)
 
     def local(self, layout: ParallelLayout) -> int:
-        """Parameters of experts that a rank has of a layer; their last biases are whole."""
+        """Return the number of a layer's expert parameters on a rank.
+
+        Biases of the second matrix are not split.
+        """
         width = self.width // layout.expert_tensor_parallel_size
         return self.number // layout.expert_parallel_size * replace(self, width=width).parameters
 
     @property
     def flops(self) -> int:
-        """Operations of a token's forward, a multiply-add being two."""
+        """Return the operations of a token's forward. A multiply-add counts as two operations."""
         return 2 * self.chosen * sum(outputs * inputs for outputs, inputs in self.matrices)
 
 
 def experts_of(model: GPTConfig) -> ExpertShape | None:
-    """Return the shape of the model's experts; None if it has none."""
+    """Return the shape of the model's experts, or None if it has none."""
     if model.num_experts is None:
         return None
     return ExpertShape(

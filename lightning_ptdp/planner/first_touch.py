@@ -1,13 +1,14 @@
-"""Seconds for memory that a process has just been given, on a CPU.
+"""Time to touch newly allocated memory on a CPU.
 
-The system hands it out page by page, each cleared when it is first touched. The C library keeps
-small blocks for their next use, and gives
-large ones back: those above 32 MiB (glibc's DEFAULT_MMAP_THRESHOLD_MAX), and where there are
-several processes those above 1 MiB (``shims/glibc.py``). So every large tensor that an operation
-makes costs that much besides. Tensors that are made::
+The system provides memory page by page and clears each page when it is first touched. The C library
+keeps small blocks for later use and returns large blocks to the system. Large blocks are those
+above 32 MiB (glibc's DEFAULT_MMAP_THRESHOLD_MAX), or above 1 MiB if there are several processes
+(``shims/glibc.py``). Every large tensor that an operation creates therefore costs additional time.
+The created tensors are::
 
-    forward     each product's input (a norm's output, an activation's) and its result; the sum with the stream behind a row layer
-    backward    as many gradients; the attention's three, once more where they are put together
+    forward     each product's input (a norm's output, an activation's) and its result; the sum
+                with the residual stream after a row-parallel layer
+    backward    as many gradients; the attention's three, once more where they are concatenated
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _KEPT = 32 * 2**20
 
 
 def fresh_seconds(job: Job, sizes: Iterable[float]) -> float:
-    """Return the time of touching new memory for tensors of ``sizes`` bytes."""
+    """Return the seconds to touch new memory for tensors of ``sizes`` bytes."""
     measured = job.device.measured
     if measured is None or not measured.fresh_s:
         return 0.0
@@ -34,8 +35,10 @@ def fresh_seconds(job: Job, sizes: Iterable[float]) -> float:
 
 
 def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[float], list[float]]:
-    """Bytes of the tensors that a layer's forward makes, and its backward; those of experts are
-    small ones."""
+    """Return the bytes of the tensors that a layer's forward and its backward create.
+
+    Tensors of experts are small and left out.
+    """
     layout, samples, width = choice.layout, choice.samples, job.precision.compute
     t = layout.tensor_parallel_size
     divides = t if layout.sequence_parallel else 1
@@ -44,7 +47,7 @@ def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[flo
         outputs, inputs = (samples * product.rows * size * width for size in product.local(t))
         if product.cut == "inputs":
             stream = outputs / divides
-            made = [inputs, outputs, stream]  # the sum with the stream is the last
+            made = [inputs, outputs, stream]  # the last is the sum with the residual stream
             forward += [stream] if product.bias and t > 1 else []
         else:
             made = (
@@ -56,6 +59,6 @@ def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[flo
         backward += made
     for attention in layer.attentions:
         backward.append(input_bytes(job, choice, attention))
-    if t == 1:  # else they are added where the sum is (matrix_product.py)
+    if t == 1:  # else they are added to the sum in place (matrix_product.py)
         backward += [product.elements() * job.precision.weight for product in layer.products]
     return forward, backward

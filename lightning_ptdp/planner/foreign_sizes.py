@@ -1,5 +1,7 @@
-"""The sizes of a model that is not ours: what a Hugging Face configuration says, as those of a GPT
-that keeps and computes the same."""
+"""The sizes of a Hugging Face configuration as those of an equivalent GPT of ours.
+
+An equivalent GPT keeps and computes the same amount.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,15 @@ _GATED = ("silu", "swish")
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Latent attention (arXiv 2405.04434, section 2.1): queries, keys and values are made of
-    something narrower.
+    """Latent attention (arXiv 2405.04434, section 2.1).
+
+    Queries, keys and values are computed from a narrower representation.
 
     Attributes:
-        queries: Channels of what queries are made of; None: of the stream itself.
-        keys: Of what keys and values are made of.
-        plain: Channels of a head's query and key that are not turned.
-        turned: Those that are; of a key all heads share them.
+        queries: Channels from which queries are computed; None means the residual stream.
+        keys: Channels from which keys and values are computed.
+        plain: Channels of a head's query and key without rotary position.
+        turned: Channels with rotary position; those of the key are shared by all heads.
         values: Channels of a head's values.
     """
 
@@ -57,8 +60,8 @@ class PlannedGPT(GPTConfig):
     """A GPT that is planned, not built.
 
     Attributes:
-        head_size: Channels of a head that are not ``hidden_size / num_heads``; None: they are.
-        latent: How its attention is made; None: as a GPT's.
+        head_size: Channels of a head; None means ``hidden_size / num_heads``.
+        latent: Latent attention; None means the attention of a GPT.
     """
 
     head_size: Size | None = None
@@ -66,7 +69,7 @@ class PlannedGPT(GPTConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Return the width of one attention head."""
         return super().head_dim if self.head_size is None else self.head_size
 
     def _check_heads(self) -> None:
@@ -84,21 +87,24 @@ _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def gpt_sizes(config: object) -> GPTConfig:
-    """A GPT of the sizes of ``config``: ours, or a Hugging Face configuration, as an object or as
-    what its ``config.json`` holds.
+    """Return a GPT with the sizes of ``config``.
 
-    Gated feed-forward parts and RMSNorm are taken for granted where the configuration has key/value
-    heads of its own, as Llama's kin does.
+    Gated feed-forward parts and RMSNorm are assumed if the configuration has key/value heads, as
+    models similar to Llama do.
+
+    Args:
+        config: A configuration of ours, a Hugging Face configuration object, or the values of its
+            ``config.json``.
 
     Raises:
-        ValueError: A size is missing, or there is something that no GPT of ours has; the message
-            names it.
+        ValueError: A size is missing, or the model has a part that our GPT lacks. The message names
+            it.
     """
     if isinstance(config, GPTConfig):
         return config
     if isinstance(config, TransformerConfig):
-        # A BERT keeps and computes what a GPT of its sizes does, but for the attention's mask and
-        # the small parts around its head.
+        # A BERT keeps and computes as much as a GPT of its sizes, except for the attention's mask
+        # and the small parts around its head.
         return GPTConfig(
             **{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__}
         )
@@ -153,7 +159,7 @@ def _latent(values: Mapping[str, Any]) -> Latent | None:
 
 
 def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a GPT with experts; none if it has none, or one."""
+    """Return the fields of a GPT with experts; none if it has at most one expert."""
     found = {name: value for name, value in _found(values, _MIXTURE).items() if value is not None}
     if found.get("num_experts", 1) == 1:
         return {}

@@ -1,30 +1,33 @@
 """The shape of our GPT, by formulas.
 
-Between the matrix products of a layer its operations read and write so many bytes, counted
-operation by operation: r bytes an element of the stream between blocks and w of what products read
-and write, h channels, f inner channels, 1 byte an element of a dropout's mask. "alike" are
-operations on the whole stream, which sequence parallelism divides by t::
+The operations between the matrix products of a layer read and write the following bytes, counted
+operation by operation. r is the bytes per element of the residual stream between blocks, and w
+those of the elements that products read and write. h is channels, f inner channels. A dropout mask
+has 1 byte per element. "alike" are operations on the whole stream, which sequence parallelism
+divides by t::
 
-    forward                                         backward
-    2 norms        r + w, or 2 r + w                w + 2 r, or 3 w + 4 r; the stream's gradient added up, 3 r
+                   forward                          backward
+    2 norms        r + w, or 2 r + w                w + 2 r, or 3 w + 4 r;
+                                                    accumulation of the stream's gradient 3 r
     2 sums         w + 2 r (+ mask)                 dropout 2 w + mask; the bias' gradient w
-    activation     2 w an inner channel (GELU)      3 w; the bias' gradient w
-    attention's    its result laid out              its gradients put together, 4 w a channel
+    activation     2 w per inner channel (GELU)     3 w; the bias' gradient w
+    attention      copy of its result               concatenation of its gradients, 4 w per channel
 
-What is not fused into one pass is read and written once more for each further pass: a bias 2 w, a
-dropout 2 w, autocast's cast r + w.
+If operations are not fused into one pass, each further pass reads and writes once more: a bias 2 w,
+a dropout 2 w, autocast's cast r + w.
 
-What a layer keeps for its backward is that of arXiv 2205.05198 (section 4 and table 2), ``s b h (34
-+ 5 a s / h)`` in 16 bits with dropout and without tensor parallelism, by what makes it up; n = b s
-/ c tokens, q the width of the queries, in elements, and what the attention keeps
-(``attention_cost.py``)::
+A layer keeps for its backward the bytes of arXiv 2205.05198 (section 4 and table 2), ``s b h (34 +
+5 a s / h)`` in 16 bits with dropout and without tensor parallelism. They consist of the following
+parts, in elements, and of the bytes that the attention keeps (``attention_cost.py``). n = b s / c
+is tokens, q the width of the queries::
 
     everywhere alike, 1/t with sequence parallelism     split over t anyway
     2 n h   inputs of the two norms                     n q          output of the attention
-    2 n h   their outputs                               2 n f        before and after GELU, or 3 n f: gate and up, their product
+    2 n h   their outputs                               2 n f        before and after GELU, or
+                                                        3 n f        gate and up, their product
     2 n h   masks of the two dropouts, 1 byte each
 
-On a CPU a dropout keeps a mask of the activation's dtype.
+On a CPU, a dropout keeps a mask of the activation's dtype.
 """
 
 from __future__ import annotations
@@ -65,14 +68,14 @@ def gpt_shape(
     software: Software,
     on_cpu: bool,
 ) -> ModelShape:
-    """The shape of a GPT or a Llama of ours.
+    """Return the shape of a GPT or a Llama of ours.
 
     Args:
         config: The model.
         sequence_length: s in tokens.
-        precision: What its bytes are in.
-        software: What its bytes are of.
-        on_cpu: Whether it runs on CPUs.
+        precision: Precision of the counted bytes.
+        software: Software whose reads and writes are counted.
+        on_cpu: Whether the model runs on CPUs.
     """
     s, h, v = sequence_length, config.hidden_size, config.vocabulary_size
     norm, mixtures = norm_parameters(config), config.layers_with_experts
@@ -165,17 +168,18 @@ def _layer(
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A layer's attention; widths in channels.
+    """A layer's attention, with widths in channels.
 
     Attributes:
-        products: Around the scores.
+        products: Products around the scores.
         attention: The scores.
-        parameters: Norms and biases among them.
-        made: Of queries, keys and values.
-        turned: Of them those that are turned by their positions.
-        results: Of what the scores weigh.
-        narrow: What queries, keys and values are made of, and normed, besides the stream.
-        table: Of the cosines and sines.
+        parameters: Parameters, including norms and biases.
+        made: Width of queries, keys and values.
+        turned: Part of ``made`` with rotary position.
+        results: Width of the weighted values.
+        narrow: Width of the normed representations from which queries, keys and values are
+            computed, in addition to the residual stream.
+        table: Width of the table of cosines and sines.
     """
 
     products: tuple[Product, ...]

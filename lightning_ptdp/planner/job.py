@@ -1,4 +1,4 @@
-"""Subject of planning: the job (model, devices and batch) and a choice (layout and options)."""
+"""The input of planning: a job (model, devices, batch) and a choice (layout, options)."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from lightning_ptdp.world.layout import ParallelLayout
 __all__ = ["RESERVE", "Choice", "Job"]
 
 RESERVE = 0.2
-"""The memory of published trainings in bf16 is 17 to 23 % above the estimate: allocators keep
-fragments, and libraries their workspaces."""
+"""Default reserve: published bf16 trainings use 17 to 23 % more memory than estimated.
+
+Allocators keep fragments, and libraries keep workspaces.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model to be trained on some devices.
+    """A model to be trained on given devices.
 
     Attributes:
         model: A GPT of ours, or the shape of any model in this precision (``model_trace.py``).
-        world_size: Number of processes, one a device.
+        world_size: Number of processes, one per device.
         global_batch_size: B, sequences in an optimizer step, over all replicas.
-        device: What each process has.
-        precision: Of weights and arithmetic.
-        software: What runs.
-        sequence_length: s in tokens; by default the longest that the model takes.
-        imbalance: Rows that the busiest rank's experts get, over the mean. 1 is what balancing aims
-            at, and what published benchmarks force; a run's own is in its metrics.
-        trained: Share of the parameters that are trained; the others are frozen, as beside
+        device: Device of each process.
+        precision: Precision of weights and arithmetic.
+        software: Software that trains the model.
+        sequence_length: s in tokens; by default the model's maximum.
+        imbalance: Rows of the busiest rank's experts, over the mean. 1 is the aim of load
+            balancing, and published benchmarks force it. The metrics of a run show its own value.
+        trained: Share of the parameters that are trained. The other parameters are frozen, as with
             adapters.
         reserve: Share of a device's usable memory that a layout leaves free, because estimates of
             memory are too low.
 
     Raises:
-        ValueError: A size is not a positive integer, the sequence is longer than the model takes,
-            or a share is out of range.
+        ValueError: A size is not a positive integer, the sequence is longer than the model's
+            maximum, or a share is out of range.
     """
 
     model: GPTConfig | ModelShape
@@ -96,34 +98,36 @@ class Job:
 
     @property
     def limit_bytes(self) -> float:
-        """Memory of a device that a layout may take by its estimate."""
+        """Return the bytes of a device that a layout may use by its estimate."""
         return (1 - self.reserve) * self.device.usable_bytes
 
     @property
     def shared_cores(self) -> int:
-        """Cores that the processes of a node share; 0 where each has a device of its own."""
+        """Return the cores that the processes of a node share; 0 if each has its own device."""
         measured = self.device.measured
         return 0 if measured is None else measured.cores
 
     @property
     def processes(self) -> int:
-        """On a node."""
+        """Return the number of processes on a node."""
         return min(self.world_size, self.cluster.node_size)
 
     @property
     def overlaps(self) -> bool:
-        """Return True if collectives run beside computations in this software. On a CPU there must
-        be a core for them, too."""
+        """Return True if collectives run at the same time as computations.
+
+        On a CPU, this requires a free core for the collectives of each process.
+        """
         return self.shared_cores == 0 or self.shared_cores >= 2 * self.processes
 
     @property
     def gradient(self) -> int:
-        """Bytes of a gradient."""
+        """Return the bytes per element of a gradient."""
         return self.precision.gradient if self.software.gradient is None else self.software.gradient
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        """The model as time and memory read it."""
+        """Return the model as a ``ModelShape``, which the time and memory models read."""
         if isinstance(self.model, ModelShape):
             return self.model
         return gpt_shape(
@@ -135,12 +139,12 @@ class Job:
         )
 
     def fuses(self, attention: Attention) -> bool:
-        """Return True if no s x s scores are in memory."""
+        """Return True if the attention keeps no s x s scores in memory."""
         return is_fused(attention, software=self.software, on_cpu=self.device.kind == "cpu")
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step."""
+        """Return the number of tokens in an optimizer step."""
         return self.global_batch_size * self.sequence_length
 
 
@@ -156,8 +160,10 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to lay out a job; the names are the strategy's options, and ``micro_batch_size`` is
-    the data's.
+    """One way to lay out a job.
+
+    The names are options of the strategy, except ``micro_batch_size``, which is an option of the
+    data.
 
     Attributes:
         layout: Degrees of parallelism.
@@ -165,11 +171,10 @@ class Choice:
         num_microbatches: m, microbatches in a step of a replica.
         schedule: Name of the pipeline schedule.
         context_parallel_attention: "ring" or "all_to_all"; without context parallelism "ring".
-        recompute: "none", "selective", "full" or "offload", for which the memory model is right on
-            the device; host memory and the copies' time are not modelled, so that no search tries
-            it.
+        recompute: "none", "selective", "full" or "offload". The memory model of "offload" covers
+            only the device, not host memory or the time of copies, so the search does not try it.
         distribute_saved_activations: Keep 1/t of a recomputed block's input.
-        shard_optimizer: Spread the optimizer's state over the replicas (ZeRO-1).
+        shard_optimizer: Distribute the optimizer's state over the replicas (ZeRO-1).
     """
 
     layout: ParallelLayout
@@ -188,8 +193,10 @@ class Choice:
         ), self
 
     def tokens(self, job: Job) -> float:
-        """Tokens of a microbatch that one rank holds between blocks without sequence parallelism: b
-        s / c."""
+        """Return b s / c, a rank's tokens per microbatch between blocks.
+
+        Sequence parallelism would divide them further.
+        """
         return self.micro_batch_size * job.sequence_length / self.layout.context_parallel_size
 
     @property
@@ -198,14 +205,18 @@ class Choice:
         return self.micro_batch_size / self.layout.context_parallel_size
 
     def options(self) -> dict[str, object]:
-        """The arguments of ``PTDPStrategy`` that are not the defaults, ``num_microbatches`` always
-        among them."""
+        """Return the arguments of ``PTDPStrategy`` that differ from the defaults.
+
+        ``num_microbatches`` is always included.
+        """
         every, defaults = self.all_options(), self.layout.options() | _DEFAULTS
         return {name: value for name, value in every.items() if value != defaults.get(name)}
 
     def all_options(self) -> dict[str, object]:
-        """The arguments of ``PTDPStrategy``, defaults among them: what a file that has other ones
-        needs."""
+        """Return the arguments of ``PTDPStrategy`` including defaults.
+
+        A file that sets other values needs all of them.
+        """
         chosen = {**vars(self.layout), **vars(self)}
         if self.layout.pipeline_parallel_size == 1:
             chosen["schedule"] = "auto"
@@ -214,12 +225,12 @@ class Choice:
         }
 
     def describe_layout(self) -> str:
-        """Degrees, and the exchange of context parallelism where it is not the default."""
+        """Return the degrees, and the exchange of context parallelism if it is not the default."""
         exchange = " all-to-all" if self.context_parallel_attention == "all_to_all" else ""
         return self.layout.describe() + exchange
 
     def describe(self) -> str:
-        """Short form: ``t8 p2 d4 sp b1 m16 1f1b full``."""
+        """Return a short form such as ``t8 p2 d4 sp b1 m16 1f1b full``."""
         parts = [self.describe_layout(), f"b{self.micro_batch_size} m{self.num_microbatches}"]
         if self.layout.pipeline_parallel_size > 1:
             parts.append(self.schedule)

@@ -1,8 +1,10 @@
-"""Seconds that one rank spends on one layer, and on the ends of the model, for one microbatch.
+"""Seconds that one rank spends on a layer, or on an end of the model, per microbatch.
 
-The device computes products by their shapes (product_duration.py) and reads and writes what lies
-between them (shapes.py); collectives of tensor parallelism add what no product beside them hides.
-If the host needs longer to launch all of it, its time counts."""
+The device computes products by their shapes (``product_duration.py``), and reads and writes the
+bytes of the operations between them (``shapes.py``). Collectives of tensor parallelism add the time
+that no concurrent product hides. If the host needs longer to launch all of it, the host's time
+counts.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ __all__ = ["NOTHING", "PassTime", "head_time", "input_time", "layer_time"]
 
 
 _DISPATCH_OPERATIONS, _EXPERT_OPERATIONS = 50, 5
-"""Counted by reading expert_parallel/dispatch.py and a router: scores, choice, order, counts, two
-exchanges, weighted sum; and for each call two products, the gate's activation and its product."""
+"""Operations of a dispatch and of one call to experts.
+
+They are counted in ``expert_parallel/dispatch.py`` and a router. A dispatch has scores, choice,
+order, counts, two exchanges and the weighted sum. Each call has two products, the gate's activation
+and its product.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +41,11 @@ class PassTime:
 
     Attributes:
         forward: The forward pass.
-        backward: The whole backward pass, recomputation and weight gradients included.
-        weight: Of that, the gradients of the weights, which a schedule may put off.
-        communication: Of both passes, what is spent waiting for collectives, those of experts
-            aside.
-        experts: Of both passes, the products of experts.
-        dispatch: Of both passes, their all-to-alls.
+        backward: The whole backward pass, including recomputation and weight gradients.
+        weight: Part of ``backward`` for the gradients of the weights, which a schedule may defer.
+        communication: Part of both passes that waits for collectives, except those of experts.
+        experts: Part of both passes for the products of experts.
+        dispatch: Part of both passes for the all-to-alls of experts.
     """
 
     forward: float
@@ -56,7 +61,7 @@ class PassTime:
         )
 
     def times(self, count: float) -> PassTime:
-        """``count`` of them after each other."""
+        """Return the time of ``count`` such passes in sequence."""
         return PassTime(**{name: count * value for name, value in vars(self).items()})
 
 
@@ -65,7 +70,7 @@ NOTHING = PassTime(forward=0.0, backward=0.0, weight=0.0)
 
 @dataclass(frozen=True)
 class _Products:
-    """Seconds of one product, and of those of its backward."""
+    """Seconds of one product and of the products of its backward."""
 
     forward: float
     input_gradient: float
@@ -73,7 +78,7 @@ class _Products:
 
 
 def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> PassTime:
-    """One layer; None: the model's first."""
+    """Return the time of one layer; None means the model's first layer."""
     layer, software = layer or job.shape.runs[0][1], job.software
     stream = _layer_stream(job, layer)
     products = [
@@ -147,7 +152,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
 
 
 def _selected(job: Job, products: float, attention: float, between: float) -> float:
-    """Seconds of what selective recomputation computes again."""
+    """Return the seconds of the operations that selective recomputation repeats."""
     share = job.software.again
     return attention if share is None else share * products + between
 
@@ -155,8 +160,11 @@ def _selected(job: Job, products: float, attention: float, between: float) -> fl
 def _experts(
     job: Job, choice: Choice, layer: LayerShape, experts: ExpertShape
 ) -> tuple[PassTime, float, int]:
-    """Return the times of a layer's experts: router, products and what lies between them; the
-    all-to-alls of one direction; operations of a forward."""
+    """Return the times of a layer's experts.
+
+    The result is (router, products and the operations between them; all-to-alls of one direction;
+    number of operations of a forward).
+    """
     time, traffic, stream = (
         expert_time(experts, job, choice),
         expert_traffic(experts, job, choice),
@@ -189,13 +197,15 @@ def _layer_stream(job: Job, layer: LayerShape) -> float:
 
 
 def _beside(job: Job, host: float, device: float) -> float:
-    """The host launches while the device computes; a CPU does one after the other."""
+    """Combine host and device: a GPU runs while the host launches, a CPU does both in turn."""
     return host + device if job.device.kind == "cpu" else max(host, device)
 
 
 def input_time(job: Job, choice: Choice) -> PassTime:
-    """Return the time of the work before the layers: a look-up, the sum over the split vocabulary,
-    and the gradient of the table."""
+    """Return the time of the work before the layers.
+
+    The work is a look-up, the sum over the split vocabulary, and the gradient of the table.
+    """
     first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
     products = [_products(job, choice, product) for product in first.products]
@@ -257,7 +267,7 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     if head.products:
         logits = choice.samples * head.products[-1].rows * head.products[-1].local(t)[0]
     loss = logits * job.software.loss / (stream if measured is None else measured.loss)
-    # The logits, those less their maximum, and their gradient.
+    # The logits, the logits minus their maximum, and their gradient.
     fresh = fresh_seconds(job, [logits * job.precision.compute])
     return PassTime(
         forward=forward + loss / 3 + 2 * fresh + gathered + kept_on(choice, head.forward) / stream,
@@ -273,7 +283,7 @@ def head_time(job: Job, choice: Choice) -> PassTime:
 
 
 def _products(job: Job, choice: Choice, product: Product, *, float8: bool = False) -> _Products:
-    """(rows, inputs) times (inputs, outputs), and its gradients."""
+    """Return the time of (rows, inputs) times (inputs, outputs), and of its gradients."""
     device, width, rows = (
         job.device,
         job.precision.compute,
@@ -284,8 +294,8 @@ def _products(job: Job, choice: Choice, product: Product, *, float8: bool = Fals
     outputs, inputs = product.local(choice.layout.tensor_parallel_size)
     cast = cast_back = 0.0
     if float8 and product.weighted:
-        # Each operand is read for its largest value, and again to be cast; products want the summed
-        # dimension last, so that the weight gradient's operands are turned.
+        # Each operand is read for its maximum and read again for the cast. Float8 products need the
+        # summed dimension last, so the operands of the weight gradient are transposed.
         read, width = 2 * width + 1, 1
         cast = rows * inputs * read / device.stream
         cast_back = (rows * outputs * (read + 2) + rows * inputs * 2) / device.stream
@@ -298,8 +308,10 @@ def _products(job: Job, choice: Choice, product: Product, *, float8: bool = Fals
 
 
 def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Seconds to add the gradients of a layer's weights to those of earlier microbatches: of all
-    experts here, few tokens or many."""
+    """Return the seconds to add a layer's weight gradients to those of earlier microbatches.
+
+    All experts of the rank count, regardless of their number of tokens.
+    """
     elements = layer.elements(choice.layout.tensor_parallel_size)
     if layer.experts is not None:
         elements += layer.experts.local(choice.layout)
@@ -307,7 +319,10 @@ def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
 
 
 def _biases(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Bytes of the biases that are added behind the sums over ranks, where the products cannot."""
+    """Return the bytes of the biases that are added after the sums over ranks.
+
+    The products cannot include these biases.
+    """
     t = choice.layout.tensor_parallel_size
     if t == 1 or job.software.elementwise != "eager":
         return 0.0
@@ -328,17 +343,18 @@ def _biases(job: Job, choice: Choice, layer: LayerShape) -> float:
 def _tensor_collectives(
     job: Job, choice: Choice, layer: LayerShape, products: Sequence[_Products]
 ) -> tuple[float, float, int]:
-    """Seconds of waiting in the forward and in the backward, and how many collectives the forward
-    has.
+    """Return the waiting time of both passes, and the number of collectives per forward.
 
-    Without sequence parallelism an all-reduce in each half of the layer and direction, the
-    backward's beside the product of the weight gradient where the software does that. With it an
-    all-gather and a reduce-scatter; in the backward the gradient is gathered first, while the
-    input's gather and the reduce-scatter run beside products (tensor_parallel/linear.py).
+    Without sequence parallelism, each half of the layer has an all-reduce in each direction. If the
+    software supports it, the backward's all-reduce runs at the same time as the product of the
+    weight gradient. With sequence parallelism, the all-reduce becomes an all-gather and a
+    reduce-scatter. The backward gathers the gradient first. The input's gather and the
+    reduce-scatter run at the same time as products (``tensor_parallel/linear.py``).
 
-    A mixture has the whole sequence on each rank, which sends a part of the tokens to the experts
-    and gathers what comes back; or, where each expert is split, all of them, and what comes back is
-    summed (tensor_parallel/sharded_experts.py)."""
+    In a mixture, each rank has the whole sequence, sends a part of the tokens to the experts and
+    gathers the results. If each expert is split, each rank sends all tokens, and the results are
+    summed (``tensor_parallel/sharded_experts.py``).
+    """
     group = group_link(choice.layout, job.cluster, "tensor")
     if group.size == 1:
         return 0.0, 0.0, 0
@@ -373,9 +389,12 @@ def _tensor_collectives(
 
 
 def _moved(job: Job, choice: Choice, layer: LayerShape) -> tuple[float, float]:
-    """Seconds in a layer's forward and backward to bring the sequence, the second dimension of
-    ours, to where collectives concatenate,
-    and back: a copy for several samples, and what a collective gives is a tensor of its own."""
+    """Return the seconds of a layer's passes to transpose the sequence for collectives.
+
+    Collectives concatenate along the first dimension. Our sequence dimension is the second one, so
+    it is moved to the front and back. This is a copy if there are several samples. The result of a
+    collective is always a new tensor.
+    """
     if not choice.layout.sequence_parallel or not job.software.batch_first:
         return 0.0, 0.0
     forward = backward = 0.0

@@ -1,5 +1,7 @@
-"""Measurements of ``ptdp doctor --calibrate``, in place of a data sheet's figures and assumed
-shares of them."""
+"""Measurements of ``ptdp doctor --calibrate``.
+
+They replace the figures of a data sheet and assumed shares of them.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,26 @@ __all__ = ["Measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Every figure was found in the processes that training would have, while as many of them were
-    busy as there are cores for.
+    """Measured figures of a device.
+
+    Every figure was measured in the processes that training would have. As many processes were busy
+    as there are cores.
 
     Attributes:
-        processes: How many there were.
-        cores: That the processes of a node share; 0: each has a device of its own.
-        products: Matrix products: (m, n, k, operations a second).
-        attention: The fused kernel, causal: (positions, channels of a head, operations a second of
-            the forward, and of the backward), of the whole square and as if the backward were 2.5
-            forwards.
-        gated: Bytes a second of what lies between the products of a layer with RMSNorm and SwiGLU;
-            ``Device.stream`` is that of one with LayerNorm and GELU. Bytes are those that the
-            planner counts, here and below.
-        loss: The same of the loss and its backward.
-        optimizer: The same of a step of the optimizer.
-        fresh_s: Seconds to touch a byte of memory that a process has just been given
-            (first_touch.py).
-        operation_s: Seconds of the host for an operation.
-        waiting: Of a core, what a rank uses while it waits for a collective: threads of its own
+        processes: Number of processes.
+        cores: Cores that the processes of a node share; 0 if each has its own device.
+        products: Matrix products: (m, n, k, operations per second).
+        attention: The fused causal kernel: (positions, channels of a head, operations per second of
+            the forward, and of the backward). Operations are those of the whole square, and the
+            backward counts as 2.5 forwards.
+        gated: Bytes per second of the operations between the products of a layer with RMSNorm and
+            SwiGLU; ``Device.stream`` is that of a layer with LayerNorm and GELU. Bytes are those
+            that the planner counts, here and below.
+        loss: Bytes per second of the loss and its backward.
+        optimizer: Bytes per second of an optimizer step.
+        fresh_s: Seconds to touch a byte of newly allocated memory (``first_touch.py``).
+        operation_s: Seconds of the host per operation.
+        waiting: Share of a core that a rank uses while it waits for a collective. Separate threads
             receive, sum and send.
 
     Raises:
@@ -62,12 +65,17 @@ class Measured:
             raise ValueError("products and attention must not be empty")
 
     def product_rate(self, m: int, n: int, k: int) -> float:
-        """Operations a second, between the measured shapes that are nearest on a logarithmic
-        scale."""
+        """Return the operations per second for a product.
+
+        The rate is interpolated between the nearest measured shapes on a logarithmic scale.
+        """
         return _between([(shape, rate) for *shape, rate in self.products], (m, n, k))
 
     def attention_rates(self, positions: int, channels: int) -> tuple[float, float]:
-        """Operations a second of the forward and of the backward, likewise."""
+        """Return the operations per second of an attention's forward and of its backward.
+
+        The rates are interpolated like ``product_rate``.
+        """
         where = (positions, channels)
         forward = _between([(place, forward) for *place, forward, _ in self.attention], where)
         return forward, _between(

@@ -24,18 +24,17 @@ __all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Peak bytes of one rank, by what they are for.
+    """Peak bytes of one rank by purpose.
 
     Attributes:
-        pipeline_rank: Which rank of the pipeline.
+        pipeline_rank: Index of the rank in the pipeline.
         parameters: Number of parameters, not bytes.
         weights: The parameters.
         gradients: Their gradients.
         optimizer: Adam's moments and the master weights.
-        activations: What the layers keep for the backwards of all microbatches in flight.
+        activations: Bytes that the layers keep for the backwards of all microbatches in flight.
         logits: Final norm, head and loss.
-        working: What exists for a moment: a layer that is computed again, gradients between the
-            operations of a layer.
+        working: Temporary bytes: a recomputed layer, gradients between the operations of a layer.
     """
 
     pipeline_rank: int
@@ -49,12 +48,12 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """All parts together, in bytes."""
+        """Return the sum of all parts in bytes."""
         return sum(self.parts.values())
 
     @property
     def parts(self) -> dict[str, float]:
-        """The parts in bytes, by name."""
+        """Return the parts in bytes by name."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -65,12 +64,18 @@ class RankMemory:
 def static_bytes(
     job: Job, choice: Choice, parameters: float, experts: float = 0.0
 ) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer state for ``parameters`` of them: what does not
-    depend on the microbatches.
+    """Return the bytes of weights, gradients and optimizer state.
 
-    With a sharded optimizer a rank keeps the state of 1/(d c) of its parameters: 6 + 12/d bytes a
-    parameter in half precision; of those that are ``experts``, which d c / e ranks hold alike, of
-    e/(d c)."""
+    These bytes do not depend on the microbatches. With a sharded optimizer, a rank keeps the state
+    of 1/(d c) of its parameters: 6 + 12/d bytes per parameter in half precision. Experts are held
+    by d c / e ranks each, so a rank keeps the state of e/(d c) of them.
+
+    Args:
+        job: Precision and software.
+        choice: Layout and sharding.
+        parameters: Number of parameters on the rank.
+        experts: Number of expert parameters among them.
+    """
     precision, layout = job.precision, choice.layout
     shards, of_experts = (
         (layout.size("replica_sum"), expert_shards(job, choice))
@@ -89,14 +94,14 @@ def static_bytes(
 
 
 def is_sharded(job: Job, choice: Choice) -> bool:
-    """Return True if replicas share out the optimizer's state at least."""
+    """Return True if replicas share at least the optimizer's state."""
     return choice.shard_optimizer or job.software.shards != "none"
 
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
-    """Peak memory of the rank that needs most."""
-    # Between the first and the last rank, what is held falls from rank to rank; remainders of
-    # layers may sit anywhere at the front.
+    """Return the peak memory of the rank that needs most."""
+    # Held activations decrease from the first to the last rank. Stages with a remainder layer may
+    # be anywhere at the front.
     layout = choice.layout
     layers, kinds = (
         stage_layers(job.shape, layout.num_stages, balanced=job.software.balances_stages),
@@ -105,7 +110,8 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     largest = max(
         range(layout.num_stages), key=lambda stage: sum(count for count, _ in layers[stage])
     )
-    # Layers that differ, as mixtures from dense ones, may be heaviest where they are few.
+    # If layers differ, as mixtures and dense layers do, a stage with few layers may be the
+    # heaviest.
     parameters = stage_parameters(job.shape, layout, balanced=job.software.balances_stages)
     heaviest = max(range(layout.num_stages), key=lambda stage: parameters[stage])
     ranks = {
@@ -121,7 +127,7 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
 
 
 def _kinds(job: Job, choice: Choice) -> dict[int, LayerActivations]:
-    """Return the activations of each kind of layer, by its ``id``."""
+    """Return the activations of each kind of layer by its ``id``."""
     return {id(layer): layer_activations(job, choice, layer) for _, layer in job.shape.runs}
 
 
@@ -131,10 +137,12 @@ def rank_memory(
     pipeline_rank: int,
     kinds: Mapping[int, LayerActivations] | None = None,
 ) -> RankMemory:
-    """Peak memory of one pipeline rank (its tensor, context and data peers hold the same).
+    """Return the peak memory of one pipeline rank.
 
-    The stages of a rank are taken to be as large as the largest of them. On the last one the peak
-    is in the backward of the head, or of the last layer."""
+    Its tensor-, context- and data-parallel peers hold the same. All stages of a rank are assumed to
+    be as large as its largest one. On the last stage, the peak is in the backward of the head or of
+    the last layer.
+    """
     layout, balanced = choice.layout, job.software.balances_stages
     mine = layout.stages_of(pipeline_rank)
     every = stage_layers(job.shape, layout.num_stages, balanced=balanced)
@@ -157,8 +165,9 @@ def rank_memory(
     logits = 0.0
     if layout.num_stages - 1 in mine:
         kept, besides = logits_bytes(job, choice)
-        # The last stage's backward follows its forward, except where all forwards come first.
-        # The head's backward, with its matrix' gradient, is over before that of the last layer.
+        # The last stage's backward follows its forward, unless the schedule runs all forwards
+        # first. The head's backward, including its weight gradient, ends before that of the last
+        # layer starts.
         besides += job.shape.head.table_elements(layout.tensor_parallel_size) * job.precision.weight
         waiting = kept * (choice.num_microbatches - 1) if choice.schedule == "gpipe" else 0.0
         logits = waiting + kept + besides
@@ -184,8 +193,11 @@ def _held(choice: Choice, pipeline_rank: int) -> int:
 
 
 def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
-    """Return the bytes that the embedding keeps, ids and the mask of its dropout; and without
-    tensor parallelism autocast's copy of the head."""
+    """Return the bytes of a rank's embedding and of autocast's copy of the head.
+
+    The embedding keeps the ids and the mask of its dropout. The copy of the head exists only
+    without tensor parallelism.
+    """
     total = 0.0
     if 0 in stages:
         total += _held(choice, layout.rank_of_stage(0)) * kept_on(choice, job.shape.input.kept)
@@ -197,9 +209,12 @@ def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int,
 
 
 def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Two gradients of a layer's widest activation, and two of the stream; and one matrix's
-    gradient before it is added up. Of experts what travels, and the gradient of the wider of their
-    matrices."""
+    """Return the bytes of temporary gradients in a layer's backward.
+
+    They are two gradients of the layer's widest activation, two of the residual stream, and one
+    matrix's gradient before it is accumulated. For experts, they are the exchanged rows and the
+    gradient of the larger of their matrices.
+    """
     t, width = choice.layout.tensor_parallel_size, job.precision.compute
     widest = max(
         (

@@ -1,10 +1,11 @@
-"""The shape of any model, read off its forward.
+"""The shape of any model, traced from its forward.
 
-The module is run on tensors without data. Its blocks run alone, once for each kind (class,
-parameters, sizes of what they are given), with their backward; what runs before and behind them are
-the ends. The plan says which parameters t divides, and from there it is followed through every
-operation (``operation_recorder.py``). Two batches of different size tell what is kept of a sample
-from what is kept once."""
+The module runs on tensors without data. Its blocks run alone with their backward, once per kind
+(class, parameters, sizes of the inputs). The operations before and after the blocks are the ends.
+The plan defines which parameters t divides, and the trace follows the division through every
+operation (``operation_recorder.py``). Two batches of different size separate the bytes kept per
+sample from the bytes kept once.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +44,20 @@ def trace_shape(
     on_cpu: bool,
     sequence_length: int,
 ) -> ModelShape:
-    """The shape of ``module``, which stays as it is.
+    """Return the shape of ``module``, which stays unchanged.
 
     Args:
-        module: The whole model; on the meta device, or with values.
-        plan: What t divides, and where the blocks are.
-        run: Calls it.
-        precision: What its bytes are in.
-        software: What its bytes are of.
-        on_cpu: Whether it runs on CPUs.
-        sequence_length: s in tokens, for what counts them.
+        module: The whole model, on the meta device or with values.
+        plan: Parameters that t divides, and names of the blocks.
+        run: Calls the module with a batch.
+        precision: Precision of the counted bytes.
+        software: Software whose reads and writes are counted.
+        on_cpu: Whether the model runs on CPUs.
+        sequence_length: s in tokens, for costs per token.
 
     Raises:
-        ValueError: There are no blocks, or the forward does not run without data; says where it
-            stopped.
+        ValueError: There are no blocks, or the forward does not run without data. The message names
+            the module where it stopped.
     """
     parts = find_parts(
         module,
@@ -138,7 +139,7 @@ def _layer(few: Followed, many: Followed, software: Software) -> LayerShape:
     return LayerShape(
         products=tuple(
             one for one in trace.products if (one.outputs, one.inputs) != router
-        ),  # it goes with the experts
+        ),  # the router's product is counted with the experts
         attentions=tuple(trace.attentions),
         forward=forward,
         backward=backward,
@@ -151,7 +152,7 @@ def _layer(few: Followed, many: Followed, software: Software) -> LayerShape:
 
 
 def _kept(few: Trace, many: Trace) -> Bytes:
-    """A straight line through both."""
+    """Return the kept bytes per sample and once, by a straight line through two batch sizes."""
 
     def total(trace: Trace, divided: bool) -> int:
         return sum(nbytes for nbytes, split in trace.kept.values() if split is divided)
@@ -177,7 +178,7 @@ def _end(
     logits = few.products[-1] if few.products else None
     kept = _kept(few, many)
     if logits is not None:
-        # Those of the logits' size are counted with the loss (activations.py).
+        # Tensors of the logits' size are counted with the loss (activations.py).
         size = logits.rows * logits.outputs
         few, many = (
             replace(one, kept={k: v for k, v in one.kept.items() if v[0] < size * n})

@@ -1,5 +1,7 @@
-"""Record of a forward and its backward on tensors without data: products, attention, bytes read and
-written, bytes kept."""
+"""Recorder of a forward and its backward on tensors without data.
+
+It records products, attention, bytes read and written, and bytes kept.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ _BACKWARD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter under a plan.
+    """Division of a parameter under a plan.
 
     Attributes:
-        split: Whether t divides it.
+        split: Whether t divides the parameter.
         table: Whether its rows are looked up.
-        copied: Of its outputs, the channels of key and value heads of which each rank has ``least``
-            at least.
-        least: See there.
+        copied: Number of its outputs for key and value heads, of which each rank has at least
+            ``least``.
+        least: Least number of these outputs on a rank.
     """
 
     split: bool = False
@@ -50,17 +52,19 @@ class Weight:
 
 @dataclass
 class Trace:
-    """Record of one place in the model; bytes by whether t divides them, [alike, split].
+    """Record of one part of the model.
+
+    Bytes are separated by whether t divides them: [alike, split].
 
     Attributes:
-        products: In the order of the forward.
-        attentions: Likewise.
+        products: Products in the order of the forward.
+        attentions: Attentions in the order of the forward.
         forward: Bytes read and written between products.
-        backward: Likewise, of the backward.
-        operands: Bytes of the products' results and activations: what is left of that where all
-            between two products is one pass.
-        kept: Bytes of each storage that is kept, by its key, and whether t divides it.
-        gated: Whether a gate was seen.
+        backward: Bytes read and written between products of the backward.
+        operands: Bytes of the products' results and activations, which remain if all operations
+            between two products are one pass.
+        kept: Bytes of each kept storage by its key, and whether t divides it.
+        gated: Whether a gate was found.
     """
 
     products: list[Product] = field(default_factory=list)
@@ -73,16 +77,17 @@ class Trace:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes what runs into ``trace``, while there is one.
+    """A dispatch mode that records operations in ``trace``, unless that is None.
 
-    A tensor is split if t divides what it holds: products with a split weight turn whole tensors
-    into split ones and back; everything else hands on what it reads.
+    A tensor is split if t divides its contents. Products with a split weight turn whole tensors
+    into split ones, and split tensors into whole ones. Every other operation passes on the state of
+    its inputs.
 
     Args:
-        weights: By the storage key of each parameter.
-        sizes: Of the parameters.
-        samples: Of the batch.
-        norm_reads: How often a norm reads its input.
+        weights: Division of each parameter by its storage key.
+        sizes: Sizes of the parameters.
+        samples: Number of samples in the batch.
+        norm_reads: Number of times that a norm reads its input.
     """
 
     def __init__(
@@ -110,13 +115,13 @@ class Recorder(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._alive += [
             one.untyped_storage() for one in (*inputs, *outputs)
-        ]  # keys are not used again
+        ]  # prevents the reuse of storage keys
         keys = [storage_key(one) for one in inputs]
         new = [one for one in outputs if storage_key(one) not in keys]
         split = self._is_split(function, inputs, keys)
         if (
             new and inputs and all(key in self._of_weights for key in keys)
-        ):  # a cast, or another form, of a parameter
+        ):  # a cast or another form of a parameter
             for one in new:
                 self._of_weights[storage_key(one)] = self._of_weights[keys[0]]
                 self._split |= {storage_key(one)} & (
@@ -157,7 +162,7 @@ class Recorder(TorchDispatchMode):
             and function is _aten._to_copy.default
             and tuple(sorted(new[0].shape)) in self._sizes
         ):
-            return  # a weight's gradient, which is counted with what adds it up
+            return  # a weight's gradient is counted where it is accumulated
         if function in _FUSED:
             self._attention(trace, args, kwargs, new)
         elif function in _MATRIX or function is _aten.convolution.default:
@@ -225,13 +230,15 @@ class Recorder(TorchDispatchMode):
                 dropout=False,
             )
         )
-        # The planner counts inputs and log-sum-exps itself (attention_cost.py).
+        # The planner itself counts inputs and log-sum-exps (attention_cost.py).
         self._cores |= {storage_key(one) for one in (query, key, value, *new[1:])}
 
     @contextmanager
     def keeping(self, trace: Trace) -> Iterator[None]:
-        """Writes down what is kept for a backward, but parameters, their casts and what attentions
-        keep."""
+        """Record the tensors that are kept for a backward.
+
+        Parameters, their casts, and the tensors that attentions keep are left out.
+        """
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_key(tensor)
@@ -247,7 +254,7 @@ class Recorder(TorchDispatchMode):
 
 
 class as_on_accelerators(TorchFunctionMode):  # noqa: N801, it is used as a context
-    """Dropout as GPUs have it: a byte an element is kept, and attention stays fused."""
+    """Dropout as on GPUs: it keeps one byte per element, and attention stays fused."""
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -1,4 +1,4 @@
-"""Number of parameters that a rank holds, by stage."""
+"""Number of parameters on a rank, by stage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ __all__ = ["expert_parameters", "layers_by_stage", "stage_layers", "stage_parame
 def stage_parameters(
     model: ModelShape, layout: ParallelLayout, *, balanced: bool = True
 ) -> tuple[int, ...]:
-    """Parameters of each stage on one tensor-parallel rank, in the order of stages, the vocabulary
-    padded; ``balanced`` as of ``stage_layers``.
+    """Return the parameters of each stage on one tensor-parallel rank, in the order of stages.
 
-    A tied head is a second copy where it is on another rank than the embedding.
+    The vocabulary is padded. A tied head is a second copy if its rank differs from the embedding's.
+
+    Args:
+        model: Shape of the model.
+        layout: Degrees of parallelism.
+        balanced: See ``stage_layers``.
     """
     t = layout.tensor_parallel_size
     stages = [
@@ -40,8 +44,10 @@ def stage_parameters(
 def expert_parameters(
     model: ModelShape, layout: ParallelLayout, *, balanced: bool = True
 ) -> tuple[int, ...]:
-    """Return the experts' part of ``stage_parameters``, of which a rank has 1/e and which only the
-    ranks with the same experts share."""
+    """Return the experts' part of ``stage_parameters``.
+
+    A rank has 1/e of these parameters. Only ranks with the same experts share them.
+    """
 
     def held(layer: LayerShape) -> int:
         return 0 if layer.experts is None else layer.experts.local(layout)
@@ -54,9 +60,15 @@ def expert_parameters(
 def stage_layers(
     model: ModelShape, num_stages: int, *, balanced: bool = True
 ) -> tuple[tuple[tuple[int, LayerShape], ...], ...]:
-    """Which layers each stage has, and how many of each: the split that the strategy makes on its
-    own, by multiply-adds and an eighth for a look-up; not ``balanced``: as if there were nothing
-    but equal layers."""
+    """Return the layers of each stage as (number, layer) pairs.
+
+    The partition is the strategy's default: by multiply-adds, where a look-up counts an eighth.
+
+    Args:
+        model: Shape of the model.
+        num_stages: Number of stages.
+        balanced: If False, all layers count the same, and the ends count nothing.
+    """
     layers = model.layers
     costs, first, last = (1.0,) * len(layers), 0.0, 0.0
     if balanced:
@@ -71,7 +83,7 @@ def stage_layers(
 def layers_by_stage(
     model: ModelShape, num_stages: int, *, balanced: bool = True
 ) -> tuple[int, ...]:
-    """Return the number of layers of each stage; ``balanced`` as of ``stage_layers``."""
+    """Return the number of layers of each stage; see ``stage_layers`` for ``balanced``."""
     return tuple(
         sum(count for count, _ in runs)
         for runs in stage_layers(model, num_stages, balanced=balanced)
@@ -79,7 +91,7 @@ def layers_by_stage(
 
 
 def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
-    """(place of its first, how many) of each kind of layer."""
+    """Return (index of the first layer, number of layers) for each kind of layer."""
     places = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
     counts = Counter(id(layer) for layer in layers)
     return [(places[one], count) for one, count in counts.items()]

@@ -1,4 +1,4 @@
-"""Time and memory of the best layouts by their parts, as bars: in the terminal, and as a picture.
+"""Time and memory of the best layouts as bars, in the terminal and as a picture.
 
 matplotlib is imported only when a picture is drawn.
 """
@@ -23,8 +23,11 @@ _GIB = 2**30
 
 
 def bars(plan: Plan, *, count: int = 5) -> str:
-    """Two bars for each of the best: its step beside the slowest of them, its memory beside what
-    there is; a letter a part."""
+    """Return two bars for each of the best layouts, with one letter per part.
+
+    One bar compares its step with the slowest of these layouts. The other compares its memory with
+    the usable memory.
+    """
     shown = plan.best[:count]
     slowest = max(candidate.time.total for candidate in shown)
     return "\n".join(
@@ -46,7 +49,7 @@ def bars(plan: Plan, *, count: int = 5) -> str:
 
 
 def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
-    """The same as a picture.
+    """Draw the same bars as a picture.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -82,7 +85,7 @@ def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
 
 
 def _mark_limits(axes: Axes, job: Job) -> None:
-    """Lines where the reserve begins and where the usable memory ends."""
+    """Draw lines at the start of the reserve and at the end of the usable memory."""
     limit, usable = job.limit_bytes / _GIB, job.device.usable_bytes / _GIB
     if job.reserve:
         axes.axvline(limit, color="black", linestyle="--", label=f"limit {limit:.3g}")
@@ -93,12 +96,12 @@ def _mark_limits(axes: Axes, job: Job) -> None:
 def draw_what_if(
     found: Mapping[int, Sequence[tuple[int, Candidate]]], path: Path, *, tokens: Mapping[int, int]
 ) -> None:
-    """Tokens a second for each number of devices, a bar for each batch.
+    """Draw the tokens per second for each number of devices, one bar per batch.
 
     Args:
-        found: For each batch, (devices, the best layout).
-        path: Of the picture.
-        tokens: Of a step, for each batch.
+        found: For each batch, (devices, best layout).
+        path: File of the picture.
+        tokens: Tokens of a step, for each batch.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -116,7 +119,8 @@ def draw_what_if(
         places = [worlds.index(world) + i * width for world, _ in points]
         rates = [tokens[batch] / one.time.total for _, one in points]
         axes.bar(places, rates, width, label=f"batch {batch}", alpha=0.6)
-        # Upright in its own bar, from its foot, so that none meets another.
+        # Each label starts at the foot of its own bar and is vertical, so that labels do not
+        # overlap.
         for place, (_, one) in zip(places, points, strict=True):
             axes.annotate(
                 one.choice.describe_layout(),
@@ -138,7 +142,7 @@ def draw_what_if(
 
 
 def _named(rows: Sequence[Mapping[str, float]]) -> list[str]:
-    """The parts that any of them has."""
+    """Return the names of the parts that are not 0 in every row."""
     return [part for part in rows[0] if any(row[part] for row in rows)]
 
 
@@ -151,7 +155,11 @@ def _letter(name: str) -> str:
 
 
 def _bar(parts: Mapping[str, float], whole: float) -> str:
-    """A letter for each part of the width; ends are rounded, so that the bar's length is right."""
+    """Return a bar with a letter per column.
+
+    The ends of the parts are rounded, not their lengths, so that the whole bar has the right
+    length.
+    """
     text, done = "", 0.0
     for name, value in parts.items():
         done += value
@@ -160,7 +168,7 @@ def _bar(parts: Mapping[str, float], whole: float) -> str:
 
 
 def _memory_bar(parts: Mapping[str, float], job: Job) -> str:
-    """A bar beside all usable memory, with a mark where the reserve begins."""
+    """Return a bar over all usable memory, with a mark where the reserve begins."""
     bar = _bar(parts, job.device.usable_bytes)
     limit = round(_WIDTH * (1 - job.reserve))
     return f"{bar:{limit}}|".ljust(_WIDTH) if job.reserve else f"{bar:{_WIDTH}}"

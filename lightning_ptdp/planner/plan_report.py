@@ -18,8 +18,11 @@ _GIB = 2**30
 
 
 def table(plan: Plan) -> str:
-    """The job in a line, the best layouts in a table and as bars, and the best one's memory, time
-    and options; there must be one."""
+    """Return a plan as text; at least one layout must fit.
+
+    The text has one line for the job, a table and bars of the best layouts, and the memory, time
+    and options of the best one.
+    """
     assert plan.best
     head = (
         "",
@@ -80,7 +83,7 @@ def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
 
 
 def room(job: Job) -> str:
-    """Return the memory that a layout may take: ``60 GiB (75 less a reserve of 20%)``."""
+    """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
     limit = f"{_gib(job.limit_bytes)} GiB"
     return (
         f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
@@ -90,8 +93,10 @@ def room(job: Job) -> str:
 
 
 def strategy_arguments(candidate: Candidate) -> str:
-    """The strategy of a candidate as Python: ``PTDPStrategy(tensor_parallel_size=2,
-    num_microbatches=8)``."""
+    """Return the strategy of a candidate as Python code.
+
+    An example is ``PTDPStrategy(tensor_parallel_size=2, num_microbatches=8)``.
+    """
     return (
         "PTDPStrategy("
         + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items())
@@ -102,7 +107,7 @@ def strategy_arguments(candidate: Candidate) -> str:
 def fit_options(job: Job, candidate: Candidate) -> str:
     """Return the configuration of ``ptdp fit`` for a candidate, in YAML.
 
-    Defaults are written out, since the file below may differ from them.
+    Defaults are included, because the base configuration may have other values.
     """
     node = job.cluster.node_size
     devices = job.world_size if job.world_size <= node else math.gcd(job.world_size, node)
@@ -125,7 +130,7 @@ def fit_options(job: Job, candidate: Candidate) -> str:
 
 
 def explain_rejected(plan: Plan) -> str:
-    """Why sizes were not taken, one line each; the same reason for several sizes is said once."""
+    """Return the reasons that sizes were rejected, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for misfit in plan.rejected:
         reasons.setdefault(misfit.reason, []).append(misfit.what)
@@ -139,7 +144,10 @@ def explain_rejected(plan: Plan) -> str:
 
 
 def as_data(plan: Plan) -> dict[str, object]:
-    """The plan in plain dictionaries and lists, for JSON; times in seconds, memory in bytes."""
+    """Return the plan as plain dictionaries and lists for JSON.
+
+    Times are in seconds, memory in bytes.
+    """
     job = plan.job
     return {
         "job": {

@@ -1,5 +1,8 @@
-"""Effects of a plan on a module's parameters: which of them t divides, how they are counted, and
-which sizes t has to divide."""
+"""Effects of a plan on a module's parameters.
+
+The functions here return the parameters that t divides, the numbers of parameters, and the sizes
+that t has to divide.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
 
 
 def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
-    """Return the division by t of each parameter that t divides, by its ``id``."""
+    """Return the division of each parameter that t divides, by the parameter's ``id``."""
     found = dict[int, Weight]()
     for name, kind in _kinds(module, plan).items():
         child = module.get_submodule(name)
@@ -46,8 +49,7 @@ def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
 
 
 def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
-    """Return the number of a column layer's outputs for key and value heads, and the least number
-    of such heads on a rank."""
+    """Return a column layer's outputs for key and value heads, and their least per rank."""
     if not kind.copy_heads or not isinstance(kind.heads, tuple):
         return 0, 0
     outputs, _ = output_input_sizes(module)
@@ -57,14 +59,20 @@ def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
         for part, count in zip(parts, kind.heads, strict=True)
         if count == fewest
     ]
-    if len(copied) == len(parts) > 1:  # as many heads of each: none is copied before all are
+    if len(copied) == len(parts) > 1:  # equally many heads of each part: queries are not copied
         copied = copied[1:]
     return sum(part for part, _ in copied), sum(least for _, least in copied)
 
 
 def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]) -> Parameters:
-    """Return the number of values of these parameters, each counted once, by how t divides them
-    (``split_weights``)."""
+    """Return the number of values of these parameters by how t divides them.
+
+    Each parameter is counted once.
+
+    Args:
+        parameters: The parameters.
+        weights: Their division (``split_weights``).
+    """
     whole = split = copied = 0
     heads = 1
     for p in dict.fromkeys(parameters):
@@ -102,7 +110,7 @@ def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[st
 def tables(
     module: nn.Module, plan: ParallelPlan, parts: ModelParts
 ) -> tuple[nn.Parameter | None, nn.Parameter | None, bool]:
-    """The largest vocabulary-parallel table of each end, and whether they are one."""
+    """Return the largest vocabulary-parallel table of each end, and whether they are the same."""
     found: list[list[nn.Parameter]] = [[], []]
     for name, kind in _kinds(module, plan).items():
         weight = getattr(module.get_submodule(name), "weight", None)

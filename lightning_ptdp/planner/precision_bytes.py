@@ -1,4 +1,4 @@
-"""Bytes an element takes, under the precisions of Lightning."""
+"""Bytes per element under Lightning's precisions."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["PRECISIONS", "Precision", "find_precision"]
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes an element takes under one of Lightning's precisions.
+    """Bytes per element under one of Lightning's precisions.
 
     Attributes:
         name: Lightning's ``precision``.
-        weight: A parameter.
-        compute: What matrix products read and write.
-        residual: The stream between the blocks: autocast leaves it as the embedding gives it.
-        gradient: A gradient, as it is accumulated.
-        state: The optimizer's: two moments of Adam, and a master copy where the parameter is in
-            half precision.
+        weight: Bytes of a parameter.
+        compute: Bytes of the operands and results of matrix products.
+        residual: Bytes of the residual stream between blocks, which autocast does not cast.
+        gradient: Bytes of an accumulated gradient.
+        state: Bytes of the optimizer's state: two moments of Adam, and a master copy of a parameter
+            in half precision.
     """
 
     name: str
@@ -50,15 +50,20 @@ _BYTES = {
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {name: Precision(name=name, **sizes) for name, sizes in _BYTES.items()}
 )
-"""By Lightning's names. Half precision throughout takes 18 bytes a parameter, 6 + 12/d with a
-sharded optimizer; the others 16, 8 + 8/d."""
+"""Precisions by Lightning's names.
+
+Half precision throughout takes 18 bytes per parameter, or 6 + 12/d with a sharded optimizer. The
+other precisions take 16, or 8 + 8/d.
+"""
 
 
 def find_precision(name: str) -> Precision:
-    """The precision called ``name``; ``"32"`` and ``"bf16"`` mean what they mean to Lightning.
+    """Return the precision called ``name``.
+
+    ``"32"`` and ``"bf16"`` have the same meaning as in Lightning.
 
     Raises:
-        ValueError: There is none; the message names the nearest.
+        ValueError: There is no such precision. The message names the nearest one.
     """
     full = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(str(name), str(name))
     if full not in PRECISIONS:

@@ -1,11 +1,13 @@
-"""Seconds of a matrix product, by its shape: tiles, waves, depth.
+"""Seconds of a matrix product by its shape: tiles, waves, depth.
 
-A product (m, k) x (k, n) is computed in tiles of the result, one a multiprocessor at a time; when
-the tiles are not a multiple of the multiprocessors, the last wave leaves some idle (NVIDIA, Matrix
-Multiplication Background User's Guide, "Dimension quantization effects"). A tile takes its
-operations at the rate of a multiprocessor, or its operands at its share of the cache; it waits for
-memory before its first multiplication and behind its last, and is stored. The library takes the
-best tile, and may cut the depth k into parts that are summed."""
+A product (m, k) x (k, n) is computed in tiles of the result, one tile per multiprocessor at a time.
+If the number of tiles is not a multiple of the number of multiprocessors, some are idle in the last
+wave (NVIDIA, Matrix Multiplication Background User's Guide, "Dimension quantization effects"). The
+time of a tile is that of its operations at the rate of a multiprocessor, or that of loading its
+operands at its share of the cache. A tile waits for memory before its first multiplication and
+after its last, and is then stored. The library chooses the best tile, and may split the depth k
+into parts that are summed.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,22 @@ from lightning_ptdp.planner.devices import Device
 __all__ = ["product_time"]
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
-"""cuBLAS's, in the guide named above."""
+"""Tiles of cuBLAS, from the guide named above."""
 _PARTS = (1, 2, 4, 8, 16)
 _PARTIAL_SUM = 4
 
 
 @functools.lru_cache(maxsize=4096)
 def product_time(device: Device, width: int, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Seconds of ``batch`` products of (m, k) and (k, n), elements of ``width`` bytes.
+    """Return the seconds of ``batch`` products of (m, k) and (k, n).
 
     Args:
-        device: What computes.
-        width: Bytes an element.
+        device: Device that computes the products.
+        width: Bytes per element.
         m: Rows of the result.
         n: Columns of the result.
         k: Terms of each sum.
-        batch: How many at a time.
+        batch: Number of products at a time.
     """
     if device.measured is not None:
         usual = 4 if device.kind == "cpu" else 2

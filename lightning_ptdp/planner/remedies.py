@@ -1,4 +1,4 @@
-"""Why no layout fits, and what would."""
+"""Reasons that no layout fits, and changes that would help."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _NEAR = 64
 
 
 def why_nothing_fits(plan: Plan, space: Space) -> str:
-    """The reason in a sentence, and what would mend it: other sizes, if none divides; else less
-    restriction, or more devices.
+    """Return in one sentence the reason that no layout fits, and what would help.
+
+    Other sizes help if no layout divides the given ones. Otherwise fewer restrictions or more
+    devices help.
 
     Args:
-        plan: Of a search that found nothing.
-        space: What was searched.
+        plan: Result of a search that found nothing.
+        space: The searched space.
     """
     job = plan.job
     endless = replace(job, device=replace(job.device, memory_bytes=_PLENTY, reserved_bytes=0.0))
@@ -52,7 +54,7 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
 
 
 def _smallest(space: Space) -> Space:
-    """With the recomputation and the sharding that hold least."""
+    """Return the space with only the recomputation and sharding that hold least."""
     return replace(
         space, recompute=space.recompute[-1:], shard_optimizer=space.shard_optimizer[-1:]
     )
@@ -64,8 +66,11 @@ def _indivisible(plan: Plan) -> str:
 
 
 def _other_sizes(job: Job, space: Space) -> str:
-    """The next batch that every number of replicas divides, and the nearest smaller number of
-    devices with which something fits."""
+    """Return the nearest batch or number of devices with which a layout fits.
+
+    The batch is the next one that every number of replicas divides. The number of devices is the
+    nearest smaller one.
+    """
     tried = [
         replace(job, global_batch_size=-(-job.global_batch_size // job.world_size) * job.world_size)
     ]

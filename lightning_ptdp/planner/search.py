@@ -1,4 +1,4 @@
-"""From a job to its best layouts, and why the others are worse."""
+"""Search for a job's best layouts, with the reasons that the other layouts are worse."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from lightning_ptdp.world.layout import AXES
 __all__ = ["Candidate", "Plan", "search"]
 
 _SIMULATED = 800
-"""Up to so many p v m a schedule is simulated in some 20 ms."""
+"""Largest p v m of a simulated schedule, which takes some 20 ms."""
 _DIGITS = 9
-"""Times that agree in so many are equal: sums of the same parts in another order."""
+"""Digits in which equal times agree, because their parts may be summed in another order."""
 _GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A choice that fits, with what it needs."""
+    """A choice that fits, with its memory and time."""
 
     choice: Choice
     memory: RankMemory
     time: StepTime
     simulated: bool = False
-    """True if the time comes from the simulator, False if from closed forms."""
+    """True if the time is from the simulator, False if from closed forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class Plan:
     """Result of a search.
 
     Attributes:
-        job: What was planned.
-        best: The fastest candidates, best first.
-        rejected: What cannot be used, and why; of microbatches and schedules that do not fit in
-            memory, the one that needs least.
-        slower: Degrees that fit and are not among the best: how much longer their fastest takes,
-            and on what.
-        examined: How many choices were estimated.
+        job: The planned job.
+        best: Fastest candidates, best first.
+        rejected: Unusable choices with reasons. If no microbatch size and schedule of a layout fits
+            in memory, only the one that needs least is listed.
+        slower: Degrees that fit and are not among the best, with the additional time of their
+            fastest candidate and the part that takes it.
+        examined: Number of estimated choices.
     """
 
     job: Job
@@ -57,18 +57,18 @@ class Plan:
 
 
 def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: bool = True) -> Plan:
-    """The fastest layouts that fit in memory.
+    """Return the fastest layouts that fit in memory.
 
-    All choices of the space are estimated by closed forms; where the parameters alone do not fit,
-    their microbatches and schedules are not looked at. Of recomputation and sharding of the
-    optimizer the first that fits is taken. The best are then timed by the simulator, as far as
-    their schedules are small enough, and put in order again.
+    All choices of the space are estimated by closed forms. If the parameters of a layout alone do
+    not fit, its microbatches and schedules are skipped. The first recomputation and optimizer
+    sharding that fits is used. The simulator then times the best candidates whose schedules are
+    small enough, and the candidates are sorted again.
 
     Args:
         job: Model, devices, batch.
-        space: What may be tried.
-        count: How many of the best to return.
-        simulate: Time the best by the simulator.
+        space: Choices to try.
+        count: Number of candidates to return.
+        simulate: Time the best candidates by the simulator.
 
     Raises:
         ValueError: ``count`` is not positive.
@@ -115,8 +115,10 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
 
 
 def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
-    """Return the bytes of weights, gradients and optimizer state alone, with the recomputation and
-    sharding that hold least."""
+    """Return the bytes of weights, gradients and optimizer state alone.
+
+    The recomputation and sharding are those that hold least.
+    """
     *_, smallest = _choices(job, space, choice)
     counts = (
         sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters)
@@ -130,8 +132,10 @@ def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
 
 
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
-    """The first recomputation and sharding that fits in memory; if none does, that which needs
-    least."""
+    """Return the first recomputation and sharding that fits in memory.
+
+    If none fits, return the one that needs least.
+    """
     tried: list[tuple[Choice, RankMemory]] = []
     for one in _choices(job, space, choice):
         tried.append((one, fullest_rank(job, one)))
@@ -141,9 +145,9 @@ def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, Ra
 
 
 def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
-    """Every recomputation and sharding, cheapest first."""
+    """Yield every recomputation and sharding, cheapest first."""
     layout = choice.layout
-    sharded = job.software.shards != "none"  # the optimizer's state, too
+    sharded = job.software.shards != "none"  # such software also shards the optimizer's state
     shardings = dict.fromkeys(
         shard and layout.size("replica_sum") > 1 and not sharded for shard in space.shard_optimizer
     )
@@ -160,7 +164,7 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
 
 
 def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[Misfit]:
-    """The fastest of each (t, p, c, e) that is not among the best."""
+    """Yield the fastest candidate of each (t, p, c, e) that is not among the best."""
     shown = {_degrees(candidate) for candidate in best}
     for degrees, candidate in {
         _degrees(one): one for one in sorted(found, key=_order, reverse=True)
@@ -188,8 +192,11 @@ def _simulated(job: Job, candidate: Candidate) -> Candidate:
 
 
 def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
-    """Faster first; of equals the one that splits the model in fewer ways, into fewer parts, by the
-    plainer schedule, that holds less."""
+    """Return a sort key that puts faster candidates first.
+
+    Among equally fast ones, the order is: fewer ways of splitting the model, fewer parts, the
+    simpler schedule, less memory.
+    """
     layout, schedules = candidate.choice.layout, list(FAMILIES)
     degrees = [layout.size(axis.name) for axis in AXES if axis.name != "data"]
     return (

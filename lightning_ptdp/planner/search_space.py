@@ -1,4 +1,4 @@
-"""Which choices are looked at: the degrees that fit the sizes, and why the others do not."""
+"""The choices of a search: degrees that fit the sizes, and reasons against the others."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ _MOST_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Choices that may be tried; None means every sensible choice for the job.
+    """Choices to try; None means every sensible choice for the job.
 
     Attributes:
-        tensor_parallel_sizes: Default: the divisors of a node's size, since tensor parallelism over
-            several nodes waits for their links (arXiv 2104.04473, section 3.2).
+        tensor_parallel_sizes: Default: the divisors of a node's size, because tensor parallelism
+            over several nodes waits for their links (arXiv 2104.04473, section 3.2).
         pipeline_parallel_sizes: Default: all that fit.
-        virtual_pipeline_sizes: Default: 1, and up to 8 that give every stage the same number of
-            layers.
-        context_parallel_sizes: Default: 1, and from 8192 tokens on also 2, 4 and 8.
+        virtual_pipeline_sizes: Default: 1, and sizes up to 8 that give every stage the same number
+            of layers.
+        context_parallel_sizes: Default: 1; from 8192 tokens on also 2, 4 and 8.
         context_parallel_attentions: Exchanges of context parallelism.
-        expert_parallel_sizes: Default: 1, and for a mixture all that divide its experts and d c.
-        expert_tensor_parallel_sizes: Default: 1 and, for a mixture, t.
-        data_parallel_sizes: Default: what remains of the world.
+        expert_parallel_sizes: Default: 1; for a mixture all that divide its experts and d c.
+        expert_tensor_parallel_sizes: Default: 1; for a mixture also t.
+        data_parallel_sizes: Default: the number of devices that remain.
         micro_batch_sizes: Default: powers of two up to 32.
-        schedules: Names of the package's.
-        recompute: Tried in this order until one fits: later ones should hold less and take longer.
-            Not by default: "selective", which with fused attention frees the log-sum-exps only.
-        sequence_parallel: Default: wherever t > 1 divides the sequence; it holds less, and sends as
-            much.
+        schedules: Names of the package's schedules.
+        recompute: Tried in this order until one fits. Later ones should hold less and take longer.
+            "selective" is not a default, because with fused attention it frees only the
+            log-sum-exps.
+        sequence_parallel: Default: wherever t > 1 divides the sequence, because it holds less and
+            sends as much.
         shard_optimizer: Tried in this order until one fits.
 
     Raises:
-        ValueError: An unknown schedule or recomputation, or a size that is not a positive integer.
+        ValueError: A schedule or recomputation is unknown, or a size is not a positive integer.
     """
 
     tensor_parallel_sizes: Sequence[Size] | None = None
@@ -77,7 +78,7 @@ class Misfit:
 
     Attributes:
         what: The sizes, such as ``t3``.
-        reason: Why.
+        reason: Reason that they cannot be used.
     """
 
     what: str
@@ -85,7 +86,10 @@ class Misfit:
 
 
 def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
-    """All (t, c, p, e) of the space, one chunk a rank, and why some of them are none."""
+    """Yield all (t, c, p, e) of the space, and reasons against the others.
+
+    The layouts have one chunk per rank.
+    """
     for t in _tensor_sizes(job, space):
         misfit = _tensor_misfit(job, t)
         if misfit is not None:
@@ -102,7 +106,10 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
 
 
 def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | Misfit]:
-    """All schedules, chunks and microbatches for (t, c, p, e), and why some of them are none."""
+    """Yield all schedules, chunks and microbatches for a layout, and reasons against others.
+
+    The layout defines (t, c, p, e).
+    """
     t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
     of_replica = job.global_batch_size // layout.data_parallel_size
     split = (
@@ -167,7 +174,7 @@ def _context_sizes(job: Job, space: Space) -> Sequence[int]:
 
 
 def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[AttentionKind]:
-    """All-to-all attention needs heads for all of its ranks."""
+    """Yield the possible exchanges. All-to-all attention needs heads for all of its ranks."""
     t, c = layout.tensor_parallel_size, layout.context_parallel_size
     if c == 1:
         yield "ring"
@@ -211,7 +218,7 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
 def _expert_splits(
     job: Job, space: Space, layout: ParallelLayout
 ) -> Iterator[ParallelLayout | Misfit]:
-    """With whole experts, and with each of them split over the tensor-parallel ranks."""
+    """Yield layouts with whole experts, and layouts with experts split over t ranks."""
     t, width = layout.tensor_parallel_size, job.shape.expert_width
     for size in (
         (1, t) if space.expert_tensor_parallel_sizes is None else space.expert_tensor_parallel_sizes

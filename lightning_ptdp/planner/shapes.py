@@ -1,7 +1,8 @@
-"""Shape of a model for the planner: the matrix products, attention and bytes of its layers and
-ends, for one sample, and how t divides them.
+"""Shape of a model for the planner.
 
-Time, memory and search read nothing else. A ``GPTConfig`` gives it by formulas (``gpt_shape.py``).
+A shape has the matrix products, attentions and bytes of the model's layers and ends, for one
+sample, and how t divides them. Time, memory and search read nothing else. ``gpt_shape.py`` computes
+the shape of a ``GPTConfig`` by formulas, and ``model_trace.py`` traces that of any other model.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ __all__ = [
 ]
 
 MASK = 1
-"""Bytes an element of a dropout's mask, on an accelerator."""
+"""Bytes per element of a dropout's mask, on an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A product of the forward, (rows, inputs) x (inputs, outputs); its backward has one of the
-    same size for each operand.
+    """A product of the forward, (rows, inputs) x (inputs, outputs).
+
+    Its backward has one product of the same size for each operand.
 
     Attributes:
-        rows: Of a sample: its tokens, in most layers.
+        rows: Rows of a sample, in most layers its tokens.
         outputs: Columns of the result.
         inputs: Terms of each sum.
-        cut: What t divides: "outputs" (a column layer), "inputs" (a row layer, whose results are
-            summed over the ranks), "rows" (of heads, where two activations are multiplied) or
-            nothing.
+        cut: Size that t divides: "outputs" (a column layer), "inputs" (a row layer, whose results
+            are summed over the ranks), "rows" (rows of heads, in a product of two activations) or
+            "none".
         enters: Whether it is the first of the column layers that read one tensor, whose gradient is
             summed over the ranks.
-        copied: Of the outputs, the channels of key and value heads, of which a rank has ``least``
-            at least.
-        least: Outputs that are not divided further.
-        bias: Whether one is added.
-        whole: Whether it sees the whole sequence in spite of sequence parallelism, as in a mixture
+        copied: Number of outputs for key and value heads, of which a rank has at least ``least``.
+        least: Number of outputs that are not divided further.
+        bias: Whether a bias is added.
+        whole: Whether it reads the whole sequence in spite of sequence parallelism, as in a mixture
             of experts.
         weighted: Whether its second operand is a parameter.
     """
@@ -64,8 +65,10 @@ class Product:
     weighted: bool = True
 
     def local(self, t: int) -> tuple[int, int]:
-        """(outputs, inputs) on one of t ranks; outputs that t does not divide, such as a
-        vocabulary, are padded."""
+        """Return (outputs, inputs) on one of t ranks.
+
+        Outputs that t does not divide, such as a vocabulary, are padded.
+        """
         if self.cut == "outputs":
             return -(-(self.outputs - self.copied) // t) + max(
                 self.least, self.copied // t
@@ -73,7 +76,7 @@ class Product:
         return self.outputs, self.inputs // t if self.cut == "inputs" else self.inputs
 
     def elements(self, t: int = 1) -> int:
-        """Elements of the matrix on one of t ranks; 0 if it is no parameter."""
+        """Return the elements of the matrix on one of t ranks; 0 if it is not a parameter."""
         if not self.weighted:
             return 0
         outputs, inputs = self.local(t)
@@ -81,7 +84,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Operations of a sample's forward, a multiply-add being two."""
+        """Return the operations of a sample's forward. A multiply-add counts as two operations."""
         return 2 * self.rows * self.outputs * self.inputs
 
 
@@ -90,14 +93,14 @@ class Attention:
     """Scores and weighted values of one attention; t divides the heads.
 
     Attributes:
-        queries: Positions of a sample that look.
-        keys: Positions that are looked at.
+        queries: Query positions of a sample.
+        keys: Key positions of a sample.
         heads: Number of heads.
-        kv_heads: Heads of keys and values; a rank has one at least.
+        kv_heads: Number of heads of keys and values; a rank has at least one.
         head_dim: Channels of a head's queries and keys.
         value_dim: Channels of a head's values.
         causal: Whether half of the scores are masked.
-        dropout: Whether weights are dropped.
+        dropout: Whether attention weights are dropped.
     """
 
     queries: int
@@ -110,29 +113,30 @@ class Attention:
     dropout: bool
 
     def local_heads(self, t: int) -> tuple[int, int]:
-        """Heads of queries, and of keys, on one of t ranks."""
+        """Return the heads of queries, and of keys, on one of t ranks."""
         return self.heads // t, max(1, self.kv_heads // t)
 
     @property
     def flops(self) -> int:
-        """Operations of a sample's forward, over all pairs of positions."""
+        """Return the operations of a sample's forward, over all pairs of positions."""
         return 2 * self.queries * self.keys * self.heads * (self.head_dim + self.value_dim)
 
 
 def is_fused(attention: Attention, *, software: Software, on_cpu: bool) -> bool:
-    """Return True if no scores are in memory; torch's kernel for CPUs takes no dropout."""
+    """Return True if no scores are in memory. torch's kernel for CPUs supports no dropout."""
     return software.attention != "unfused" and not (on_cpu and attention.dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes of a sample, by what divides them besides c.
+    """Bytes of a sample, by what divides them in addition to c.
 
     Attributes:
-        alike: Every rank of a tensor group has them, unless it has 1/t of the sequence.
-        split: t divides them.
-        whole: Nothing divides them.
-        once: Of a microbatch, however many samples it has; nothing divides them.
+        alike: Bytes that every rank of a tensor group has, or 1/t of them with sequence
+            parallelism.
+        split: Bytes that t divides.
+        whole: Bytes that nothing divides.
+        once: Bytes of a microbatch, independent of its number of samples; nothing divides them.
     """
 
     alike: float = 0.0
@@ -141,7 +145,7 @@ class Bytes:
     once: float = 0.0
 
     def on(self, *, samples: float, t: int, sequence_parallel: bool, c: int = 1) -> float:
-        """On one rank, for so many samples."""
+        """Return the bytes of ``samples`` samples on one rank."""
         return (
             samples * (self.alike / (t if sequence_parallel else 1) + self.split / t + self.whole)
             + self.once
@@ -153,10 +157,10 @@ class Parameters:
     """Numbers of parameters.
 
     Attributes:
-        whole: That every rank has.
-        split: That t divides.
-        copied: Of key and value heads.
-        heads: How many of those there are; a rank has one at least.
+        whole: Parameters that every rank has.
+        split: Parameters that t divides.
+        copied: Parameters of key and value heads.
+        heads: Number of key and value heads; a rank has at least one.
     """
 
     whole: int = 0
@@ -165,29 +169,28 @@ class Parameters:
     heads: int = 1
 
     def on(self, t: int) -> int:
-        """On one of t ranks."""
+        """Return the number of parameters on one of t ranks."""
         return self.whole + self.split // t + self.copied * max(1, self.heads // t) // self.heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """One layer; bytes are in the precision and for the software for which it was made.
+    """One layer, in bytes of a given precision and software.
 
     Attributes:
-        products: In the order of the forward.
-        attentions: Likewise.
-        forward: What the operations between products read and write; scores in memory are not among
-            it.
-        backward: Likewise, of the backward.
-        kept: What is kept for the backward, but for what the attentions keep, their inputs among
-            it.
-        crossing: Bytes of a sample that come from the layer before.
+        products: Products in the order of the forward.
+        attentions: Attentions in the order of the forward.
+        forward: Bytes that the operations between products read and write, without scores in
+            memory.
+        backward: Bytes that the operations between products of the backward read and write.
+        kept: Bytes kept for the backward, without those that the attentions keep, which include the
+            attentions' inputs.
+        crossing: Bytes of a sample that the previous layer passes on.
         parameters: Numbers of its parameters.
-        cost: Multiply-adds a token, as the pipeline's partition counts them
+        cost: Multiply-adds per token, as the pipeline's partition counts them
             (``pipeline/balance.py``).
-        gated: Whether its feed-forward part has a gate, as SwiGLU's.
-        experts: Those that its router chooses from; its products, bytes and parameters are without
-            them.
+        gated: Whether its feed-forward part has a gate, as SwiGLU has.
+        experts: Experts from which its router chooses; products, bytes and parameters exclude them.
     """
 
     products: tuple[Product, ...]
@@ -202,12 +205,12 @@ class LayerShape:
     experts: ExpertShape | None = None
 
     def elements(self, t: int = 1) -> int:
-        """Elements of its matrices on one of t ranks."""
+        """Return the elements of the layer's matrices on one of t ranks."""
         return sum(product.elements(t) for product in self.products)
 
     @property
     def flops(self) -> int:
-        """Operations of a sample's forward."""
+        """Return the operations of a sample's forward."""
         activations = sum(product.flops for product in self.products if not product.weighted)
         return (
             self.weighted_flops
@@ -217,7 +220,7 @@ class LayerShape:
 
     @property
     def weighted_flops(self) -> int:
-        """Those of products with a parameter."""
+        """Return the operations of products with a parameter."""
         experts = 0
         if self.experts is not None:
             experts = self.products[0].rows * (
@@ -231,13 +234,13 @@ class EndShape:
     """Work before the layers, or after them.
 
     Attributes:
-        products: The last one of the head makes the logits.
-        forward: As of ``LayerShape``.
-        backward: As of ``LayerShape``.
-        kept: As of ``LayerShape``; logits are not among it.
-        parameters: Besides the table.
-        table: (rows, columns) of the embedding, or of the head, whose rows t divides.
-        cost: As of ``LayerShape``.
+        products: Products in the order of the forward; the head's last one computes the logits.
+        forward: See ``LayerShape``.
+        backward: See ``LayerShape``.
+        kept: See ``LayerShape``; logits are excluded.
+        parameters: Parameters in addition to the table.
+        table: (rows, columns) of the embedding, or of the head; t divides the rows.
+        cost: See ``LayerShape``.
     """
 
     products: tuple[Product, ...] = ()
@@ -255,7 +258,7 @@ class EndShape:
 
     @property
     def flops(self) -> int:
-        """Operations of a sample's forward."""
+        """Return the operations of a sample's forward."""
         return sum(product.flops for product in self.products)
 
 
@@ -264,9 +267,9 @@ class Divided:
     """A size that t has to divide.
 
     Attributes:
-        name: For messages.
-        size: A number of heads or channels.
-        copied: Whether a multiple of it will do for t, as for heads of keys and values.
+        name: Name in messages.
+        size: Number of heads or channels.
+        copied: Whether t may also be a multiple of it, as for heads of keys and values.
     """
 
     name: str
@@ -274,23 +277,23 @@ class Divided:
     copied: bool = False
 
     def by(self, t: int) -> bool:
-        """Return True if t divides it."""
+        """Return True if t divides the size."""
         return self.size % t == 0 or (self.copied and t % self.size == 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
-    """A model, from its input to its loss. Two of them are equal if they are the same object.
+    """A model, from its input to its loss. Two models are equal only if they are identical.
 
     Attributes:
-        runs: Alike layers that follow each other, and how many they are.
-        input: What runs before them.
-        head: What runs behind them.
-        tied: Whether the head's table is the input's.
-        sequence_length: s, tokens of a sample for which it was made.
-        divided: What t has to divide.
+        runs: (number, layer) of equal consecutive layers.
+        input: Work before the layers.
+        head: Work after the layers.
+        tied: Whether the head's table is the input's table.
+        sequence_length: s, tokens of a sample for which the shape was made.
+        divided: Sizes that t has to divide.
         splits_sequence: Whether sequence parallelism is possible.
-        uncut: Why a pipeline cannot cut it.
+        uncut: Reason that a pipeline cannot cut the model; "" if it can.
     """
 
     runs: tuple[tuple[int, LayerShape], ...]
@@ -304,7 +307,7 @@ class ModelShape:
 
     @property
     def layers(self) -> list[LayerShape]:
-        """All layers, in order."""
+        """Return all layers in order."""
         return [layer for count, layer in self.runs for _ in range(count)]
 
     @property
@@ -314,25 +317,27 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the whole model, a tied table counted once."""
+        """Return the number of parameters of the whole model; a tied table is counted once."""
         return self._parameters(active=False)
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that one token visits: of a layer's experts the chosen
-        ones."""
+        """Return the number of parameters that one token visits.
+
+        Of a layer's experts, only the chosen ones count.
+        """
         return self._parameters(active=True)
 
     @property
     def expert_width(self) -> int | None:
-        """Inner channels of one of its experts; None if it has none."""
+        """Return the inner channels of one of its experts, or None if it has none."""
         return next(
             (layer.experts.width for _, layer in self.runs if layer.experts is not None), None
         )
 
     @property
     def num_experts(self) -> int | None:
-        """Return the number of experts of the model's mixtures; None if it has none."""
+        """Return the number of experts of the model's mixtures, or None if it has none."""
         return next(
             (layer.experts.number for _, layer in self.runs if layer.experts is not None), None
         )
@@ -359,7 +364,7 @@ class ModelShape:
         )
 
     def flops(self, *, recompute: bool = False, trained: float = 1.0) -> int:
-        """Operations of training on a sample, forward and backward.
+        """Return the operations of training on a sample, forward and backward.
 
         Args:
             recompute: Count the layers' second forward, too.

@@ -1,9 +1,10 @@
-"""Cost of parameters that replicas share out (FSDP, ZeRO-3): gathering, scattering and the copies
-around them.
+"""Cost of parameters that replicas share (FSDP, ZeRO-3).
 
-A layer's parameters are gathered in front of its forward and of its backward, beside the layer that
-runs before, and copied to where the layer reads them. Its gradients are reduced and scattered once
-a microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce)."""
+The cost consists of gathering, scattering and the copies around them. A layer's parameters are
+gathered before its forward and before its backward, at the same time as the previous layer runs,
+and copied to where the layer reads them. Its gradients are reduced and scattered once per
+microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce).
+"""
 
 from __future__ import annotations
 
@@ -17,29 +18,31 @@ __all__ = ["gathered_bytes", "sharding_time", "whole_bytes"]
 
 
 def gathered_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Bytes of a layer's parameters on one tensor-parallel rank, as they are gathered."""
+    """Return the bytes of a layer's gathered parameters on one tensor-parallel rank."""
     experts = 0 if layer.experts is None else layer.experts.local(choice.layout)
     count = layer.parameters.on(choice.layout.tensor_parallel_size) + experts
     return count * (1 if job.software.float8 else job.precision.compute)
 
 
 def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Bytes of the layers that are whole at a time: the parameters of the one that runs and of the
-    next, and gradients to scatter."""
+    """Return the bytes of the layers that are whole at a time.
+
+    They are the parameters of the current layer and of the next, and gradients to scatter.
+    """
     return 3 * gathered_bytes(job, choice, layer) if job.software.shards != "none" else 0.0
 
 
 def sharding_time(
     job: Job, choice: Choice, layer: LayerShape, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Seconds that a layer's forward and backward take longer.
+    """Return the additional seconds of a layer's forward and backward.
 
     Args:
         job: Links, precision and software.
         choice: Layout.
-        layer: Whose parameters.
-        forward: Seconds of the layer before, which hides the gathering.
-        backward: Likewise; it hides the gathering and the scattering.
+        layer: The layer with the parameters.
+        forward: Seconds of the previous layer's forward, which hides the gathering.
+        backward: Seconds of the previous layer's backward, which hides gathering and scattering.
     """
     group = group_link(choice.layout, job.cluster, "replica_sum")
     if job.software.shards == "none" or group.size == 1:

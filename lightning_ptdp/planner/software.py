@@ -1,9 +1,9 @@
-"""Figures of the software on the devices: kernels, overlaps, bytes and host time, in a few numbers;
-presets by name.
+"""Figures of training software, with presets by name.
 
-The same layout on the same devices takes twice as long with attention that writes its scores to
-memory, or with a host that cannot launch as fast as small kernels run. What each number comes from
-is said beside it."""
+The figures describe kernels, overlaps, bytes and host time. The same layout on the same devices
+takes twice as long if attention writes its scores to memory, or if the host launches kernels more
+slowly than small kernels run. The source of each number is named next to it.
+"""
 
 from __future__ import annotations
 
@@ -23,52 +23,55 @@ class Software:
     """A training program.
 
     Attributes:
-        name: For tables.
+        name: Name in tables.
         attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not;
-            "tuned" is fused, too, by a kernel that is written for the device's own instructions.
-        skips_masked: The attention kernel does not compute what the causal mask hides.
-        elementwise: How operations between products go through memory: "eager", one after the
-            other; "fused", bias, dropout and sum in one pass, bias and GELU in one; "compiled",
-            whatever lies between two products in one pass.
-        norm_reads: How often a norm reads its input from memory; with two, its backward reads its
-            operands twice for the input's gradient and once for the weight's.
-        hides_tensor: Collectives of a backward run beside the product of the weight gradient.
-        hides_gradients: Gradients are summed over the replicas beside the backward.
-        hides_messages: Pipeline messages travel beside computations; else each one holds its two
-            ranks.
-        gathers_messages: Without sequence parallelism a message is cut over the tensor group and
-            gathered at its other end (arXiv 2104.04473, section 4.1).
-        batch_first: Hidden states are (b, s, h), not (s, b, h): collectives over parts of the
-            sequence move it to the front.
-        folds_experts: Experts are shared out among all ranks of a stage, the tensor-parallel ones
-            first (arXiv 2504.14960); else among those of data and context parallelism, and each
-            tensor-parallel rank has them.
-        groups_products: Products of a layer's experts are one call on a GPU; else one after the
-            other.
-        shards: What replicas share out besides the optimizer's state: "none"; the parameters of
-            "blocks", which are gathered twice a microbatch, over all cards of a node (FSDP2); or
+            "tuned" is fused, too, by a kernel for the device's own instructions.
+        skips_masked: Whether the attention kernel skips what the causal mask hides.
+        elementwise: How operations between products use memory: "eager", one after the other;
+            "fused", bias, dropout and sum in one pass, bias and GELU in one; "compiled", all
+            operations between two products in one pass.
+        norm_reads: Number of times that a norm reads its input from memory; if it is two, the
+            norm's backward reads its operands twice for the input's gradient and once for the
+            weight's.
+        hides_tensor: Whether collectives of a backward run beside the product of the weight
+            gradient.
+        hides_gradients: Whether gradients are summed over the replicas during the backward.
+        hides_messages: Whether pipeline messages travel during computations; otherwise each message
+            blocks its two ranks.
+        gathers_messages: Whether a message without sequence parallelism is cut over the tensor
+            group and gathered by the receiver (arXiv 2104.04473, section 4.1).
+        batch_first: Whether hidden states are (b, s, h), not (s, b, h), so that collectives over
+            parts of the sequence move it to the front.
+        folds_experts: Whether experts are distributed over all ranks of a stage, the
+            tensor-parallel ones first (arXiv 2504.14960); otherwise over the data- and
+            context-parallel ranks, and each tensor-parallel rank has them.
+        groups_products: Whether the products of a layer's experts are one call on a GPU; otherwise
+            they run one after the other.
+        shards: What replicas share in addition to the optimizer's state: "none"; the parameters of
+            "blocks", which are gathered twice per microbatch, over all cards of a node (FSDP2); or
             those of single "modules", which are gathered once more if they are recomputed, by rings
             that cross from node to node over one card (ZeRO-3 of 2021).
-        float8: Products of the layers multiply in float8, with one scale for each operand and call.
-        slower: Factor by which computations take longer than alone, since collectives beside them
-            hold multiprocessors and memory.
-        single_loss: The loss takes a copy of the logits in fp32.
-        again: What selective recomputation computes again besides all that lies between products: a
-            share of the products; None: the attention alone.
-        balances_stages: Stages are cut by cost, embedding and head included; else by equal numbers
-            of layers.
+        float8: Whether products of the layers multiply in float8, with one scale per operand and
+            call.
+        slower: Factor by which computations take longer than alone, because concurrent collectives
+            occupy multiprocessors and memory.
+        single_loss: Whether the loss makes a copy of the logits in fp32.
+        again: Share of the products that selective recomputation repeats, in addition to all
+            operations between products; None means that it repeats only the attention.
+        balances_stages: Whether stages are cut by cost, including embedding and head; otherwise by
+            equal numbers of layers.
         operations: Operations that the host launches for a layer's forward; a backward launches
             twice as many.
-        collective_operations: Besides, for each collective.
-        operation_s: Seconds of the host for each.
-        gradient: Bytes of a gradient, as it is accumulated and summed; None: the precision's.
-        gradient_copy: Bytes of a copy of it that the optimizer's step makes.
-        accumulation: Bytes read and written for each parameter and microbatch to add its gradient
-            up, besides the product's own write.
-        loss: Bytes read and written for each logit by the loss and its backward.
-        optimizer: Bytes read and written for each parameter by a step: gradient norm, unscaling,
-            Adam, copy to half precision; None: the gradient twice, weights and state once and back,
-            by the precision.
+        collective_operations: Additional operations per collective.
+        operation_s: Seconds of the host per operation.
+        gradient: Bytes of a gradient, as it is accumulated and summed; None means the precision's.
+        gradient_copy: Bytes of a copy of the gradient that the optimizer's step makes.
+        accumulation: Bytes read and written per parameter and microbatch to accumulate its
+            gradient, in addition to the product's own write.
+        loss: Bytes read and written per logit by the loss and its backward.
+        optimizer: Bytes read and written per parameter by a step: gradient norm, unscaling, Adam,
+            copy to half precision; None means the gradient twice, weights and state once in each
+            direction, by the precision.
     """
 
     name: str
@@ -108,13 +111,14 @@ _OPERATION_S = 10e-6
 A block of a GPT-2 at h = 16 takes 154 us of one core for the 30 aten operations of its forward and
 392 us for the 70 of its backward, with almost empty kernels. Launching a kernel on a GPU takes
 about as long again. The number is rounded to fit the small steps published with arXiv 2312.12391,
-which therefore do not test it. """
+which therefore do not test it.
+"""
 
 _MEGATRON_2021 = Software(
     name="megatron-2021",
     # Megatron-LM v2.3 (the code of arXiv 2104.04473): scores and probabilities in memory, masked
-    # softmax in one kernel, bias-GELU and bias-dropout-add by TorchScript, all-reduces and messages
-    # waited for, --DDP-impl local: one all-reduce of fp16 gradients at the end.
+    # softmax in one kernel, bias-GELU and bias-dropout-add by TorchScript, blocking all-reduces and
+    # messages, --DDP-impl local: one all-reduce of fp16 gradients at the end.
     attention="unfused",
     skips_masked=False,
     elementwise="fused",
@@ -126,8 +130,8 @@ _MEGATRON_2021 = Software(
     hides_messages=False,
     gathers_messages=True,
     balances_stages=False,
-    # Of ParallelTransformerLayer.forward, counted by reading: kernels, views, autograd functions,
-    # the random state forked for a dropout.
+    # Counted in ParallelTransformerLayer.forward: kernels, views, autograd functions, the random
+    # state forked for a dropout.
     operations=70,
     operation_s=_OPERATION_S,
     gradient=2,
@@ -136,7 +140,7 @@ _MEGATRON_2021 = Software(
     # fp16 logits to fp32, maximum, subtraction, exponential, sum, quotient, and the backward's
     # scaling and cast.
     loss=52,
-    # Apex: copy to fp32 2 + 4, unscale 8, norm 4, clip 8, FusedAdam 28 (p, m, v both ways,
+    # Apex: copy to fp32 2 + 4, unscale 8, norm 4, clip 8, FusedAdam 28 (p, m, v read and written,
     # gradient), copy to fp16 6.
     optimizer=60,
 )
@@ -149,15 +153,16 @@ _MEGATRON_2022 = replace(
     hides_tensor=True,
     gradient=4,
     gradient_copy=0,
-    accumulation=6,  # the product reads 4 and writes 4 in place of writing 2
+    accumulation=6,  # the product reads 4 and writes 4 instead of writing 2
 )
 _MEGATRON_2024 = replace(
     _MEGATRON_2022,
     name="megatron-2024",
     # Megatron-Core 0.9 to 0.12 with Transformer Engine, as in arXiv 2504.14960: cuDNN's attention;
     # SwiGLU and rotation fused; --overlap-grad-reduce, --overlap-param-gather and
-    # --overlap-p2p-communication; --expert-tensor-parallel-size 1; experts' products are kernels of
-    # their own, in several streams (megatron/core/transformer/moe/README.md, --moe-grouped-gemm).
+    # --overlap-p2p-communication; --expert-tensor-parallel-size 1; separate kernels for the
+    # experts' products, in several streams (megatron/core/transformer/moe/README.md,
+    # --moe-grouped-gemm).
     attention="tuned",
     skips_masked=True,
     hides_gradients=True,
@@ -179,7 +184,8 @@ _EAGER = Software(
     balances_stages=True,  # pipeline/balance.py
     operations=50,  # aten's: 30 for a GPT-2's block, 64 with dropout, 68 for a Llama's
     operation_s=_OPERATION_S,
-    # tests/test_matrix_product.py: 8 bytes an element and microbatch, of which the product writes 2
+    # tests/test_matrix_product.py: 8 bytes per element and microbatch, of which the product writes
+    # 2
     accumulation=6,
     loss=30,
 )
@@ -191,11 +197,11 @@ _FSDP2 = replace(
     _EAGER,
     name="fsdp2",
     # torchtitan of December 2024 (torch's FSDP2, its own Llama): scaled_dot_product_attention,
-    # tensor parallelism waited for; of the products of a layer every second is computed again
+    # blocking tensor-parallel collectives. Every second product of a layer is recomputed
     # (train_configs/llama3_8b.toml, selective_ac_option = 'op'), and attention is not.
     hides_tensor=False,
     shards="blocks",
-    # fitted on one row: Llama 3.1 8B on 32 H200s, float8 (tests/planner/test_published_sharded.py)
+    # fitted to one row: Llama 3.1 8B on 32 H200s, float8 (tests/planner/test_published_sharded.py)
     slower=1.2,
     single_loss=True,
     again=0.5,
@@ -208,11 +214,11 @@ _FSDP2_FLOAT8 = replace(_FSDP2_COMPILED, name="fsdp2-fp8", float8=True)
 _ZERO3 = replace(
     _MEGATRON_2021,
     name="deepspeed-zero3",
-    # DeepSpeed of 2021 with Megatron's layers, as arXiv 2104.04473, section 5.2, ran it. One card a
-    # ring and a third gathering were inferred from its table 2, whose times for one and for two
-    # samples a GPU are alike.
+    # DeepSpeed of 2021 with Megatron's layers, as in arXiv 2104.04473, section 5.2. One card per
+    # ring and a third gathering were inferred from its table 2, where one and two samples per GPU
+    # take equally long.
     shards="modules",
-    slower=1.47,  # fitted on one row: 175 B on 384 A100s (tests/planner/test_published_sharded.py)
+    slower=1.47,  # fitted to one row: 175 B on 384 A100s (tests/planner/test_published_sharded.py)
     hides_gradients=True,
 )
 
@@ -232,14 +238,14 @@ SOFTWARE: Mapping[str, Software] = MappingProxyType(
         )
     }
 )
-"""The presets."""
+"""The presets by name."""
 
 
 def find_software(name: str) -> Software:
-    """The preset called ``name``.
+    """Return the preset called ``name``.
 
     Raises:
-        ValueError: There is none; the message names the nearest.
+        ValueError: There is no such preset. The message names the nearest one.
     """
     if name in SOFTWARE:
         return SOFTWARE[name]

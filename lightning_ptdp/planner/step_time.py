@@ -1,4 +1,4 @@
-"""Seconds of an optimizer step, and what they are spent on."""
+"""Seconds of an optimizer step and of its parts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class StepTime:
     """A step of one rank, in seconds.
 
     Attributes:
-        compute: Forwards and backwards of the slowest rank, recomputation included, without
+        compute: Forwards and backwards of the slowest rank, including recomputation, without
             waiting.
-        experts: The same of the experts of mixtures.
+        experts: Forwards and backwards of the experts of mixtures.
         dispatch: Sending tokens to their experts and back.
         tensor: Waiting for tensor and context parallelism.
-        bubble: The pipeline's bubble, waiting for slower stages included.
+        bubble: The pipeline's bubble, including waiting for slower stages.
         messages: Waiting for messages between stages.
-        gradients: Summing gradients over the replicas, and gathering parameters, as far as nothing
-            hides it.
+        gradients: Exposed time to sum gradients over the replicas and to gather parameters.
         optimizer: The optimizer's step.
         sharing: Waiting for a core that other ranks use.
-        model_flops: Operations that the mathematics needs, of the whole job (models/size.py).
-        hardware_flops: The same with the recomputed forward passes.
+        model_flops: Operations that the mathematics needs, of the whole job (``models/size.py``).
+        hardware_flops: ``model_flops`` plus the recomputed forward passes.
         world_size: Number of devices.
-        peak: Operations a second of one device.
+        peak: Operations per second of one device.
     """
 
     compute: float
@@ -58,7 +57,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The parts in seconds, by name."""
+        """Return the parts in seconds by name."""
         names = (
             "compute",
             "experts",
@@ -74,31 +73,39 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return sum(self.parts.values())
 
     @property
     def tflops(self) -> float:
-        """Operations a second and device, recomputation included, in units of 10^12: what arXiv
-        2104.04473 reports."""
+        """Return the operations per second and device in units of 10^12.
+
+        Recomputation is included, as in arXiv 2104.04473.
+        """
         return self.hardware_flops / self.total / self.world_size / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilization: operations that the mathematics needs, over what the devices
-        could do."""
+        """Return the model FLOP utilization.
+
+        It is the ratio of the operations that the mathematics needs to the devices' peak.
+        """
         return self.model_flops / self.total / self.world_size / self.peak
 
     @property
     def bubble_fraction(self) -> float:
-        """The bubble over the time of the computations and their collectives: the papers' (p - 1) /
-        m."""
+        """Return the ratio of the bubble to the time of computations and their collectives.
+
+        The papers' value is (p - 1) / m.
+        """
         return self.bubble / (self.compute + self.experts + self.dispatch + self.tensor)
 
 
 def step_time(job: Job, choice: Choice) -> StepTime:
-    """The step by closed forms of the schedule's bubble (schedule/generators/schedule_families.py):
-    quick, for many candidates.
+    """Return the time of a step by closed forms of the schedule's bubble.
+
+    The closed forms (``schedule/generators/schedule_families.py``) are fast enough for many
+    candidates.
 
     Raises:
         KeyError: The schedule has no closed form; use ``simulated_step_time``.
@@ -120,11 +127,12 @@ def step_time(job: Job, choice: Choice) -> StepTime:
 
 
 def simulated_step_time(job: Job, choice: Choice) -> StepTime:
-    """The step by the simulator, with the costs of each stage: exact for unequal stages, slow for
-    large p v m.
+    """Return the time of a step by the simulator, with the costs of each stage.
+
+    The result is exact for unequal stages. The simulation is slow for large p v m.
 
     Raises:
-        ValueError: The schedule does not take these sizes.
+        ValueError: The schedule does not support these sizes.
     """
     layout, m = choice.layout, choice.num_microbatches
     stages = _stages(job, choice)
@@ -156,8 +164,10 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
 
 
 def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
-    """Cores that the ranks of a node use which do the same for different data or parts of the
-    model, while they do."""
+    """Return the cores that the ranks of a node with the same work use while they do it.
+
+    These ranks process different data or different parts of the same layers.
+    """
     measured = job.device.measured
     waiting = rank.communication / (rank.forward + rank.backward)
     used = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
@@ -165,10 +175,11 @@ def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
 
 
 def _shared(timeline: Timeline, alike: float, cores: int) -> float:
-    """Seconds that a step takes longer because its ranks share cores.
+    """Return the additional seconds of a step because its ranks share cores.
 
-    While more of them compute than there are cores, all of them are slower by as much: the timeline
-    is stretched there, and nothing in it changes its place."""
+    While more ranks compute than there are cores, all of them slow down by the same factor. The
+    timeline is stretched there, and the order of its events does not change.
+    """
     if not cores:
         return 0.0
     changes = sorted(
@@ -189,8 +200,10 @@ def _hides_messages(job: Job) -> bool:
 
 
 def _stages(job: Job, choice: Choice) -> list[PassTime]:
-    """Return the time of each stage, with the messages that block a rank, one in each direction a
-    microbatch."""
+    """Return the time of each stage, including the messages that block a rank.
+
+    There is one message per direction and microbatch.
+    """
     layers = {id(layer): layer_time(job, choice, layer) for _, layer in job.shape.runs}
     held = 0.0 if _hides_messages(job) else _message(job, choice)
     message = PassTime(forward=held, backward=held, weight=0.0)
@@ -217,7 +230,7 @@ def _named(runs: Iterable[tuple[int, LayerShape]]) -> tuple[tuple[int, int], ...
 
 
 def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
-    """Return the time of the slowest rank, with all of its stages."""
+    """Return the time of the slowest rank with all of its stages."""
     ranks = [
         sum((stages[stage] for stage in layout.stages_of(rank)), NOTHING)
         for rank in range(layout.pipeline_parallel_size)
@@ -259,7 +272,7 @@ def _whole_step(
         hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0,
     )
     optimizer = _optimizer(job, choice, *fullest)
-    if job.shared_cores:  # all ranks do these at once
+    if job.shared_cores:  # all ranks run these at the same time
         sharing += (gradients + optimizer) * max(0.0, job.processes / job.shared_cores - 1)
     return StepTime(
         compute=m * (slowest.forward + slowest.backward) - waiting - held - experts - dispatch,
@@ -279,8 +292,11 @@ def _whole_step(
 
 
 def _message(job: Job, choice: Choice) -> float:
-    """Seconds of one hidden state between stages: 1/t of it a rank, gathered at the other end
-    unless the sequence is split."""
+    """Return the seconds of one hidden state between stages.
+
+    Each tensor-parallel rank sends 1/t of it, and the receivers gather it unless the sequence is
+    split.
+    """
     layout, t = choice.layout, choice.layout.tensor_parallel_size
     if layout.pipeline_parallel_size == 1:
         return 0.0
@@ -296,9 +312,12 @@ def _message(job: Job, choice: Choice) -> float:
 def _gradients(
     job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float
 ) -> float:
-    """An all-reduce, or with a sharded optimizer a reduce-scatter and the gathering of the
-    parameters: of ``experts`` among them over the ranks that hold them alike, and over the
-    tensor-parallel ranks, if each of them has had a part of the tokens."""
+    """Return the exposed seconds to sum the gradients over the replicas.
+
+    The sum is an all-reduce. With a sharded optimizer, it is a reduce-scatter and an all-gather of
+    the parameters. Gradients of ``experts`` are summed over the ranks with the same experts. They
+    are also summed over the tensor-parallel ranks if each of these had a part of the tokens.
+    """
     groups = (
         group_link(choice.layout, job.cluster, "replica_sum"),
         expert_link(job, choice, "expert_replicas"),
@@ -312,7 +331,7 @@ def _gradients(
     layout = choice.layout
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
         rows, columns = job.shape.head.table
-        # Two ranks exchange all of it, both ways at once.
+        # Two ranks exchange the whole table, in both directions at once.
         tied = pipeline_link(layout, job.cluster).send(
             job.trained * rows / layout.tensor_parallel_size * columns * gradient
         )
@@ -322,7 +341,7 @@ def _gradients(
         )
     if (
         job.software.shards != "none"
-    ):  # the layers' are part of their passes; the tables' have nothing to hide behind
+    ):  # those of layers are part of their passes; nothing hides those of tables
         table = job.shape.input.table_elements(layout.tensor_parallel_size)
         return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard_optimizer:
@@ -339,9 +358,12 @@ def _gradients(
 
 
 def _exposed(seconds: float, choice: Choice, behind: float) -> float:
-    """Return the exposed part of a reduction of ``behind`` seconds that starts in the last
-    microbatch's pass and hides behind half of it. Of several chunks each runs its last p
-    microbatches before another's, which hide it; that of the last one has only itself."""
+    """Return the exposed part of a reduction of ``seconds`` next to a pass of ``behind``.
+
+    The reduction starts in the last microbatch's pass, half of which hides it. With several chunks,
+    each chunk runs its last p microbatches before those of another chunk, which hide its reduction.
+    Only its own pass hides the reduction of the last chunk.
+    """
     p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
     if v == 1:
         return max(0.0, seconds - behind / 2)
@@ -349,8 +371,10 @@ def _exposed(seconds: float, choice: Choice, behind: float) -> float:
 
 
 def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:
-    """Return the time of the bytes that the software's optimizer reads and writes; by default every
-    byte of weights and state both ways, and gradients twice, because their norm is computed, too.
+    """Return the seconds of the optimizer's step, by the bytes that it reads and writes.
+
+    By default, weights and state are read and written once. Gradients count twice, because their
+    norm is computed, too.
     """
     *_, state = static_bytes(job, choice, parameters, experts)
     stepped = state / job.precision.state

@@ -1,5 +1,7 @@
-"""A model's forward, run on tensors without data: its blocks alone, once for each kind, with their
-backward."""
+"""A model's forward without data, and its blocks alone with their backward.
+
+Each kind of block runs once.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ from lightning_ptdp.tensor_parallel import Experts, ParallelPlan
 __all__ = ["Followed", "Following", "Run"]
 
 Run = Callable[[nn.Module, int], object]
-"""Calls a module with a batch of so many samples."""
+"""Calls a module with a batch of a given number of samples."""
 
 
 @dataclass
 class Followed:
-    """A kind of layer: what it was called with, and what was seen of it."""
+    """A kind of layer, with the arguments of its call and the trace."""
 
     module: nn.Module
     args: Any
@@ -43,14 +45,14 @@ class Followed:
 
 
 class Following:
-    """One run.
+    """One traced run of a model.
 
     Attributes:
-        names: Of the layers, in order.
-        order: The kind of each, a place in ``layers``.
-        layers: The kinds.
-        input: What was seen before the layers.
-        head: What was seen behind them.
+        names: Names of the layers, in order.
+        order: Kind of each layer, an index in ``layers``.
+        layers: Kinds of layers.
+        input: Trace of the operations before the layers.
+        head: Trace of the operations after the layers.
     """
 
     def __init__(
@@ -79,10 +81,10 @@ class Following:
         self._running = ""
 
     def follow(self, run: Run) -> None:
-        """Run the model, and its kinds of layers alone.
+        """Run the model, and each kind of its layers alone.
 
         Raises:
-            ValueError: It does not run, or not through all layers in order.
+            ValueError: The model does not run, or not through all layers in order.
         """
         with ExitStack() as stack:
             stack.enter_context(without_data())
@@ -213,18 +215,18 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-    """Needs no values, of which it depends what goes where."""
+    """Use shapes only, because routing depends on values that fake tensors lack."""
     vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
     return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:
-    """Return the shape of a module of experts that was called."""
+    """Return the shape of a module of experts that was called, or None."""
     if "_visits" not in vars(module):
         return None
     chosen, hidden = vars(module)["_visits"]
     sizes = {name: p.shape for name, p in module.named_parameters()}
-    # The matrix back to h is the smaller one, or as large as the one there.
+    # The matrix back to h is the smaller one, or as large as the other one.
     matrices = sorted(shape.numel() // shape[0] for shape in sizes.values() if len(shape) > 2)
     return ExpertShape(
         number=next(iter(sizes.values()))[0],
