@@ -1,8 +1,10 @@
-"""Checks of whether this machine can train; each examines one thing and says how to mend it.
+"""Checks of a machine's ability to train, each with a remedy.
 
-A check is a function that returns a ``Check`` (or some) and never raises for what it looks for.
-``inspect_all`` runs them in order; ``render`` is for people, ``as_json`` for programs. Add one by
-writing the function beside its kin and naming it in ``inspection.py``."""
+A check is a function that returns one or several ``Check`` objects. It never raises an error for
+the fault that it looks for. ``inspect_all`` runs the checks in order. ``render`` formats the result
+for people, ``as_json`` for programs. To add a check, write its function next to similar ones and
+name it in ``inspection.py``.
+"""
 
 from lightning_ptdp.doctor.check import Check, Status
 from lightning_ptdp.doctor.doctor_report import as_json, render

@@ -1,8 +1,9 @@
-"""Speed of communication: seconds and bytes a second of messages and collectives at a few sizes.
+"""Speed of messages and collectives at a few sizes, in seconds and bytes per second.
 
-Bytes a second are those of the links and comparable between numbers of ranks, as in NVIDIA's
-nccl-tests: an all-reduce of x bytes moves 2 (n - 1) / n · x over each rank's link, a reduce-scatter
-or an all-gather of x bytes in all (n - 1) / n · x, a message x."""
+Bytes per second are those of the links and comparable between numbers of ranks, as in NVIDIA's
+nccl-tests. For x bytes, each rank's link carries 2 (n - 1) / n · x in an all-reduce,
+(n - 1) / n · x in a reduce-scatter or an all-gather of x bytes in total, and x in a message.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 __all__ = ["SIZES", "Measurement", "check_links", "measure"]
 
 SIZES = (8 * 2**10, 2**20, 32 * 2**20)
-"""Bytes."""
+"""Sizes in bytes."""
 
 _BUDGET_S = 0.1
 _MOST = 50
@@ -36,10 +37,10 @@ class Measurement:
     """The median of one operation.
 
     Attributes:
-        operation: Its name; a message's with both ranks.
-        size: Bytes.
-        seconds: Of the slowest rank.
-        bytes_per_s: Over a rank's link.
+        operation: Name of the operation; that of a message includes both ranks.
+        size: Size in bytes.
+        seconds: Seconds of the slowest rank.
+        bytes_per_s: Bytes per second over a rank's link.
     """
 
     operation: str
@@ -49,7 +50,10 @@ class Measurement:
 
 
 def measure(place: Place, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Measurement]:
-    """Messages between neighbours and three collectives; collective, and equal on all ranks."""
+    """Measure messages between neighbours and three collectives.
+
+    Collective: all ranks call it at the same time, and all get the same result.
+    """
     return [
         _timed(place, tell, name, size, operation, share)
         for size in sizes
@@ -60,7 +64,7 @@ def measure(place: Place, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Meas
 
 
 def check_links(measurements: Sequence[Measurement]) -> Check:
-    """Check that all neighbours have about equally fast links, by the largest messages."""
+    """Check that the links between all neighbours are about equally fast for large messages."""
     largest = max(one.size for one in measurements)
     links = [
         one for one in measurements if one.size == largest and one.operation.startswith("send")
@@ -81,7 +85,7 @@ _Operation = Callable[[], object]
 
 
 def _operations(place: Place, count: int) -> Iterator[tuple[str, _Operation, float]]:
-    """(name, operation on ``count`` elements, part of the bytes that crosses a link)."""
+    """Yield (name, operation on ``count`` elements, share of the bytes that crosses a link)."""
     n = place.size
     whole, part = place.full(count, 1), place.full(count // n, 1)
     for first in range(n if n > 2 else 1):
@@ -112,7 +116,7 @@ def _timed(
     place: Place, tell: Tell, name: str, size: int, operation: _Operation, share: float
 ) -> Measurement:
     tell(f"{name} of {size} bytes")
-    operation()  # makes the connections
+    operation()  # creates the connections
     once = _agreed(place, _seconds(place, operation))
     repetitions = min(max(int(_BUDGET_S / once), _LEAST), _MOST)
     median = sorted(_seconds(place, operation) for _ in range(repetitions))[repetitions // 2]
@@ -134,7 +138,7 @@ def _seconds(place: Place, operation: _Operation) -> float:
 
 
 def _agreed(place: Place, seconds: float) -> float:
-    """The longest of all ranks."""
+    """Return the longest time of all ranks."""
     longest = place.full(1, seconds)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return max(longest.item(), 1e-9)

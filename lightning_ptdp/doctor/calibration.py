@@ -1,9 +1,10 @@
-"""Speed of this machine's devices, measured for the planner in the processes that training would
-have.
+"""Calibration: speed of this machine's devices, measured for the planner.
 
-All ranks measure at the same time: they share caches, memory and power; the slowest of each counts.
-Everything is measured in a few rounds, and the middle round's median is taken, as a step's is: a
-busy moment spoils one of them."""
+The measurements run in the processes that training would have. All ranks measure at the same time,
+because they share caches, memory and power. The slowest rank counts. Everything is measured in
+several rounds, each with a median. The result is the median over the rounds, so that a busy moment
+of the machine spoils only one of them.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class Figures:
     """Measurements of one rank.
 
     Attributes:
-        seconds: Of each run, by what it is.
-        links: Of the collectives between ranks.
+        seconds: Seconds of each run by its key.
+        links: Measurements of the collectives between ranks.
     """
 
     seconds: Mapping[_Key, float]
@@ -71,7 +72,10 @@ class Figures:
 
 
 def measure_device(place: Place, tell: Tell) -> Figures:
-    """Collective: every rank calls it at the same time."""
+    """Measure the device of this rank.
+
+    Collective: all ranks call it at the same time.
+    """
     found: dict[_Key, list[float]] = defaultdict(list)
 
     def rounds(runs: Callable[[torch.device], Iterator[tuple[_Key, Callable[[], _Run]]]]) -> None:
@@ -93,14 +97,14 @@ def measure_device(place: Place, tell: Tell) -> Figures:
 def calibrated(
     name: str, figures: Sequence[Figures], *, kind: str, memory_bytes: float, cores: int = 0
 ) -> Device:
-    """The device that all ranks' figures make, the slowest of each.
+    """Return the device that follows from all ranks' figures. The slowest rank counts.
 
     Args:
-        name: What it calls itself.
-        figures: Of each rank.
+        name: The device's own name.
+        figures: Measurements of each rank.
         kind: "cpu" or "cuda".
-        memory_bytes: Of a process.
-        cores: That all processes share; 0: each has a device of its own.
+        memory_bytes: Memory of a process in bytes.
+        cores: Cores that all processes share; 0 if each has its own device.
     """
     preset = find_device("cpu") if kind == "cpu" else known_device(name) or find_device("h100")
     slowest = {key: max(one.seconds[key] for one in figures) for key in figures[0].seconds}
@@ -154,7 +158,7 @@ def calibrated(
 
 
 def describe(device: Device) -> str:
-    """Return the measurements in a few lines."""
+    """Return the measurements as a few lines of text."""
     found = device.measured
     assert found is not None
     rates = sorted(rate for *_, rate in found.products)
@@ -180,8 +184,11 @@ def describe(device: Device) -> str:
 
 
 def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
-    """Collectives as they were measured; for larger groups the node's links, from the smallest and
-    the largest all-reduce of all: 2 (n - 1) steps."""
+    """Return a cluster with the measured collectives.
+
+    For larger groups, the node's links follow from the smallest and the largest all-reduce of all
+    ranks, which has 2 (n - 1) steps.
+    """
     count = len(figures)
     links = [one.links.seconds for one in figures]
     found = {key: max(one[key] for one in links if key in one) for key in links[0]}
@@ -205,9 +212,9 @@ def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
     )
 
 
-# What the planner counts for them (elementwise.py), in elements a token: two norms 2 x (3 + 7
-# passes), two sums 2 x 3 and the activation, 2 + 3 passes of GELU's four times wider channels, or 5
-# + 9 of SwiGLU's.
+# The planner's counts for these operations (planner/gpt_shape.py), in elements per token: two norms
+# 2 x (3 + 7 passes), two sums 2 x 3 and the activation, 2 + 3 passes of GELU's channels, which are
+# four times as wide, or 5 + 9 of SwiGLU's.
 _GELU = _WIDTH * (2 * (3 + 7 + 3) + 4 * (2 + 3))
 _GATED = _WIDTH * (2 * (3 + 7 + 3) + 2 * (5 + 9))
 
@@ -266,7 +273,7 @@ def _attention_backward(
 
 
 def _between_products(device: torch.device, dtype: torch.dtype, *, gated: bool) -> _Run:
-    """Two norms, two sums and the activation of a layer, forward and backward."""
+    """Return a run of a layer's two norms, two sums and activation, forward and backward."""
     x = torch.randn(_TOKENS, _WIDTH, device=device, dtype=dtype, requires_grad=True)
     inner = torch.randn(_TOKENS, 4 * _WIDTH, device=device, dtype=dtype, requires_grad=True)
     norm = (RMSNorm(_WIDTH, eps=1e-5) if gated else torch.nn.LayerNorm(_WIDTH)).to(device, dtype)
@@ -306,7 +313,7 @@ def _optimizer(device: torch.device) -> _Run:
 
 
 def _small(device: torch.device) -> _Run:
-    """A block that is too small for anything but launching its operations."""
+    """Return a run of a block that is so small that only the launch of operations takes time."""
     block = GPT(
         GPTConfig.gpt2(
             vocabulary_size=8, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2
@@ -318,8 +325,10 @@ def _small(device: torch.device) -> _Run:
 
 
 def _usual_s(device: torch.device, run: _Run) -> float:
-    """The median; on a CPU of those that this thread runs, so that it is no matter whether
-    something else runs, too."""
+    """Return the median seconds of a run.
+
+    On a CPU, the time of this thread is measured, so that other programs do not affect it.
+    """
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def seconds() -> float:
@@ -335,12 +344,12 @@ def _usual_s(device: torch.device, run: _Run) -> float:
 
 
 def cores_of(device: torch.device) -> int:
-    """Cores that all processes share; 0 where each has a GPU."""
+    """Return the cores that all processes share; 0 if each has a GPU."""
     return len(os.sched_getaffinity(0)) if device.type == "cpu" else 0
 
 
 def memory_of(device: torch.device, processes: int) -> float:
-    """Bytes that a process can have."""
+    """Return the bytes of memory that a process can have."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return psutil.virtual_memory().total / processes

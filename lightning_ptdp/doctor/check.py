@@ -18,13 +18,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        subject: What, in a word or two.
+        subject: Checked subject, in a word or two.
         status: Whether training can work with it.
-        found: What was seen.
-        mend: What would help; "" where nothing has to.
+        found: State of the subject.
+        mend: Remedy; "" if none is necessary.
     """
 
     subject: str
@@ -34,20 +34,20 @@ class Check:
 
 
 def ok(subject: str, found: str) -> Check:
-    """Nothing to do."""
+    """Return a result that requires nothing."""
     return Check(subject=subject, status=Status.OK, found=found)
 
 
 def warning(subject: str, found: str, mend: str) -> Check:
-    """Training works, but not as it could."""
+    """Return a result with which training works, but not at its best."""
     return Check(subject=subject, status=Status.WARNING, found=found, mend=mend)
 
 
 def enough(is_enough: bool, subject: str, found: str, mend: str) -> Check:
-    """Nothing to do if what was found is enough, else a warning."""
+    """Return an ``ok`` result if ``is_enough``, else a warning."""
     return ok(subject, found) if is_enough else warning(subject, found, mend)
 
 
 def failed(subject: str, found: str, mend: str) -> Check:
-    """Training cannot work."""
+    """Return a result with which training cannot work."""
     return Check(subject=subject, status=Status.FAILED, found=found, mend=mend)

@@ -1,4 +1,4 @@
-"""Every kind of communication that training uses, once, with a known answer."""
+"""Tests of every kind of communication that training uses, each with a known answer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["COLLECTIVES", "Place"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One process among those of the group: its rank, their number, and the device whose tensors it
-    sends."""
+    """A process in the group.
+
+    It has a rank, the number of ranks, and the device of the tensors that it sends.
+    """
 
     rank: int
     size: int
     device: torch.device
 
     def full(self, count: int, value: float) -> Tensor:
-        """``count`` float32 numbers on this device."""
+        """Return ``count`` float32 numbers of this value on the device."""
         return torch.full((count,), float(value), device=self.device)
 
 
@@ -66,16 +68,15 @@ def _all_to_all(place: Place) -> bool:
 
 
 def _exchange(place: Place, *steps: int) -> bool:
-    """Every rank sends its number to the one that is ``step`` after it in a ring, for all steps at
-    once."""
+    """Send every rank's number to the rank ``step`` after it in a ring, for all steps at once."""
     arriving = {step: place.full(5, -1) for step in steps}
     operations: list[dist.P2POp] = []
     for tag, (step, into) in enumerate(arriving.items()):
         after, before = ((place.rank + way) % place.size for way in (step, -step))
         operations.append(dist.P2POp(dist.isend, place.full(5, place.rank), after, tag=tag))
         operations.append(dist.P2POp(dist.irecv, into, before, tag=tag))
-    # In one batch: the first message between two ranks holds both until they meet, and a ring of
-    # sends would be a ring of waits.
+    # All operations are one batch. The first message between two ranks blocks both until the other
+    # rank joins, so separate sends in a ring would deadlock.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return all(_is(into, (place.rank - step) % place.size) for step, into in arriving.items())
@@ -90,7 +91,10 @@ def _objects(place: Place) -> bool:
 
 
 def _groups(place: Place) -> bool:
-    """Every pair of neighbours, and one over all by gloo, as for agreements beside NCCL."""
+    """Test the groups of neighbours, and one gloo group of all ranks.
+
+    Training uses a gloo group beside NCCL for agreements between ranks.
+    """
     right = True
     for first in range(0, place.size - 1, 2):
         group: Any = dist.new_group([first, first + 1])
@@ -123,7 +127,7 @@ COLLECTIVES: Mapping[str, Callable[[Place], bool]] = MappingProxyType(
         "barrier": _barrier,
     }
 )
-"""Name -> one use, which says whether the answer was right."""
+"""Name -> test that returns True if the answer is correct."""
 
 
 def _is(tensor: Tensor, value: float) -> bool:

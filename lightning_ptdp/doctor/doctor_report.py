@@ -15,13 +15,16 @@ __all__ = ["as_json", "render"]
 
 
 def render(inspection: Inspection) -> str:
-    """A line a check, what would mend it below, and a table of the measurements."""
+    """Return one line per check with its remedy below, and a table of the measurements."""
     return "\n".join(_lines(inspection))
 
 
 def as_json(inspection: Inspection) -> str:
-    """``{"ok": bool, "sections": [{"title", "checks": [...]}], "measurements": [...]}``; sizes in
-    bytes, times in seconds."""
+    """Return an inspection as JSON.
+
+    The format is ``{"ok": bool, "sections": [{"title", "checks": [...]}], "measurements": [...]}``.
+    Sizes are in bytes, times in seconds.
+    """
     return json.dumps({"ok": inspection.count(Status.FAILED) == 0, **asdict(inspection)}, indent=2)
 
 
@@ -46,7 +49,7 @@ def _table(measurements: Sequence[Measurement]) -> str:
         name: [f"  {name}"] for name in ("between ranks", *(one.operation for one in measurements))
     }
     rows["between ranks"] += map(_size, sizes)
-    for one in measurements:  # of one size after the other
+    for one in measurements:  # grouped by size
         rows[one.operation].append(f"{one.seconds * 1e3:.3f} ms {one.bytes_per_s / 1e9:8.3f} GB/s")
     return columns(list(rows.values()), words=(0,))
 

@@ -1,5 +1,8 @@
-"""Checks of a run's paths: folders, the tracking store, prepared data, and the clock of the file
-system."""
+"""Checks of a run's paths.
+
+The paths are folders, the tracking store and prepared data. The clock of the file system is
+checked, too.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ _CLOCK_S = 2.0
 
 
 def check_root_dir(folder: Path) -> Check:
-    """Write, flush and read a file in ``folder`` (or where it would be made), and take it away
-    again."""
+    """Check that a file in ``folder``, or in its nearest existing parent, can be written.
+
+    The file is written, flushed, read and removed.
+    """
     subject, mend = f"--root-dir {folder}", "name a folder that you may write to: --root-dir"
     existing = _existing(folder)
     try:
@@ -53,8 +58,10 @@ def check_root_dir(folder: Path) -> Check:
 
 
 def check_database_locks(folder: Path) -> Check:
-    """Check that SQLite, MLflow's default store, can lock a database in ``folder``: some network
-    file systems cannot."""
+    """Check that SQLite, MLflow's default store, can lock a database in ``folder``.
+
+    Some network file systems do not support locks.
+    """
     try:
         with (
             tempfile.TemporaryDirectory(dir=_existing(folder), prefix=".ptdp-doctor-") as inner,
@@ -70,7 +77,7 @@ def check_database_locks(folder: Path) -> Check:
 
 
 def check_tracking_store(tracking_uri: str, *, timeout_s: float) -> Check:
-    """Check that an MLflow store or server can be reached; nothing is changed."""
+    """Check that an MLflow store or server can be reached. Nothing is changed."""
     from lightning_ptdp.loggers.tracking_store import check_store
 
     try:
@@ -83,7 +90,7 @@ def check_tracking_store(tracking_uri: str, *, timeout_s: float) -> Check:
 
 
 def check_data_folder(folder: Path) -> Check:
-    """Check that ``folder`` holds prepared data, complete by the sizes of its files."""
+    """Check that ``folder`` has complete prepared data, by the sizes of its files."""
     from lightning_ptdp.data.data_error import DataError
     from lightning_ptdp.data.manifest import verify_store
 
@@ -98,7 +105,7 @@ def check_data_folder(folder: Path) -> Check:
 
 
 def check_clock(folder: Path) -> Check:
-    """This machine's clock against that of the file system, which may be another machine's."""
+    """Compare this machine's clock with that of the file system, which may be on another one."""
     try:
         with tempfile.NamedTemporaryFile(dir=_existing(folder), prefix=".ptdp-doctor-") as file:
             before = time.time()
@@ -121,7 +128,7 @@ def check_clock(folder: Path) -> Check:
 
 
 def _existing(folder: Path) -> Path:
-    """The nearest folder that is there."""
+    """Return the folder or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""All checks, in order: the table of contents of the doctor."""
+"""All checks of the doctor, in order."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Question:
     """Subject of an inspection.
 
     Attributes:
-        processes: Number of ranks that are started.
-        backend: "gloo" or "nccl"; None: NCCL if there are as many GPUs.
-        root_dir: Where runs are to be written.
-        tracking_uri: An MLflow store or server; None: it is not looked at.
-        data_dir: Folder of prepared data; None: it is not looked at.
+        processes: Number of ranks to start.
+        backend: "gloo" or "nccl"; None means NCCL if there are as many GPUs as ranks.
+        root_dir: Folder to which runs will be written.
+        tracking_uri: An MLflow store or server; None skips its check.
+        data_dir: Folder of prepared data; None skips its check.
         timeout_s: Limit of each part that can hang.
     """
 
@@ -70,18 +70,23 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Everything that was found."""
+    """Results of all checks and measurements."""
 
     sections: tuple[Section, ...]
     measurements: tuple[Measurement, ...] = ()
 
     def count(self, status: Status) -> int:
-        """Number of checks that ended so."""
+        """Return the number of checks with this status."""
         return sum(check.status == status for section in self.sections for check in section.checks)
 
 
 def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Inspection:
-    """Look at everything; ``recipes`` finds the names of those that are installed."""
+    """Run all checks.
+
+    Args:
+        question: Subject of the inspection.
+        recipes: Returns the names of the installed recipes.
+    """
     limit = question.timeout_s
     gpus, devices = _limited(
         "devices",
@@ -111,8 +116,10 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
 def _limited(
     subject: str, timeout_s: float, look: Callable[[], _T], instead: Callable[[Check], _T]
 ) -> _T:
-    """Return the result of ``look``, which runs in a process of its own because a dead file system
-    or driver may block it forever."""
+    """Return the result of ``look``, or ``instead`` of a failed check if it does not answer.
+
+    ``look`` runs in its own process, because a broken file system or driver may block it forever.
+    """
 
     def in_a_process(rank: int, tell: Tell) -> _T:
         tell(subject)

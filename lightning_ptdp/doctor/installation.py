@@ -1,4 +1,4 @@
-"""The installation, compared with the package's own metadata."""
+"""Checks of the installation against the package's own metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["check_entry_points", "check_packages", "check_python", "check_recipe
 
 
 def check_python(version: str | None = None) -> Check:
-    """Compare the interpreter's version (default: of this one) with ``Requires-Python``."""
+    """Compare the interpreter's version with ``Requires-Python``.
+
+    Args:
+        version: Version to compare; None means this interpreter's.
+    """
     try:
         requirements.check_python(version)
     except RequirementError as error:
@@ -26,10 +30,10 @@ def check_python(version: str | None = None) -> Check:
 def check_packages(
     lines: Sequence[str] | None = None, installed: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
-    """Compare every library that the metadata name, optional ones included, with its range.
+    """Compare every library in the metadata, including optional ones, with its version range.
 
     Args:
-        lines: As in ``Requires-Dist``; None: those of the installed package.
+        lines: Lines as in ``Requires-Dist``; None means those of the installed package.
         installed: Returns the version of a distribution, or raises ``PackageNotFoundError``.
     """
     for declared in read_declared(lines):
@@ -52,8 +56,7 @@ def _check_package(declared: Declared, installed: Callable[[str], str]) -> Check
 
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
-    """Check that ``Trainer(strategy="ptdp")`` works in a script that does not import the
-    package."""
+    """Check that ``Trainer(strategy="ptdp")`` works without an import of this package."""
     subject, mend = 'strategy="ptdp"', "import lightning_ptdp in front of the Trainer"
     names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
     if "lightning_ptdp" not in names:
@@ -68,8 +71,11 @@ def check_entry_points(environment: Mapping[str, str]) -> Check:
 
 
 def check_recipes(names: Callable[[], Sequence[str]]) -> Check:
-    """Check that the recipes were installed; ``names`` lists them, or raises
-    ``FileNotFoundError``."""
+    """Check that the recipes are installed.
+
+    Args:
+        names: Returns their names, or raises ``FileNotFoundError``.
+    """
     try:
         return ok("recipes", f"{len(names())} found")
     except FileNotFoundError as error:

@@ -1,5 +1,7 @@
-"""Time of collectives and messages between ranks as training uses them: after a product, in groups
-of each size."""
+"""Time of collectives and messages between ranks, as training uses them.
+
+Each operation runs after a matrix product, in groups of each size.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from lightning_ptdp.world.layout import divisors
 __all__ = ["LINK_SIZES", "Links", "measure_links"]
 
 LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
-"""Bytes."""
+"""Sizes in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Links:
 
     Attributes:
         seconds: (operation, members of the group, bytes) -> seconds; 0 members for messages.
-        waiting: Of a core, what this process used meanwhile.
+        waiting: Share of a core that this process used during the collectives.
     """
 
     seconds: Mapping[tuple[str, int, int], float]
@@ -43,13 +45,15 @@ _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
 
 def measure_links(place: Place, tell: Tell, *, cores: int) -> Links:
-    """Collective. One group communicates at a time; what a larger one than there are cores for
-    takes longer is no matter of the links.
+    """Measure the links between ranks, one group at a time.
 
-    A rank that comes to a collective waits for the others, and on a CPU for the threads that send
-    and receive to be awake, which a
-    collective that is repeated at once does not show: so each runs behind a product, whose own time
-    is subtracted."""
+    Collective: all ranks call it at the same time. If a group has more members than there are
+    cores, the additional time is not caused by the links and is removed.
+
+    A rank in a collective waits for the other ranks. On a CPU, it also waits until the threads that
+    send and receive are awake. An immediately repeated collective does not show this delay. Each
+    operation therefore runs after a product, whose own time is subtracted.
+    """
     found: dict[tuple[str, int, int], float] = {}
     used = waited = 0.0
     for members in divisors(place.size):
@@ -83,13 +87,16 @@ def _operations(
 
 
 def _beyond_product(place: Place, run: Callable[[], object], size: int) -> tuple[float, float]:
-    """Seconds that it takes behind a product besides, and seconds of cores that it uses."""
+    """Return the additional seconds of an operation after a product.
+
+    The second number is the seconds of CPU cores that the operation uses.
+    """
     a, b, result = (torch.randn(shape, device=place.device) for shape in _PRODUCT)
     repetitions = max(_LEAST, min(_MOST, _MOST_BYTES // size))
 
     def usual(*parts: Callable[[], object]) -> tuple[float, float]:
-        # The best round: what interrupts another one counts on this clock, as it does not on that
-        # of a thread (calibration.py).
+        # The best round counts, because this clock includes interruptions, in contrast to a
+        # thread's clock (calibration.py).
         return min(once(parts) for _ in range(_ROUNDS))
 
     def once(parts: Sequence[Callable[[], object]]) -> tuple[float, float]:

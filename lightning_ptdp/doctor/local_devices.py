@@ -1,5 +1,7 @@
-"""The accelerators: how many, how much memory, whether their arithmetic is right, and in
-bfloat16."""
+"""Checks of the accelerators: number, memory and correct arithmetic.
+
+Arithmetic is checked in float32 and bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ __all__ = ["check_arithmetic", "check_devices", "count_gpus"]
 
 _GIB = 2**30
 _SIZE = 256
-# Largest error of a product of normal numbers, over its largest element: some units in the last
-# place, summed over _SIZE terms.
+# Largest error of a product of normally distributed numbers, relative to its largest element: some
+# units in the last place, summed over _SIZE terms.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-2}
 
 
 def count_gpus() -> int:
-    """GPUs that torch can use."""
+    """Return the number of GPUs that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_devices(wanted: int) -> Iterator[Check]:
-    """The GPUs that torch sees, for ``wanted`` processes."""
+    """Check the GPUs that torch sees, for ``wanted`` processes."""
     if not torch.cuda.is_available():
         why = (
             "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
@@ -50,7 +52,7 @@ def check_devices(wanted: int) -> Iterator[Check]:
 
 
 def check_arithmetic(device: torch.device) -> Iterator[Check]:
-    """A matrix product on ``device`` in float32 and bfloat16, compared with float64 on the CPU."""
+    """Compare a matrix product in float32 and bfloat16 with float64 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(_SIZE, _SIZE, dtype=torch.float64, generator=generator) for _ in range(2))
     exact = a @ b
@@ -66,7 +68,7 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
             )
             continue
         error_size = ((found - exact).abs().max() / exact.abs().max()).item()
-        if not error_size < tolerance:  # NaN too
+        if not error_size < tolerance:  # also true for NaN
             yield failed(
                 subject,
                 f"a matrix product is wrong by {error_size:.1e}",

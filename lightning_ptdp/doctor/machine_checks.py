@@ -1,4 +1,4 @@
-"""The machine beside its accelerators: cores, memory, shared memory, open files."""
+"""Checks of the machine without accelerators: cores, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from lightning_ptdp.doctor.check import Check, enough, warning
 __all__ = ["check_cores", "check_memory", "check_open_files", "check_shared_memory"]
 
 _GIB = 2**30
-# A process that has imported torch and Lightning, and a nano model's activations.
+# A process with torch and Lightning imported, and the activations of a nano model.
 _PROCESS_BYTES = 1 * _GIB
 _SHARED_BYTES = 1 * _GIB
-# A rank has sockets to every other, chunks of data, logs and checkpoint files open.
+# A rank has open sockets to all other ranks, and open data chunks, logs and checkpoint files.
 _FILES = 1024
 
 
 def check_cores(*, cores: int, processes: int, accelerated: bool) -> Check:
-    """Cores that this process may use, against the processes that are to run on them."""
+    """Compare the cores that this process may use with the number of processes."""
     takes_turns = cores < processes and not accelerated
     found = f"{cores} for {processes} processes" + (", which take turns" if takes_turns else "")
     mend = "it works, and its speed says nothing about the layout; use fewer processes to measure"
@@ -23,7 +23,7 @@ def check_cores(*, cores: int, processes: int, accelerated: bool) -> Check:
 
 
 def check_memory(*, available: int, total: int, limit: int | None, processes: int) -> Check:
-    """Bytes of memory that are left, and what the container allows."""
+    """Compare the free memory, within the container's limit, with the need of the processes."""
     usable = available if limit is None else min(available, limit)
     found = f"{usable / _GIB:.1f} GiB free of {total / _GIB:.1f}"
     if limit is not None and limit < total:
@@ -33,7 +33,11 @@ def check_memory(*, available: int, total: int, limit: int | None, processes: in
 
 
 def check_shared_memory(free: int | None) -> Check:
-    """Free bytes of /dev/shm (None: there is none), through which data workers and NCCL send."""
+    """Check the free bytes of /dev/shm, which data workers and NCCL use for messages.
+
+    Args:
+        free: Free bytes; None if there is no /dev/shm.
+    """
     if free is None:
         return warning(
             "/dev/shm", "not there", "mount it: data workers (num_workers > 0) and NCCL use it"
@@ -43,7 +47,7 @@ def check_shared_memory(free: int | None) -> Check:
 
 
 def check_open_files(soft: int, hard: int) -> Check:
-    """The limits of open files (-1: none)."""
+    """Check the soft and hard limits of open files; -1 means no limit."""
     found = f"{_limit(soft)}, can be raised to {_limit(hard)}" if soft != hard else _limit(soft)
     return enough(
         soft < 0 or soft >= _FILES, "open files", found, f"ulimit -n {hard if hard >= 0 else 65536}"

@@ -1,4 +1,4 @@
-"""Processes that form a group, as training does, use it and measure it."""
+"""Checks with real processes, which form a group as in training, use it and measure it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RankCheck:
     """Results of the ranks.
 
     Attributes:
-        checks: The group and each collective.
-        measurements: Empty if the ranks did not come so far, or there is one.
+        checks: Checks of the group and of each collective.
+        measurements: Measurements of links; empty if the ranks failed earlier or there is only one.
     """
 
     checks: tuple[Check, ...]
@@ -41,13 +41,12 @@ class RankCheck:
 
 
 def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
-    """Start ``count`` processes on this machine and let them use each collective once; then
-    measure.
+    """Start ``count`` processes on this machine, test each collective, and measure the links.
 
     Args:
         count: Number of processes.
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
-        timeout_s: After so many seconds ranks that have not come through are named and ended.
+        timeout_s: Seconds after which unfinished ranks are named and ended.
     """
     outcome = run_ranks(
         _rank,
@@ -62,16 +61,17 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
 
 
 def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
-    """Start ``count`` processes on this machine, as training would, and let them measure what their
-    devices reach.
+    """Start ``count`` processes on this machine and calibrate their devices.
+
+    The processes are started as in training.
 
     Args:
         count: Number of processes.
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
-        timeout_s: After so many seconds ranks that have not come through are named and ended.
+        timeout_s: Seconds after which unfinished ranks are named and ended.
 
     Raises:
-        RuntimeError: A rank failed, or hangs; the message names it.
+        RuntimeError: A rank failed or hangs. The message names it.
     """
     outcome = run_ranks(
         _calibrate,
@@ -130,7 +130,7 @@ def _group(
         torch.cuda.set_device(device)
     place = Place(rank=rank, size=count, device=device)
     tell(_GROUP)
-    # The parent's limit comes first and names the rank; torch's ends a process that lost its
+    # The parent's limit ends first and names the rank. torch's limit ends a process that lost its
     # parent.
     limit = timedelta(seconds=2 * timeout_s)
     listen_on_loopback()
