@@ -34,7 +34,7 @@ class Check:
 
 
 def ok(subject: str, found: str) -> Check:
-    """Return a result that requires nothing."""
+    """Return a result that requires no action."""
     return Check(subject=subject, status=Status.OK, found=found)
 
 

@@ -25,7 +25,7 @@ _GIB = 2**30
 def bars(plan: Plan, *, count: int = 5) -> str:
     """Return two bars for each of the best layouts, with one letter per part.
 
-    One bar compares its step with the slowest of these layouts. The other compares its memory with
+    One bar compares its step with the slowest of these layouts. The second compares its memory with
     the usable memory.
     """
     shown = plan.best[:count]

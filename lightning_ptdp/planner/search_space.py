@@ -1,4 +1,4 @@
-"""The choices of a search: degrees that fit the sizes, and reasons against the others."""
+"""The choices of a search: degrees that fit the sizes, and reasons for rejections."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Misfit:
 
 
 def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
-    """Yield all (t, c, p, e) of the space, and reasons against the others.
+    """Yield all (t, c, p, e) of the space, or a ``Misfit`` for those that cannot be used.
 
     The layouts have one chunk per rank.
     """
@@ -106,7 +106,7 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
 
 
 def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | Misfit]:
-    """Yield all schedules, chunks and microbatches for a layout, and reasons against others.
+    """Yield all schedules, chunks and microbatches for a layout, or a ``Misfit``.
 
     The layout defines (t, c, p, e).
     """

@@ -358,7 +358,7 @@ def _gradients(
 
 
 def _exposed(seconds: float, choice: Choice, behind: float) -> float:
-    """Return the exposed part of a reduction of ``seconds`` next to a pass of ``behind``.
+    """Return the seconds of a reduction that a pass of ``behind`` seconds does not hide.
 
     The reduction starts in the last microbatch's pass, half of which hides it. With several chunks,
     each chunk runs its last p microbatches before those of another chunk, which hide its reduction.
