@@ -1,9 +1,12 @@
-"""Tensor and sequence parallelism: one layer's matrices sharded over the ranks of the tensor group
-(arXiv 1909.08053, 2205.05198).
+"""Tensor and sequence parallelism: layer weights sharded over the tensor group.
 
-A ``ParallelPlan`` says which modules are split and how; ``shard_module`` puts a parallel one in the
-place of one, with a ``Sharding`` that tells of every parameter which part of the whole it is
-(``tensor_shards.py``). The model's own code does not change."""
+See arXiv 1909.08053 and 2205.05198.
+
+A ``ParallelPlan`` names the modules to split and the kind of each split. ``shard_module`` replaces
+a module with its parallel version and returns a ``Sharding`` for every parameter, which records the
+part of the full parameter that this rank holds (``tensor_shards.py``). The model's own code does
+not change.
+"""
 
 from lightning_ptdp.tensor_parallel.captured_outputs import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy

@@ -1,4 +1,4 @@
-"""Outputs that a Hugging Face model captures of its layers, if a rank has only a part of them."""
+"""Checks of the outputs that a Hugging Face model records, if a rank has only a part."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ _BY_SEQUENCE = ("hidden_states", "router_logits", *_BY_HEAD)
 
 
 def refuse_captured_parts(model: nn.Module, *, sequence_parallel: bool) -> None:
-    """Let the forward of every Hugging Face model inside raise a ValueError where its output holds,
-    of what it captured, a part: the attention weights of this rank's heads, and under sequence
-    parallelism whatever has a sequence."""
+    """Make Hugging Face models raise a ValueError if a recorded output is only a part.
+
+    A rank has the attention weights of its own heads only. Under sequence parallelism it has only
+    its slice of every output with a sequence dimension. Applies to every Hugging Face model inside
+    ``model``.
+    """
     for module in model.modules():
         if hasattr(module, "_can_record_outputs"):
             module.register_forward_hook(partial(_check, sequence_parallel))
 
 
 def check_captured(model: nn.Module, *, sequence_parallel: bool) -> None:
-    """Check what the configurations of the Hugging Face models inside ask for.
+    """Check the outputs requested in the configurations of the Hugging Face models inside.
 
     Raises:
-        ValueError: A rank would have a part of it.
+        ValueError: A rank would have only a part of a requested output.
     """
     for module in model.modules():
         if hasattr(module, "_can_record_outputs"):

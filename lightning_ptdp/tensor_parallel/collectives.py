@@ -1,22 +1,22 @@
-"""Collectives over the tensor group as functions that autograd understands, and the asynchronous
-ones below them.
+"""Differentiable collectives over the tensor group, and their asynchronous primitives.
 
-What is summed in one direction is copied in the other (arXiv 1909.08053, section 3, "f" and "g";
-arXiv 2205.05198, section 4.2.2):
+An operation and its gradient are conjugates: a sum in one direction is a copy in the other (arXiv
+1909.08053, section 3, "f" and "g"; arXiv 2205.05198, section 4.2.2):
 
     function          forward                    backward
     copy              identity                   all-reduce
     reduce            all-reduce                 identity
     gather_sequence   all-gather                 reduce-scatter
     scatter_sequence  reduce-scatter             all-gather
-    split_sequence    this member's slice        all-gather
-    join_sequence     all-gather                 this member's slice
-    gather_last       all-gather                 this member's slice
+    split_sequence    this rank's slice          all-gather
+    join_sequence     all-gather                 this rank's slice
+    gather_last       all-gather                 this rank's slice
     total             all-reduce                 all-reduce
 
-Activations are (b, s, h), so the sequence is dimension 1, while collectives concatenate along
-dimension 0. Moving it costs one copy (none for a single sample). In a group of one every function
-returns its input and communicates nothing."""
+Activations are (b, s, h). The sequence is therefore dimension 1, while collectives concatenate
+along dimension 0. Moving the dimension costs one copy (none for a single sample). In a group of
+one, every function returns its input and communicates nothing.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A collective under way.
+    """A collective in progress.
 
     Attributes:
-        work: What ``torch.distributed`` returned; None where ``finish`` waits.
-        finish: Makes the result, once the work is done.
-        source: What is being read, kept alive until then.
+        work: Handle returned by ``torch.distributed``; None if ``finish`` does the waiting.
+        finish: Builds the result once the work is done.
+        source: Tensor that the collective reads, kept alive until then.
     """
 
     work: Any
@@ -68,7 +68,7 @@ class Pending:
     source: Tensor
 
     def wait(self) -> Tensor:
-        """The result. On CUDA the current stream waits, not the host."""
+        """Return the result. On CUDA the current stream waits, not the host."""
         if self.work is not None:
             self.work.wait()
         return self.finish()
@@ -77,9 +77,10 @@ class Pending:
 def start_all_reduce(
     x: Tensor, *, group: Group, in_place: bool = False, op: Literal["sum", "max"] = "sum"
 ) -> Pending:
-    """Sum ``x`` over the group, or take the maximum, in place if ``in_place``.
+    """Sum ``x`` over the group, or take the maximum.
 
-    ``op`` is a string because a compiler cannot compare ``ReduceOp``s. Needed until torch 2.13.
+    The result overwrites ``x`` if ``in_place`` and ``x`` is contiguous. ``op`` is a string because
+    a compiler cannot compare ``ReduceOp``s. Needed until torch 2.13.
     """
     if torch.compiler.is_compiling():
         x = x.contiguous()
@@ -92,10 +93,11 @@ def start_all_reduce(
 
 
 def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None = None) -> Pending:
-    """Concatenate every member's ``x`` (at least one dimension) along ``dim``.
+    """Concatenate every rank's ``x`` (at least one dimension) along ``dim``.
 
-    A compiler that finds the same gather in a forward and its backward does it once and keeps the
-    result. In a backward, the gradient as ``after`` makes it another."""
+    A compiler that finds the same gather in a forward and its backward runs it once and keeps the
+    result. In a backward, pass the gradient as ``after`` to make it a different operation.
+    """
     dim = dim % x.dim()
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -116,7 +118,7 @@ def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None 
 
 
 def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
-    """Sum ``x`` over the group and keep this member's slice along ``dim``.
+    """Sum ``x`` over the group and keep this rank's slice along ``dim``.
 
     Raises:
         ValueError: The dimension is not a multiple of the group's size.
@@ -148,35 +150,44 @@ torch.library.register_fake("lightning_ptdp::gather_after", _gather_after)
 
 
 def _along(stacked: Tensor, dim: int) -> Tensor:
-    """(t, ..., s, ...) -> (..., t s, ...)."""
+    """Merge the stacked dimension into ``dim``: (t, ..., s, ...) -> (..., t s, ...)."""
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """``x``, whose gradient is summed over the group: enters a region in which members hold
-    different weights."""
+    """Return ``x`` and sum its gradient over the group.
+
+    Marks the entry of a region in which the ranks hold different weights.
+    """
     return _exchange(_keep, _sum, x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of ``x`` over the group, a new tensor: leaves such a region."""
+    """Return the sum of ``x`` over the group as a new tensor.
+
+    Marks the exit of a region in which the ranks hold different weights.
+    """
     return _exchange(_sum, _keep, x, group)
 
 
 def total(x: Tensor, group: Group) -> Tensor:
-    """The sum of ``x`` over the group, a new tensor, for members that each make something else of
-    it."""
+    """Return the sum of ``x`` over the group as a new tensor, and sum its gradient too.
+
+    For a sum that each rank uses in a different computation.
+    """
     return _exchange(_sum, _sum, x, group)
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """The whole sequence from every member's slice; (b, s/t, h) -> (b, s, h). Gradients are summed
-    over the group."""
+    """Gather the full sequence from every rank's slice: (b, s/t, h) -> (b, s, h).
+
+    Gradients are summed over the group.
+    """
     return _exchange(_gather, _sum_slice, x, group, dim)
 
 
 def scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This member's slice of the sum over the group; (b, s, h) -> (b, s/t, h).
+    """Sum over the group and return this rank's slice: (b, s, h) -> (b, s/t, h).
 
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
@@ -185,7 +196,7 @@ def scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """This member's slice of a sequence that all members hold alike; (b, s, h) -> (b, s/t, h).
+    """Return this rank's slice of a replicated sequence: (b, s, h) -> (b, s/t, h).
 
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
@@ -194,13 +205,18 @@ def split_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
 
 
 def join_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """The whole sequence from every member's slice, for a result that all members then use
-    alike."""
+    """Gather the full sequence from every rank's slice, without summing gradients.
+
+    For a result that all ranks then use in the same computation.
+    """
     return _exchange(_gather, _own_slice, x, group, dim)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """Concatenate along the last dimension, for a result that all members then use alike."""
+    """Concatenate along the last dimension, without summing gradients.
+
+    For a result that all ranks then use in the same computation.
+    """
     return _exchange(_gather, _own_slice, x, group, -1)
 
 
@@ -252,7 +268,8 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
     """Check that the sequence, dimension ``dim``, can be split over the group.
 
     Raises:
-        ValueError: It cannot; says which lengths can.
+        ValueError: The length is not a multiple of the group's size. The message names lengths that
+            are.
     """
     if x.size(dim) % group.size:
         length, below = x.size(dim), x.size(dim) // group.size * group.size

@@ -1,9 +1,10 @@
-"""Cross entropy of logits that are split along the vocabulary (arXiv 1909.08053, section 3): the
-logits stay where they are.
+"""Cross entropy of logits split along the vocabulary, without gathering the logits.
 
-Two small all-reduces of one and of two (three with label smoothing) numbers a token: the maximum,
-then the sum of exponentials, the target's logit and the sum of logits together. The backward pass
-needs none.
+See arXiv 1909.08053, section 3.
+
+The forward pass makes two small all-reduces. The first carries one number per token, the maximum.
+The second carries two (three with label smoothing): the sum of exponentials, the target's logit and
+the sum of logits. The backward pass needs no communication.
 
 Shapes: n tokens, w local rows of the vocabulary (padding included).
 """
@@ -46,23 +47,25 @@ def vocabulary_parallel_cross_entropy(
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """``F.cross_entropy`` of the full logits, in value and gradient; every member gets the same.
+    """Compute ``F.cross_entropy`` of the full logits, in value and gradient.
+
+    Every rank gets the same result.
 
     Args:
         logits: Local logits (..., w), any floating dtype; not modified.
-        target: Token ids (...) int64, equal on all members.
-        vocabulary: Which logits are here; columns beyond it are padding and count for nothing.
+        target: Token ids (...) int64, equal on all ranks.
+        vocabulary: Range of the local logits; columns beyond it are padding and are ignored.
         group: The tensor group.
         ignore_index: Targets with this value have no loss.
-        label_smoothing: Share of the target's probability that is spread over the whole vocabulary.
+        label_smoothing: Share of the target's probability that is spread over the full vocabulary.
         z_loss: Weight of log(Z)^2, which is added to each token's loss to keep the normalizer Z
             near 1 (arXiv 2204.02311, section 5).
         reduction: As in ``F.cross_entropy``: the mean is over targets that are not ignored, nan if
             there are none.
 
     Returns:
-        float32 (float64 for float64 logits): it is computed so, and rounding a loss to bfloat16
-            would lose it.
+        float32 (float64 for float64 logits). The loss is computed in this dtype, and rounding it to
+        bfloat16 would lose precision.
 
     Raises:
         IndexError: A target is neither in [0, V) nor ``ignore_index`` (on CUDA a device-side
@@ -83,15 +86,15 @@ def vocabulary_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of one token from its logits, and its gradient.
+    """The loss of one token as a function of its logits, and its gradient.
 
-    With x the logits less their maximum, z = sum exp x and e the smoothing: loss = (1 - e) (log z -
-    x[target]) + e (log z - mean x), and its gradient is softmax - (1 - e) onehot(target) - e / V.
-    The z-loss c (log Z)^2, with Z the sum of exponentials of the logits themselves, adds 2 c log Z
-    softmax.
+    Let x be the logits minus their maximum, z = sum exp x and e the smoothing. The loss is (1 - e)
+    (log z - x[target]) + e (log z - mean x). Its gradient is softmax - (1 - e) onehot(target) - e /
+    V. The z-loss is c (log Z)^2, where Z is the sum of exponentials of the original logits. It adds
+    2 c log Z softmax to the gradient.
 
     Attributes:
-        words: Which logits are here.
+        words: Range of the local logits.
         smoothing: e.
         z_loss: c.
     """
@@ -103,8 +106,13 @@ class TokenLoss:
     def place(
         self, target_n: Tensor, counted_n: Tensor, start: int, stop: int
     ) -> tuple[Tensor, Tensor]:
-        """Which counted targets are in [start, stop), and in which column: 0 for one elsewhere, -1
-        for one nowhere, so that indexing complains."""
+        """Find the counted targets in [start, stop) and their columns.
+
+        Returns:
+            A mask of the counted targets in the range, and their columns. The column is 0 for a
+            target outside of the range, and -1 for a target outside of the vocabulary, so that
+            indexing fails.
+        """
         here_n = counted_n & (target_n >= start) & (target_n < stop)
         valid_n = ~counted_n | ((target_n >= 0) & (target_n < self.words.size))
         return here_n, torch.where(here_n, target_n - start, torch.where(valid_n, 0, -1))
@@ -112,7 +120,7 @@ class TokenLoss:
     def value(
         self, log_z_n: Tensor, picked_n: Tensor, sums_n: Sequence[Tensor], log_sum_n: Tensor
     ) -> Tensor:
-        """From log z, x[target], sum x if there is smoothing, and log Z."""
+        """Return the loss from log z, x[target], sum x (only with smoothing) and log Z."""
         loss_n = log_z_n - picked_n
         if self.smoothing:
             loss_n = (1 - self.smoothing) * loss_n + self.smoothing * (
@@ -128,7 +136,7 @@ class TokenLoss:
         here_n: Tensor,
         column_n: Tensor,
     ) -> None:
-        """The gradient of some logits (at least one) in the place of these logits less log Z."""
+        """Overwrite logits minus log Z (at least one column) with the loss's gradient."""
         shifted_nk.exp_()
         if self.z_loss:
             shifted_nk.mul_((1 + 2 * self.z_loss * log_sum_n).unsqueeze(-1))
@@ -140,14 +148,14 @@ class TokenLoss:
 
 
 def reduced(loss: Tensor, counted_n: Tensor, reduction: Reduction) -> Tensor:
-    """The tokens' losses, their sum, or its share of a counted token."""
+    """Return the tokens' losses, their sum, or their mean over counted tokens."""
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / counted_n.sum()
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Loss of every token, zero where it is not counted."""
+    """Loss of every token, zero for ignored tokens."""
 
     @staticmethod
     def forward(
@@ -169,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n
         ).masked_fill(~here_n, 0.0)
         sums = [picked_n, shifted_nw.sum(-1)] if formula.smoothing else [picked_n]
-        sums.append(shifted_nw.exp_().sum(-1))  # last, for it overwrites the shifted logits
+        sums.append(shifted_nw.exp_().sum(-1))  # last, because it overwrites the shifted logits
         picked_n, *sums, z_n = sum_over(torch.stack(sums), group)
         log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(logits_nw, log_sum_n, column_n, here_n, counted_n)
@@ -181,7 +189,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         logits_nw, log_sum_n, column_n, here_n, counted_n = ctx.saved_tensors
         count = ctx.formula.words.count
-        # Not a product with 0: the mean of no targets at all has an infinite gradient.
+        # Select, do not multiply by 0: the mean over no targets has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         result_nw = torch.zeros_like(logits_nw, dtype=log_sum_n.dtype)
         if count:
@@ -193,12 +201,13 @@ class _CrossEntropy(torch.autograd.Function):
 def vocabulary_parallel_logsumexp(
     logits: Tensor, *, vocabulary: VocabularyRange, group: Group
 ) -> Tensor:
-    """``logsumexp(-1)`` of the full logits, in value and gradient; every member gets the same, and
-    two all-reduces are made.
+    """Compute ``logsumexp(-1)`` of the full logits, in value and gradient.
+
+    Every rank gets the same result. Makes two all-reduces.
 
     Args:
         logits: Local logits (..., w), any floating dtype; not modified.
-        vocabulary: Which logits are here; columns beyond it are padding and count for nothing.
+        vocabulary: Range of the local logits; columns beyond it are padding and are ignored.
         group: The tensor group.
 
     Returns:
@@ -231,7 +240,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """The largest logit of each token, over all members; a member may have none."""
+    """Return the largest logit of each token over all ranks; a rank may have no logits."""
     mine = (
         own.amax(-1).to(dtype)
         if own.size(-1)
@@ -241,13 +250,15 @@ def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
 
 
 def sum_over(x: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Tensor:
-    """The group's sum, or other reduction, in the place of ``x``."""
+    """Sum ``x`` over the group in place, or take the maximum."""
     return x if group.size == 1 else start_all_reduce(x, group=group, in_place=True, op=op).wait()
 
 
 def check_targets(target_n: Tensor, counted_n: Tensor, words: VocabularyRange) -> None:
-    """Name a bad target, where looking costs nothing; elsewhere the look-up of its logit fails on
-    the device."""
+    """Raise an error that names an invalid target, if the check needs no synchronization.
+
+    On an accelerator, or in a compiled graph, the look-up of the target's logit fails instead.
+    """
     if target_n.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bad = target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]

@@ -1,22 +1,25 @@
-"""Linear layers whose weight is sharded over the tensor group: by output columns, by input rows
-(arXiv 1909.08053, section 3).
+"""Linear layers with weights sharded over the tensor group, by columns or by rows.
 
-Column then row is the usual pair: the activation between them stays split along its features, and a
-pair costs one all-reduce forward (row) and one backward (column), so a transformer layer costs
-four. With sequence parallelism (arXiv 2205.05198, section
-4.2.2) the activation outside of the pair is split along the sequence, and each all-reduce becomes
-an all-gather and a reduce-scatter; of the column layer's input only the slice is kept for the
-backward pass and gathered again there:
+See arXiv 1909.08053, section 3.
+
+A column-parallel layer is usually followed by a row-parallel one. The activation between them stays
+split along its features. Such a pair costs one all-reduce forward (row) and one backward (column),
+so a transformer layer costs four.
+
+With sequence parallelism (arXiv 2205.05198, section 4.2.2) the activation outside of the pair is
+split along the sequence, and each all-reduce becomes an all-gather and a reduce-scatter. The column
+layer keeps only its slice of the input for the backward pass and gathers it again there:
 
     a pair              forward                              backward
     plain               1 all-reduce                         1 all-reduce
     sequence parallel   1 all-gather + 1 reduce-scatter      2 all-gathers + 1 reduce-scatter
 
-A product without another beside which its collective could run does it in pieces, if asked
-(``overlap.py``).
+If no other product can overlap with a collective, the layer can split its own product into pieces
+to overlap them, on request (``overlap.py``).
 
 Shapes: b samples, s tokens, i input features, o output features; ... stands for any leading
-dimensions."""
+dimensions.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,9 @@ _SEQUENCE = 1
 
 
 class ParallelLayer(nn.Module):
-    """A layer that has a share of its weights, and its products; who splits the backward or the
-    random numbers finds it by its attributes.
+    """Base class of layers that hold a shard of their weights and compute its products.
+
+    Its attributes configure deferred weight gradients and random numbers.
 
     Args:
         transposed: Weights are stored as (i, o), as in Hugging Face's ``Conv1D``.
@@ -77,20 +81,24 @@ class ParallelLayer(nn.Module):
     def column(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, defers: bool = True
     ) -> Tensor:
-        """x W^T + bias for this member's output features of an x that all members have, or slices
-        of; under autocast in its dtype.
+        """Return x W^T + bias for this rank's output features.
+
+        All ranks hold the same x, or slices of it under sequence parallelism. Under autocast x is
+        cast to the autocast dtype.
 
         Args:
             x: (..., i), or (b, s/t, i) under sequence parallelism.
             weight: (o/t, i).
             bias: (o/t), or None.
-            defers: The weight's gradient may wait.
+            defers: The weight's gradient may be deferred.
         """
         return self._multiply(_ColumnLinear, x, weight, bias, defers)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The sum over the group of x_r W_r^T, + bias once: (..., i/t) -> (..., o), or (b, s, i/t)
-        -> (b, s/t, o)."""
+        """Sum x_r W_r^T over the group and add the bias once.
+
+        Shapes: (..., i/t) -> (..., o), or (b, s, i/t) -> (b, s/t, o) under sequence parallelism.
+        """
         return self._multiply(_RowLinear, x, weight, bias, True)
 
     def _multiply(
@@ -135,7 +143,7 @@ class ParallelLayer(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Full sizes and the split."""
+        """Show the full sizes and the split."""
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in self.shown)
         return f"{sizes}, tensor_parallel_size={self.group.size}, sequence_parallel={self.sequence_parallel}"
 
@@ -149,13 +157,13 @@ class ColumnParallelLinear(ParallelLayer):
     """y = x W^T + bias with W split along its output features; the output stays split.
 
     Args:
-        weight: Local weight (o/t, i); more rows than o/t if some heads are on several members.
+        weight: Local weight (o/t, i); more rows than o/t if several ranks hold the same heads.
         bias: Local bias (o/t), or None.
-        parts: Output sizes of the parts of a fused layer, each split on its own: the local output
-            is [q_r | k_r | v_r].
-        enters: Whether the input enters the tensor-parallel region here; a region around the layer
-            does it for several at once.
-        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s/t, i) -> (b, s, o/t) if
+        parts: Output sizes of the parts of a fused layer. Each part is split on its own: the local
+            output is [q_r | k_r | v_r].
+        enters: True if the input enters the tensor-parallel region here. False if a region around
+            several layers does it for all of them.
+        transposed, group, sequence_parallel: As in ``ParallelLayer``. (b, s/t, i) -> (b, s, o/t) if
             the sequence is split, otherwise (..., i) -> (..., o/t).
     """
 
@@ -181,7 +189,7 @@ class ColumnParallelLinear(ParallelLayer):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This member's output features."""
+        """Return this rank's output features."""
         if self.randomness is not None and self.training:
             self.randomness.enter()
         if not self.enters:
@@ -190,13 +198,14 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """y = sum over the group of x_r W_r^T, + bias once; W is split along its input features, as the
-    input is.
+    """y = sum over the group of x_r W_r^T, plus the bias once.
+
+    W and the input are split along the input features.
 
     Args:
         weight: Local weight (o, i/t).
-        bias: The whole bias (o), or None.
-        transposed, group, sequence_parallel: Of ``ParallelLayer``. (b, s, i/t) -> (b, s/t, o) if
+        bias: The full bias (o), or None.
+        transposed, group, sequence_parallel: As in ``ParallelLayer``. (b, s, i/t) -> (b, s/t, o) if
             the sequence is split, otherwise (..., i/t) -> (..., o).
     """
 
@@ -218,11 +227,11 @@ class RowParallelLinear(ParallelLayer):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The complete output, or under sequence parallelism this member's slice of it.
+        """Return the full output, or this rank's slice of it under sequence parallelism.
 
         Raises:
-            ValueError: The input does not have this member's i/t features, or the sequence does not
-                divide by t.
+            ValueError: The input does not have this rank's i/t features, or the sequence length is
+                not a multiple of t.
         """
         if x.size(-1) * self.group.size != self.in_features:
             raise ValueError(
@@ -240,14 +249,15 @@ class RowParallelLinear(ParallelLayer):
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """A product of which every member of the group has a part.
+    """A product distributed over the ranks of a group.
 
     Attributes:
-        local: This member's.
+        local: This rank's product.
         group: The tensor group.
-        sequence_parallel: What all members have of it is split along the sequence.
-        store: Where the weight's gradient may wait.
-        pieces: Of the sequence, in which a collective runs beside its own product.
+        sequence_parallel: True if activations outside of the region are split along the sequence.
+        store: Store for deferred weight gradients.
+        pieces: Number of pieces of the sequence in which a collective overlaps with its own
+            product.
     """
 
     local: MatrixProduct
@@ -262,17 +272,17 @@ class _Product:
         return self.store is not None and self.store.waits
 
     def start_gather(self, x: Tensor, *, after: Tensor | None = None) -> Pending:
-        """The whole sequence from every member's slice."""
+        """Start to gather the full sequence from every rank's slice."""
         return start_all_gather(x, dim=_SEQUENCE, group=self.group, after=after)
 
     def start_sum(self, term: Tensor) -> Pending:
-        """The sum of every member's term, or this member's slice of it."""
+        """Start the sum of every rank's term, or of this rank's slice of it."""
         if self.sequence_parallel:
             return start_reduce_scatter(term, dim=_SEQUENCE, group=self.group)
         return start_all_reduce(term, group=self.group, in_place=True)
 
     def output_of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias of all members' x."""
+        """Return x W^T + bias for the x of all ranks."""
         if self.pieces == 1:
             return self.local.output(
                 self.start_gather(x).wait() if self.sequence_parallel else x, bias
@@ -283,30 +293,37 @@ class _Product:
         )[0]
 
     def summed_output(self, x: Tensor) -> Tensor:
-        """The sum of every member's x W^T, or this member's slice of it."""
+        """Sum every rank's x W^T and return it, or this rank's slice of it."""
         if self.pieces == 1:
             return self.start_sum(self.local.output(x)).wait()
         return sum_product(x, self.local.matrix.t(), group=self.group, pieces=self.pieces)
 
     def input_gradient_of_all(self, grad: Tensor, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the input from all members' gradients of the output, computed in
-        pieces, and the gathered latter; the local one unless it is kept."""
+        """Compute the input's gradient in pieces from all ranks' output gradients.
+
+        Returns:
+            The input's gradient, and the gathered output gradient (the local one unless ``keeps``).
+        """
         found, whole = multiply_gathered(
             grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps
         )
         return found, grad if whole is None else whole
 
     def start_summed_gradient(self, grad: Tensor, *, alone: bool) -> Callable[[], Tensor]:
-        """Start the sum of the input's gradient, computed from the output's; ``alone`` if no other
-        product comes between this and its end."""
+        """Start the sum of the input's gradient, computed from the output's.
+
+        ``alone`` is True if no other product can overlap with this sum.
+        """
         if not alone or self.pieces == 1:
             return self.start_sum(self.local.input_gradient(grad)).wait
         total = sum_product(grad, self.local.matrix, group=self.group, pieces=self.pieces)
         return lambda: total
 
     def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
-        """The weight's gradient, None if it comes later or has been added; only if it comes later
-        ``x`` may be what fetches it."""
+        """Return the weight's gradient, or None if it is deferred or already accumulated.
+
+        ``x`` may be a function that fetches the input, but only if the gradient is deferred.
+        """
         if self.store is not None and self.store.waits:
             self.store.defer_product(self.local, grad, x)
             return None
@@ -315,8 +332,10 @@ class _Product:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """Only the local input is saved: under sequence parallelism the gathered one is t times
-    larger."""
+    """Column-parallel product.
+
+    Saves only the local input: the gathered one is t times larger under sequence parallelism.
+    """
 
     @staticmethod
     def forward(
@@ -332,7 +351,7 @@ class _ColumnLinear(torch.autograd.Function):
         (x,), product = ctx.saved_tensors, ctx.product
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
-            # The gather hides behind the first matrix product, the reduction behind the second.
+            # The gather overlaps with the first matrix product, the reduction with the second.
             gathers = product.sequence_parallel and wants_weight
             gathering = (
                 product.start_gather(x, after=grad) if gathers and not product.waits else None
@@ -349,7 +368,10 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """The bias comes after the sum: added on every member before it, it would count t times."""
+    """Row-parallel product.
+
+    Adds the bias after the sum. Added by every rank before the sum, it would count t times.
+    """
 
     @staticmethod
     def forward(
@@ -369,8 +391,8 @@ class _RowLinear(torch.autograd.Function):
             in_pieces = wants_x and product.pieces != 1
             gathers = product.sequence_parallel and (wants_x or wants_weight) and not in_pieces
             gathering = product.start_gather(grad) if gathers else None
-            # Under sequence parallelism this is the slice's share of the bias' gradient:
-            # Sharding.partial says so.
+            # Under sequence parallelism this is the slice's share of the bias' gradient, as
+            # declared by Sharding.partial.
             grad_bias = bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()

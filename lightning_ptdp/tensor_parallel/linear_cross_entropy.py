@@ -1,12 +1,13 @@
-"""Output head and cross entropy in one, a part of the vocabulary at a time: the logits never exist
-as a whole.
+"""Output head fused with a cross entropy computed in chunks of the vocabulary.
 
-The forward keeps log Z of every token; the backward computes each part's logits once more (a third
-more products of the head), makes their gradient of them and multiplies on. Parts are of the
-vocabulary and not of the tokens, since a row's weight gradient then is one product of all tokens,
-added once a microbatch to what is there.
+The full logits never exist. The forward pass keeps log Z of every token. The backward pass
+recomputes each chunk's logits (a third more products of the head), turns them into their gradient
+and multiplies on.
 
-Shapes: n tokens, h hidden channels, w local rows of the vocabulary, k rows of a part.
+Chunks split the vocabulary and not the tokens. The weight gradient of a row is then one product
+over all tokens, accumulated once per microbatch.
+
+Shapes: n tokens, h hidden channels, w local rows of the vocabulary, k rows of a chunk.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["DEFAULT_CHUNK_MB", "check_chunk", "linear_cross_entropy"]
 
 DEFAULT_CHUNK_MB = 128.0
-"""Size of the logits that exist at a time: enough rows for a matrix product that fills a GPU."""
+"""Size of the logits that exist at a time: enough rows for a product that fills a GPU."""
 
 
 def linear_cross_entropy(
@@ -52,19 +53,20 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk_mb: float = DEFAULT_CHUNK_MB,
 ) -> Tensor:
-    """``F.cross_entropy`` of ``head(hidden)`` in float32, in value and gradient, without the memory
-    of the logits.
+    """Compute ``F.cross_entropy`` of ``head(hidden)`` without storing the logits.
+
+    The value and the gradient are computed in float32.
 
     Args:
-        hidden: What the head is called with (..., h); its share of the sequence where the plan
-            gives the head one.
-        head: The ``nn.Linear`` (h -> V) of the model, or what the strategy has put in its place:
-            its weight may be split over ranks, its embedding's, frozen. A head that does more than
-            an ``nn.Linear`` or has hooks is called as a whole.
+        hidden: The head's input (..., h); a slice of the sequence if the plan gives the head one.
+        head: The model's ``nn.Linear`` (h -> V), or the module by which the strategy replaced it.
+            Its weight may be split over ranks, tied to an embedding, or frozen. A head that is not
+            a plain ``nn.Linear``, or that has hooks, is called as a whole.
         target: Token ids (...) int64.
-        ignore_index, label_smoothing, z_loss, reduction: Of ``vocabulary_parallel_cross_entropy``.
-        chunk_mb: Size in float32 of the logits that may exist at a time; smaller ones exist as a
-            whole and are not computed twice.
+        ignore_index, label_smoothing, z_loss, reduction: As in
+            ``vocabulary_parallel_cross_entropy``.
+        chunk_mb: Maximum size of the logits that exist at a time, in MiB of float32. Smaller logits
+            are computed as a whole and not recomputed.
 
     Returns:
         float32 (float64 for float64 logits); (...) for ``reduction="none"``, else ().
@@ -102,10 +104,10 @@ def linear_cross_entropy(
 
 
 def check_chunk(**sizes: float) -> None:
-    """Check what somebody gave as ``chunk_mb``, under the name that it had.
+    """Check values of ``chunk_mb``, passed under the option name to report.
 
     Raises:
-        ValueError: It is not positive.
+        ValueError: A value is not positive.
     """
     for name, size in sizes.items():
         if not size > 0:
@@ -117,13 +119,13 @@ def check_chunk(**sizes: float) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """The head's rows, some at a time; those that pad the vocabulary are in none.
+    """The head's weight, iterated in chunks of rows; padding rows are in no chunk.
 
     Attributes:
         weight: (w, h).
         bias: (w), or None.
-        words: Which rows they are.
-        group: The ranks that have the others.
+        words: Range of the local rows.
+        group: The ranks that hold the other rows.
         rows: k.
     """
 
@@ -138,11 +140,11 @@ class _Parts:
             yield slice(start, min(start + self.rows, self.words.count))
 
     def product(self, part: slice, x: Tensor) -> MatrixProduct:
-        """x -> logits (n, k), without the bias."""
+        """Return the product x -> logits (n, k), without the bias."""
         return MatrixProduct(self.weight.detach()[part], x.dtype)
 
     def logits(self, part: slice, x: Tensor) -> Tensor:
-        """(n, k) in float32 or float64."""
+        """Return the logits (n, k) in float32 or float64."""
         logits = self.product(part, x).output(
             x, None if self.bias is None else self.bias.detach()[part]
         )
@@ -151,14 +153,14 @@ class _Parts:
     def place(
         self, formula: TokenLoss, part: slice, target_n: Tensor, counted_n: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """``TokenLoss.place``."""
+        """Call ``TokenLoss.place`` for the rows of ``part``."""
         return formula.place(
             target_n, counted_n, self.words.start + part.start, self.words.start + part.stop
         )
 
 
 def _parts_of(head: nn.Module, rows: int) -> _Parts | None:
-    """None for a head that has to be called, or that is small."""
+    """Return the head's chunks, or None if the head must be called or its logits are small."""
     if has_module_hooks(head):
         return None
     if isinstance(head, VocabularyParallelHead):
@@ -171,7 +173,7 @@ def _parts_of(head: nn.Module, rows: int) -> _Parts | None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss of every token, zero where it is not counted."""
+    """Loss of every token, zero for ignored tokens."""
 
     @staticmethod
     def forward(
@@ -215,10 +217,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.formula,
             ctx.needs_input_grad,
         )
-        # Not a product with 0: the mean of no targets at all has an infinite gradient.
+        # Select, do not multiply by 0: the mean over no targets has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         grad_x = torch.zeros_like(x_nh, dtype=log_sum_n.dtype) if wants_x else None
-        # A graph has no effects beside what it returns.
+        # A compiled graph must not have side effects, so it cannot accumulate into ``weight.grad``.
         adds = wants_weight and not torch.compiler.is_compiling() and _adds(parts.weight)
         grad_weight = (
             parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None

@@ -1,8 +1,9 @@
-"""Plain numbers in modules that count what is split: heads, or features.
+"""Plain numbers in modules that count something split: heads or features.
 
-Most forwards read sizes from their tensors and need nothing. Some remember them: GPT-2's attention
-in Hugging Face cuts its fused projection by ``self.split_size``. A plan names such attributes, and
-they are set to what is true on a rank."""
+Most forwards read sizes from their tensors and need no change. Some store them: Hugging Face's
+GPT-2 attention splits its fused projection by ``self.split_size``. A plan names such attributes,
+and they are set to the value that is correct on a rank.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +23,34 @@ class PerRank:
     """A number that is divided by t: heads, or features of heads.
 
     Attributes:
-        heads: Of which there may be fewer than ranks, each rank then holding one
+        heads: Number of heads, if it may be smaller than t. Each rank then holds one head
             (``Column(copy_heads=True)``).
     """
 
     heads: int | None = None
 
     def parts(self, tensor_parallel_size: int) -> int:
-        """Into how many it is divided."""
+        """Return the number of parts into which the number is divided."""
         return tensor_parallel_size if self.heads is None else min(self.heads, tensor_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerCopy:
-    """A number of queries to a head of keys and values: fewer where the same head is on several
-    ranks.
+    """A number of queries per key/value head; smaller if several ranks hold the same head.
 
     Attributes:
-        heads: Number of heads of keys and values.
+        heads: Number of key/value heads.
     """
 
     heads: int
 
     def parts(self, tensor_parallel_size: int) -> int:
-        """Into how many it is divided."""
+        """Return the number of parts into which the number is divided."""
         return max(1, tensor_parallel_size // self.heads)
 
 
 Number: TypeAlias = PerRank | PerCopy
-"""Rule by which a number changes."""
+"""Rule that adapts a number to one rank."""
 
 Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
 
@@ -58,7 +58,7 @@ Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
 def local_numbers(
     model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int
 ) -> Iterator[tuple[nn.Module, str, Any]]:
-    """(module, attribute, value on a rank).
+    """Yield (module, attribute, value on a rank).
 
     Raises:
         ValueError: A module has no such attribute, or its value does not divide.
@@ -82,10 +82,10 @@ def local_numbers(
 
 
 def set_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int) -> None:
-    """Set them in place, once.
+    """Set the numbers in place. Call it only once per model.
 
     Raises:
-        ValueError: Of ``local_numbers``; nothing is set then.
+        ValueError: As in ``local_numbers``; no number is set then.
     """
     for module, key, value in list(
         local_numbers(model, numbers, tensor_parallel_size=tensor_parallel_size)

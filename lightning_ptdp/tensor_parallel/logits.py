@@ -1,13 +1,16 @@
-"""Logits that are split along the vocabulary and look whole, so that an unmodified
-``training_step`` stays right and cheap.
+"""Logits that are split along the vocabulary but report the full shape.
 
-The tensor holds the local columns and reports the shape of the whole. What losses usually do to
-logits works on the local part: reshaping, casting and indexing that leave the last dimension alone,
-arithmetic with Python numbers and among themselves, ``F.cross_entropy`` of class indices,
-``argmax(-1)``, ``logsumexp(-1)``. Every other function gathers the vocabulary first (autograd
-follows) and goes on with a plain tensor. Gathering is collective over the tensor group: all its
-members must call it, which they do where they run the same code. Operations in place would change a
-copy and are refused."""
+They keep an unmodified ``training_step`` correct and cheap.
+
+The tensor holds the local columns and reports the shape of the full logits. The usual operations of
+losses work on the local part: reshaping, casting and indexing that keep the last dimension,
+arithmetic with Python numbers and with each other, ``F.cross_entropy`` of class indices,
+``argmax(-1)``, ``logsumexp(-1)``. Every other function first gathers the vocabulary
+(differentiably) and continues with a plain tensor.
+
+Gathering is collective over the tensor group: all its ranks must call it, which holds if they run
+the same code. Operations in place would change a copy and are refused.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ __all__ = ["VocabularyParallelLogits", "gather_full", "local_logits", "keeps_voc
 
 
 class VocabularyParallelLogits(torch.Tensor):
-    """This member's columns of logits (..., V); made by ``wrap``.
+    """This rank's columns of logits (..., V); created by ``wrap``.
 
     Attributes:
-        vocabulary: Which columns are here.
+        vocabulary: Range of the local columns.
         group: The tensor group.
     """
 
@@ -48,7 +51,7 @@ class VocabularyParallelLogits(torch.Tensor):
     def wrap(
         local: Tensor, *, vocabulary: VocabularyRange, group: Group
     ) -> VocabularyParallelLogits:
-        """Local logits (..., ceil(V/t)) as logits (..., V)."""
+        """Wrap local logits (..., ceil(V/t)) as logits (..., V)."""
         assert local.size(-1) == vocabulary.rows, (tuple(local.shape), vocabulary)
         logits = local.as_subclass(VocabularyParallelLogits)
         logits.vocabulary, logits.group = vocabulary, group
@@ -72,29 +75,31 @@ class VocabularyParallelLogits(torch.Tensor):
 
 
 def gather_full(outputs: object) -> Any:
-    """``outputs`` with plain full logits (..., V) in the place of split ones, at any depth of
-    tuples, lists, mappings, dataclasses.
+    """Replace split logits with plain full logits (..., V), at any depth of nesting.
 
-    Collective over the tensor group if there are any; differentiable, where every member goes on
-    alike."""
+    Searches tuples, lists, mappings and dataclasses. Collective over the tensor group if there are
+    split logits. Differentiable, if every rank then runs the same computation.
+    """
     return apply_to_collection(outputs, VocabularyParallelLogits, _gather)
 
 
 def local_logits(logits: Tensor) -> tuple[Tensor, VocabularyRange, Group]:
-    """The columns that are here, which they are, and the ranks that have the others; of logits that
-    are not split all."""
+    """Return the local columns, their range, and the ranks that hold the other columns.
+
+    Logits that are not split have all columns and a group of one.
+    """
     if isinstance(logits, VocabularyParallelLogits):
         return _local(logits), logits.vocabulary, logits.group
     return logits, VocabularyRange(size=logits.size(-1)), Group()
 
 
 def _gather(logits: VocabularyParallelLogits) -> Tensor:
-    # Contiguous, as a head's output is: users view it.
+    # Contiguous like the output of a head, because users call view() on it.
     return gather_last(_local(logits), logits.group)[..., : logits.vocabulary.size].contiguous()
 
 
 def _gathered(arguments: Any) -> Any:
-    """A function's arguments, possibly lists of tensors, with plain full logits."""
+    """Return a function's arguments, possibly lists of tensors, with plain full logits."""
     if isinstance(arguments, VocabularyParallelLogits):
         return _gather(arguments)
     if type(arguments) in (tuple, list):
@@ -114,7 +119,7 @@ def _like(logits: VocabularyParallelLogits, local: Tensor) -> VocabularyParallel
 
 
 def _name_of(func: Callable) -> str:
-    """``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
+    """Return ``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
     name = getattr(func, "__name__", "")
     return (
         str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -124,7 +129,7 @@ def _name_of(func: Callable) -> str:
 
 
 def _bind(args: tuple, kwargs: Mapping, **defaults: object) -> tuple:
-    """Values of the parameters ``defaults``, in their order."""
+    """Return the values of the parameters ``defaults``, in their order."""
     return (
         *args,
         *(kwargs.get(name, default) for name, default in list(defaults.items())[len(args) :]),
@@ -138,7 +143,7 @@ def _bind(args: tuple, kwargs: Mapping, **defaults: object) -> tuple:
 def _on_local(
     logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
 ) -> object:
-    """Same for the local part as for the whole."""
+    """Call a function whose result is the same for the local part and the full logits."""
     return func(_local(logits), *args, **kwargs)
 
 
@@ -149,7 +154,7 @@ def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwar
 def _arithmetic(
     logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
 ) -> object:
-    """With numbers, or with logits of the same columns (of an adapter beside the head)."""
+    """Compute with numbers, or with logits of the same columns (an adapter of the head)."""
     if kwargs or not all(
         isinstance(arg, int | float) or _has_columns_of(logits, arg) for arg in args
     ):
@@ -179,7 +184,7 @@ def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: d
 
 
 def _whole(logits: VocabularyParallelLogits) -> Tensor:
-    """Return a tensor of the shape that the logits report, without memory."""
+    """Return a meta tensor of the shape that the logits report."""
     local = _local(logits)
     return torch.empty(
         (*local.shape[:-1], logits.vocabulary.size), dtype=local.dtype, device="meta"
@@ -189,12 +194,12 @@ def _whole(logits: VocabularyParallelLogits) -> Tensor:
 def _as_whole(
     logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
 ) -> object:
-    """Call a function that uses the shape alone."""
+    """Call a function that uses only the shape."""
     return func(_whole(logits), *args, **kwargs)
 
 
 def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    """A view that has the vocabulary as its last dimension, whatever it makes of the others."""
+    """Reshape all dimensions except the last one, which must remain the vocabulary."""
     whole = func(_whole(logits), *args, **kwargs)
     if (
         whole.dtype is not logits.dtype
@@ -217,7 +222,7 @@ def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwar
 
 
 def keeps_vocabulary(index: tuple, dims: int) -> bool:
-    """Return True if indexing leaves the last dimension whole and last.
+    """Return True if indexing keeps the last dimension complete and last.
 
     After the ellipsis is expanded, the last item must be ``:``.
     """
@@ -234,7 +239,7 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
         elif item is Ellipsis:
             ellipses += 1
         elif item is not None:
-            # lists, arrays, Python booleans: seldom on logits, and not worth telling apart
+            # Lists, arrays and Python booleans are rare on logits; gather for all of them.
             return False
     if consumed < dims and (not ellipses or index[-1] is Ellipsis):
         return ellipses <= 1
@@ -245,8 +250,10 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
 def _cross_entropy(
     logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
 ) -> object:
-    """Compute the loss from split logits; cases that are not covered (class weights, class
-    probabilities, (N, C, d)) gather them."""
+    """Compute the loss from split logits.
+
+    Unsupported cases (class weights, class probabilities, (N, C, d)) gather the logits.
+    """
     call = _LOSS.bind(logits, *args, **kwargs)
     call.apply_defaults()
     given = call.arguments
@@ -254,7 +261,7 @@ def _cross_entropy(
     plain = all(given[name] is None for name in ("weight", "size_average", "reduce"))
     known = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
-    # In torch's layout the classes are dimension 1: the last one only up to two dimensions.
+    # torch expects the classes in dimension 1, which is the last one only up to two dimensions.
     if not (
         plain
         and known
@@ -275,7 +282,7 @@ def _cross_entropy(
 
 
 def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    """The best of each member's best; the smallest id among equals."""
+    """Return the best of all ranks' maxima; among equal logits, the smallest id."""
     dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
     if dim is None or dim % logits.dim() != logits.dim() - 1:
         return NotImplemented
@@ -308,7 +315,7 @@ def _logsumexp(
 
 
 def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> str:
-    """No values: printing on one rank must not wait for the others."""
+    """Describe the logits without values: printing on one rank must not communicate."""
     return (
         f"VocabularyParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, "
         f"device='{logits.device}', "

@@ -1,16 +1,16 @@
-"""Products beside the collectives of sequence parallelism, in pieces of the sequence.
+"""Matrix products overlapped with the collectives of sequence parallelism.
 
-All pieces of an input are on their way at once, and each is multiplied when it is there; each piece
-of an output is summed while the next is multiplied. A piece is the same tokens of every member's
-slice, so that what it becomes has its place in the whole:
+The sequence is processed in pieces. All pieces of an input are gathered at once, and each is
+multiplied as soon as it arrives. Each piece of an output is summed while the next one is
+multiplied. A piece holds the same tokens of every rank's slice, so that its result has a place in
+the full sequence:
 
-    the whole sequence    member 0: a a b b c c | member 1: a a b b c c        (t = 2, pieces a, b
-    and c)
+    the whole sequence    rank 0: a a b b c c | rank 1: a a b b c c    (t = 2, pieces a, b and c)
 
-Where GPUs reach each other's memory torch does so without NCCL, with a member's slice as a piece
-("symmetric").
+If GPUs can access each other's memory, torch does the same without NCCL, with each rank's slice as
+a piece ("symmetric").
 
-Shapes: b samples, s tokens, t members, i input and o output features.
+Shapes: b samples, s tokens, t ranks, i input and o output features.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ def multiply_gathered(
     pieces: Pieces,
     keeps: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The whole sequence from every member's slice, times a matrix.
+    """Gather the full sequence from every rank's slice and multiply it by a matrix.
 
     Args:
         x: (b, s/t, i).
         matrix: (i, o).
         bias: (o), added to each token, or None.
-        group: The members.
-        pieces: Of the sequence, at most.
-        keeps: Return what was gathered, too.
+        group: The tensor group.
+        pieces: Maximum number of pieces of the sequence, or "symmetric".
+        keeps: Return the gathered input, too.
 
     Returns:
         (b, s, o), and (b, s, i) or None.
     """
     if pieces == "symmetric":
         y, whole = all_gather_product(x, matrix, dim=_SEQUENCE, group=group.name, keeps=keeps)
-        y = y.contiguous()  # the sequence came first
+        y = y.contiguous()  # the sequence was the leading dimension
         return y if bias is None else add_bias(y, bias), whole
     count = min(pieces, x.size(_SEQUENCE))
     gathering = [
         start_all_gather(piece, dim=_SEQUENCE, group=group)
         for piece in x.tensor_split(count, dim=_SEQUENCE)
     ]
-    if torch.compiler.is_compiling():  # which takes no strided outputs
+    if torch.compiler.is_compiling():  # the compiler does not support strided outputs
         gathered = [_by_member(pending.wait(), group) for pending in gathering]
         y = torch.cat([_multiply(piece, matrix, bias) for piece in gathered], dim=_SEQUENCE)
     else:
@@ -79,8 +79,9 @@ def multiply_gathered(
 
 
 def sum_product(x: Tensor, matrix: Tensor, *, group: Group, pieces: Pieces) -> Tensor:
-    """This member's slice of the sum over the group of x times the matrix; (b, s, i), (i, o) -> (b,
-    s/t, o).
+    """Sum x times the matrix over the group and return this rank's slice.
+
+    Shapes: (b, s, i), (i, o) -> (b, s/t, o).
 
     Raises:
         ValueError: The sequence length is not a multiple of the group's size.
@@ -108,8 +109,11 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
 def _multiply(
     x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """A product for each member, since what comes of it may lie apart: (b t, l, i) -> (b t, l,
-    o)."""
+    """Multiply each rank's tokens separately: (b t, l, i) -> (b t, l, o).
+
+    The output ``out`` may be strided, because the ranks' tokens are not adjacent in the full
+    sequence.
+    """
     matrices = matrix.expand(x.size(0), -1, -1)
     return (
         torch.bmm(x, matrices, out=out)
@@ -119,10 +123,10 @@ def _multiply(
 
 
 def _by_member(x: Tensor, group: Group) -> Tensor:
-    """(b, t l, ...) -> (b t, l, ...)."""
+    """Separate the ranks' tokens: (b, t l, ...) -> (b t, l, ...)."""
     return torch.unflatten(x, _SEQUENCE, (group.size, -1)).flatten(0, 1)
 
 
 def _joined(x: Tensor, group: Group) -> Tensor:
-    """(b t, l, ...) -> (b, t l, ...)."""
+    """Join the ranks' tokens along the sequence: (b t, l, ...) -> (b, t l, ...)."""
     return torch.unflatten(x, 0, (-1, group.size)).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""The description of a model that parallelism is applied from: which module is what, by name."""
+"""Plan of a model's parallelism: the role of each module, by name."""
 
 from __future__ import annotations
 
@@ -21,37 +21,38 @@ __all__ = ["ParallelPlan", "matches", "nearest_names"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Plan by which a model may be cut; holds for every degree of parallelism.
+    """Description of how a model may be split, valid for every degree of parallelism.
 
     Args:
         blocks: Dotted path of the repeated container (``"model.h"``), which the pipeline cuts into
-            stages; of several in the order of their calls (``("encoder.block", "decoder.block")``),
-            whose layers are cut as one sequence.
-        tensor: Glob patterns of module names (``"model.h.*.attn.qkv"``; ``*`` stands for one
-            component or a part of it) and what becomes of these modules: ``"column"``, ``"row"``,
-            ``"vocabulary"``, ``"position"``, ``"partial"``, ``"attention"``, ``"alias"``,
-            ``"region"``, ``"whole"``, ``"experts"``, ``"mean"`` or a ``Kind``.
+            stages. Several containers are given in the order of their calls
+            (``("encoder.block", "decoder.block")``), and their layers are cut as one sequence.
+        tensor: Maps glob patterns of module names to kinds. In a pattern
+            (``"model.h.*.attn.qkv"``), ``*`` matches one component or a part of it. A kind is
+            ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``,
+            ``"attention"``, ``"alias"``, ``"region"``, ``"whole"``, ``"experts"``, ``"mean"`` or a
+            ``Kind``.
         before: Modules that run before the blocks.
         between: Modules that run before the blocks of a further container, or whose results these
-            blocks are given.
+            blocks receive.
         after: Modules that run after the blocks.
-        everywhere: Modules that every pipeline stage keeps, since their parameters are used without
-            calling them (``F.linear(x, self.table.weight)``). What the forward of an example shows
-            to be used so is found without it.
+        everywhere: Modules that every pipeline stage keeps, because their parameters are used
+            without calling them (``F.linear(x, self.table.weight)``). Uses that the forward of an
+            example shows are found without it.
         selective: Glob patterns of the modules inside the blocks that ``recompute="selective"``
-            recomputes: those that keep much for the backward and cost little, as the core of the
-            attention (arXiv 2205.05198, section 5).
-        numbers: Glob patterns of module names and, of these modules, the plain attributes that
-            count what is split, which must be true on a rank: ``{"h.*.attn": {"split_size":
-            PerRank()}}``.
-        sequence: Where sequence parallelism splits the sequence: from the vocabulary embedding to
-            the head ("ends"), or within the blocks only ("blocks"), for models that read its length
-            in between; None: it is not possible.
-        collects: Whether the forward uses what blocks return for more than the next block (all
-            hidden states, losses of routers): then everything that blocks return crosses to all
-            later pipeline stages. What Hugging Face models are asked for
-            (``output_hidden_states=True``) and what forward hooks on blocks see crosses without it.
-        why_not: Why something is not possible, for the message: of "sequence", or of "pipeline".
+            recomputes. These keep many activations for the backward and are cheap, like the core of
+            the attention (arXiv 2205.05198, section 5).
+        numbers: Maps glob patterns of module names to their plain attributes that count something
+            split, which must be correct on a rank: ``{"h.*.attn": {"split_size": PerRank()}}``.
+        sequence: Where sequence parallelism splits the sequence. "ends": from the vocabulary
+            embedding to the head. "blocks": within the blocks only, for models that read the
+            sequence length outside of them. None: not possible.
+        collects: True if the forward uses the blocks' outputs for more than the next block (all
+            hidden states, router losses). All block outputs are then sent to all later pipeline
+            stages. Outputs requested from Hugging Face models (``output_hidden_states=True``) and
+            outputs that forward hooks on blocks see are sent without it.
+        why_not: Reasons why "sequence" or "pipeline" parallelism is not possible, for the error
+            message.
 
     Raises:
         ValueError: A kind or ``sequence`` is unknown.
@@ -82,7 +83,7 @@ class ParallelPlan:
 
     @property
     def split_blocks(self) -> str:
-        """The container within which ``sequence="blocks"`` splits the sequence."""
+        """Return the container within which ``sequence="blocks"`` splits the sequence."""
         blocks = self.blocks or ""
         assert isinstance(blocks, str), "sequence parallelism is refused for several"
         return blocks
@@ -97,8 +98,7 @@ class ParallelPlan:
         return inside or self.sequence == "ends"
 
     def partial(self, name: str, sequence_parallel: bool) -> tuple[str, ...]:
-        """The axes over which the gradient of the parameter ``name``, which each rank has whole, is
-        a sum."""
+        """Return the axes over which the gradient of a replicated parameter must be summed."""
         return ("tensor",) if self.splits_sequence(name, sequence_parallel) else ()
 
     def _is_in_whole(self, name: str) -> bool:
@@ -109,12 +109,13 @@ class ParallelPlan:
         )
 
     def resolve(self, model: nn.Module) -> dict[str, Kind]:
-        """Kind of every module that the plan names, in the model's order; a module found under two
-        names is there twice.
+        """Return the kind of every module that the plan names, in the model's order.
+
+        A module found under two names occurs twice.
 
         Raises:
-            ValueError: A pattern matches nothing, two disagree, or a module's type cannot be
-                sharded in the way that is asked for.
+            ValueError: A pattern matches nothing, two patterns disagree, or a module's type cannot
+                be sharded as the requested kind.
         """
         kinds = self._matched(model)
         for name, kind in kinds.items():
@@ -151,10 +152,10 @@ class ParallelPlan:
         }
 
     def divided(self, model: nn.Module, **degrees: int) -> dict[str, Kind]:
-        """``resolve``, of the kinds that do something where ``SPLIT_AXES`` have these degrees.
+        """Return ``resolve`` restricted to kinds that split at these degrees of ``SPLIT_AXES``.
 
         Raises:
-            ValueError: Of ``resolve``.
+            ValueError: As in ``resolve``.
         """
         if max(degrees.values()) == 1:
             return {}
@@ -171,16 +172,22 @@ class ParallelPlan:
     ) -> None:
         """Check everything that can be known without running the model.
 
-        Numbers of heads are only known where the plan tells them (``Column(heads=...)``): only
-        features are visible here. A precision plugin may have ``converted`` modules to types that
-        cannot be sharded, which matters to tensor parallelism alone. Other degrees of
-        ``SPLIT_AXES`` are ``further``.
+        Only features are visible here. Numbers of heads are known only if the plan states them
+        (``Column(heads=...)``).
+
+        Args:
+            model: The full model.
+            tensor_parallel_size: Degree t.
+            sequence_parallel: Whether sequence parallelism is used.
+            converted: True if a precision plugin may have converted modules to types that cannot be
+                sharded. This matters only if a degree is greater than 1.
+            **further: Other degrees of ``SPLIT_AXES``.
 
         Raises:
-            ValueError: Of ``resolve``; ``blocks``, ``before``, ``between``, ``after`` or
-                ``selective`` name no module; a size does not divide; a weight is shared by modules
-                that would be sharded differently; sequence parallelism without a
-                vocabulary-parallel embedding and head, or of several containers.
+            ValueError: As in ``resolve``; ``blocks``, ``before``, ``between``, ``after``,
+                ``everywhere`` or ``selective`` name no module; a size does not divide; a weight is
+                shared by modules that would be sharded differently; sequence parallelism without a
+                vocabulary-parallel embedding and head, or with several containers.
         """
         degrees = dict.fromkeys(SPLIT_AXES, 1) | {"tensor": tensor_parallel_size} | further
         found = (
@@ -204,10 +211,10 @@ class ParallelPlan:
             self._check_sequence(model, kinds)
 
     def check_pipeline(self) -> None:
-        """Check whether the plan says that the model cannot be cut into stages.
+        """Check that the plan allows pipeline stages.
 
         Raises:
-            ValueError: It does, and why.
+            ValueError: It does not; the message gives the reason.
         """
         if "pipeline" in self.why_not:
             raise ValueError(
@@ -216,10 +223,10 @@ class ParallelPlan:
             )
 
     def explain(self, model: nn.Module) -> str:
-        """A table of what becomes of every parameter, repeated layers together.
+        """Return a table of every parameter's sharding, with repeated layers merged.
 
         Raises:
-            ValueError: Of ``resolve``.
+            ValueError: As in ``resolve``.
         """
         return explain(
             model, self.resolve(model), splits=lambda name: self.splits_sequence(name, True)

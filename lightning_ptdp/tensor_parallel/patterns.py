@@ -1,4 +1,4 @@
-"""Names of modules: which ones a plan's glob means, and which ones somebody may have meant."""
+"""Module names: matching of a plan's globs, and suggestions for error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def nearest_names(wanted: str, modules: Iterable[str]) -> str:
-    """The end of an error message: names of ``modules`` that ``wanted`` may mean."""
+    """Return the end of an error message: names of ``modules`` similar to ``wanted``."""
     names = [name for name in modules if name]
     if not names:
         return "it has no submodules"

@@ -1,4 +1,4 @@
-"""A plan as a table for people."""
+"""Table that explains a plan to users."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ __all__ = ["explain"]
 
 
 def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[str], bool]) -> str:
-    """One line a parameter, with equal ones of repeated layers together: name, shape, shape on one
-    of t ranks, what happens.
+    """Return a table with one row per parameter; equal rows of repeated layers are merged.
+
+    The columns are the name, the shape, the shape on one of t ranks, and the sharding.
 
     Args:
-        model: The whole module.
-        kinds: What becomes of its modules.
-        splits: Whether a parameter of this name sees a slice of the sequence under sequence
+        model: The full model.
+        kinds: Kinds of its modules, by name.
+        splits: Predicate: a parameter of this name sees a slice of the sequence under sequence
             parallelism.
     """
     counts: Counter[tuple[str, str, str, str]] = Counter()
@@ -49,7 +50,7 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
 
 
 def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:
-    """The kind of a module around this one that speaks for its children."""
+    """Return the kind of an enclosing module that also shards this module."""
     child = ""
     while name:
         name, _, child = name.rpartition(".")
@@ -60,5 +61,5 @@ def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:
 
 
 def _general(name: str) -> str:
-    """``h.3.norm.weight`` -> ``h.*.norm.weight``."""
+    """Replace indices: ``h.3.norm.weight`` -> ``h.*.norm.weight``."""
     return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)

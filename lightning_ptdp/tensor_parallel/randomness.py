@@ -1,16 +1,17 @@
 """Random numbers inside tensor-parallel regions.
 
-Where all members hold the same activation they must drop the same of it, and where each holds a
-part (heads, features, a slice of the sequence) they must not. So a step draws from one stream on
-all members, and from a stream of each member's own inside of a region::
+If all ranks hold the same activation, they must drop the same elements. If each rank holds a part
+(heads, features, a slice of the sequence), they must drop different ones. A step therefore draws
+from a stream that all ranks share, and inside a region from a stream of the rank's own::
 
-    no sequence parallelism     behind a column layer, up to the row layer
-    sequence parallelism        in the blocks except in what is whole there, if the sequence is split there only; else everywhere, and
-                                no stream is shared
+    no sequence parallelism   after a column layer, up to the row layer
+    sequence parallelism      split within the blocks: there, except in their whole modules
+                              split from embedding to head: everywhere; no stream is shared
 
-A member's own stream begins with a number drawn from the shared one, so it is replayed with it when
-activations are recomputed; a block that is recomputed inside of a region needs the shared one too,
-where a part of it is whole."""
+The seed of a rank's own stream is drawn from the shared one, so recomputation of activations
+replays both. If a block with whole modules is recomputed inside a region, it needs the state of the
+shared stream too.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +33,27 @@ __all__ = ["PlacedDropout", "Randomness", "SplitRandomness", "give_randomness"]
 
 
 class Randomness(Protocol):
-    """Receiver of the borders of tensor-parallel regions."""
+    """Interface notified when a forward enters and leaves tensor-parallel regions."""
 
     def enter(self) -> None:
         """Enter a region, in which activations are split."""
 
     def leave(self) -> None:
-        """Leave the region; activations are the same on all members again."""
+        """Leave the region; activations are the same on all ranks again."""
 
     def within(self, *, split: bool) -> Context:
-        """Around what is split, or the same on all members, whatever what follows is."""
+        """Draw for a split (or a replicated) activation, regardless of the next module."""
 
 
 class SplitRandomness(Surrounding):
-    """Switches torch's generators between the group's stream and this member's own.
+    """Switch of torch's generators between the group's stream and the rank's own.
 
     Args:
-        rank: Place in the tensor group.
-        device: Whose generator is switched besides the CPU's.
-        blocks: Name of the container of blocks in which, and only there, the sequence is split;
-            None: no sequence parallelism.
-        returns: Whether parts of the blocks are whole.
+        rank: Rank in the tensor group.
+        device: Device whose generator is switched besides the CPU's.
+        blocks: Name of the container of blocks, if the sequence is split only within them; None: no
+            sequence parallelism.
+        returns: True if parts of the blocks are whole.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SplitRandomness(Surrounding):
         self._drops = True
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Follow where the module enters and leaves what is split."""
+        """Install hooks that follow where the module enters and leaves split regions."""
         self._drops = any(map(_drops, module.modules()))
         return give_randomness(
             module,
@@ -72,16 +73,16 @@ class SplitRandomness(Surrounding):
         )
 
     def around(self, forward: Forward) -> Context:
-        """A step begins on the shared stream."""
+        """Start a step on the shared stream."""
         return self._from(None)
 
     @property
     def recomputes(self) -> bool:
-        """Only where a recomputation comes back to the shared stream."""
+        """Return True if a recomputation may return to the shared stream."""
         return self._returns
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """The recomputation goes on from the same place of both streams."""
+        """Start the recomputation with the same states of both streams."""
         return contextlib.nullcontext(), self._from(self._shared)
 
     @contextlib.contextmanager
@@ -98,13 +99,13 @@ class SplitRandomness(Surrounding):
             self._enter()
 
     def leave(self) -> None:
-        """Leave the region; activations are the same on all members again."""
+        """Leave the region; activations are the same on all ranks again."""
         if self._drops or not torch.compiler.is_compiling():
             self._leave()
 
     @contextlib.contextmanager
     def within(self, *, split: bool) -> Iterator[None]:
-        """Around what is split, or the same on all members, whatever what follows is."""
+        """Draw for a split (or a replicated) activation, regardless of the next module."""
         change, back = (self.enter, self.leave) if split else (self.leave, self.enter)
         changes = (self._shared is not None) != split
         if changes:
@@ -128,8 +129,10 @@ class SplitRandomness(Surrounding):
 
 
 class PlacedDropout(nn.Dropout):
-    """Dropout that knows whether its input is split over the tensor group, whatever the layer that
-    ran before it left behind."""
+    """Dropout with a fixed declaration of whether its input is split over the tensor group.
+
+    It does not depend on the region state that the previous layer left.
+    """
 
     def __init__(self, p: float, *, split: bool) -> None:
         super().__init__(p)
@@ -137,7 +140,7 @@ class PlacedDropout(nn.Dropout):
         self.randomness: Randomness | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """As ``nn.Dropout``."""
+        """Apply dropout like ``nn.Dropout``, from the stream that fits the input."""
         if self.randomness is None or not self.training:
             return F.dropout(x, self.p, self.training)
         with self.randomness.within(split=self.split):
@@ -145,8 +148,10 @@ class PlacedDropout(nn.Dropout):
 
 
 def _drops(module: nn.Module) -> bool:
-    """Return True if an attribute says that the module drops something: ``dropout=0.1``, or the
-    ``p`` of an ``nn.Dropout``."""
+    """Return True if an attribute shows that the module drops elements.
+
+    Such an attribute is ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``.
+    """
     told = [
         value
         for name, value in vars(module).items()
@@ -158,16 +163,18 @@ def _drops(module: nn.Module) -> bool:
 def give_randomness(
     module: nn.Module, randomness: Randomness, *, blocks: nn.Module | None = None
 ) -> Callable[[], None]:
-    """Let a module draw from the member's own stream where it is split, in training.
+    """Make a module draw from the rank's own stream where activations are split.
+
+    Applies in training only.
 
     Args:
-        module: Holds parallel layers.
+        module: Module that contains parallel layers.
         randomness: Switches the streams.
-        blocks: The container of blocks in which, and only there, the sequence is split; None: no
+        blocks: The container of blocks, if the sequence is split only within them; None: no
             sequence parallelism.
 
     Returns:
-        A function that undoes it.
+        A function that undoes the change.
     """
     undo = contextlib.ExitStack()
     for layer in module.modules():

@@ -1,16 +1,16 @@
-"""Borders of sharded regions, for activations whose border no single column layer marks.
+"""Boundaries of sharded regions that no single column-parallel layer marks.
 
-Three projections of the same input, each a column layer of its own, would sum the input's gradient
-three times. A region around them does it once; under sequence parallelism it also shows the whole
+Three separate column-parallel projections of the same input would sum the input's gradient three
+times. A region around them sums it once. Under sequence parallelism the region also shows the full
 sequence to code that reads its length (``hidden_states.shape``)::
 
-    plan.sequence     embedding   split here   block   region: gather ... scatter   block   joined here   head
-    "ends"            splits      -            1/t     s                            1/t     -             gathers
-    "blocks"          whole       1/t          1/t     s                            1/t     s             whole
+    plan.sequence  embedding  split here  block  region: gather...scatter  block  join here  head
+    "ends"         splits     -           1/t    s                         1/t    -          gathers
+    "blocks"       whole      1/t         1/t    s                         1/t    s          whole
 
-With "blocks" whatever a model computes before and behind its blocks (positions, masks, a pooler)
-sees the whole sequence. So does, inside
-of them, what is ``Whole``: joined in front of it, split behind it.
+With "blocks", the modules before and after the blocks (positions, masks, a pooler) see the full
+sequence. A ``Whole`` module inside the blocks also sees it: the sequence is joined before the
+module and split after it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def enter_region(
     group: Group,
     sequence_parallel: bool,
 ) -> None:
-    """Let the first argument of ``module`` enter once: its gradient is summed over the group, its
-    sequence gathered.
+    """Make the first argument of ``module`` enter the region once.
 
-    Of ``arguments`` with something for each of ``heads`` the module gets what belongs to this
-    rank's."""
+    Its gradient is summed over the group. Under sequence parallelism its sequence is gathered.
+    ``arguments`` names arguments with an entry for each of ``heads``; the module receives only the
+    entries of this rank's heads.
+    """
     module.register_forward_pre_hook(
         partial(_change_input, partial(enter, group, sequence_parallel)), with_kwargs=True
     )
@@ -65,8 +66,10 @@ def enter_region(
 def split_sequence_in_blocks(
     first: nn.Module | None, last: nn.Module | None, *, group: Group
 ) -> None:
-    """Split the sequence in front of the block ``first`` and join it behind the block ``last``,
-    where they are here."""
+    """Split the sequence before the block ``first`` and join it after the block ``last``.
+
+    A block that is None (held by another pipeline stage) is skipped.
+    """
     if first is not None:
         first.register_forward_pre_hook(
             partial(_change_input, partial(split_sequence, group=group)), with_kwargs=True
@@ -76,7 +79,7 @@ def split_sequence_in_blocks(
 
 
 def join_around(module: nn.Module, *, group: Group) -> None:
-    """Let ``module`` see the whole sequence, of which it is given a slice, and return its slice."""
+    """Join the sequence before ``module`` and split its output."""
     module.__dict__[_WHOLE] = True
     module.register_forward_pre_hook(
         partial(_change_input, partial(join_sequence, group=group)), with_kwargs=True
@@ -89,7 +92,7 @@ def is_whole(module: nn.Module) -> bool:
     return _WHOLE in vars(module)
 
 
-# Functions of the module, not closures: a model can be pickled.
+# Module-level functions, not closures: a model must stay picklable.
 
 
 def _change_input(
@@ -112,8 +115,11 @@ def _change_output(
 
 
 def enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:
-    """The whole of a local (slice of an) activation, its gradient summed over the group; under
-    autocast in its dtype."""
+    """Return the full activation and sum its gradient over the group.
+
+    Under sequence parallelism ``x`` is this rank's slice and is gathered. Under autocast the
+    activation is cast to the autocast dtype first.
+    """
     dtype = autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     return gather_sequence(x, group) if sequence_parallel else copy(x, group)
@@ -141,8 +147,10 @@ def _own_heads(
 
 
 def _heads_of_rank(heads: int, group: Group, x: object) -> object:
-    """(b, n, ...) -> (b, n/t, ...); (b n, ...) of three dimensions -> (b n/t, ...). What is the
-    same for all heads stays."""
+    """Return the entries of this rank's heads; inputs equal for all heads are unchanged.
+
+    (b, n, ...) -> (b, n/t, ...) for four dimensions, (b n, ...) -> (b n/t, ...) for three.
+    """
     if not isinstance(x, Tensor) or (x.dim() == 4 and x.size(1) != heads):
         return x
     if x.dim() == 4:

@@ -1,14 +1,16 @@
-"""Adapters of peft (LoRA, arXiv 2106.09685) beside layers that are split: y = W x + s B A D(x), D
-being dropout.
+"""Adapters of peft (LoRA, arXiv 2106.09685) on layers that are split.
 
-What is beside a split matrix is split as it is, so that nothing but r features ever travels for an
-adapter::
+The layer computes y = W x + s B A D(x), where D is dropout. An adapter's matrix is split as W is,
+by output (as a column layer) or by input (as a row layer). Communication for an adapter therefore
+involves only its r features::
 
-    beside                A (r, i)                                   B (o, r)                     D sees
-    column                whole; in a region its gradient is partial split by output, as W is     what all members have
-    row                   split by input, as W is                    whole                        a member's features
-    vocabulary (a head)   whole                                      split by token               what all members have
-    embedding             whole                                      whole                        -
+    layer                A (r, i)         B (o, r)          input of D
+    column               whole (1)        split by output   the same on all ranks
+    row                  split by input   whole             this rank's features
+    vocabulary (a head)  whole            split by token    the same on all ranks
+    embedding            whole            whole             -
+
+(1) Inside a region its gradient is partial.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ __all__ = ["adapter_kinds", "check_adapters"]
 
 @dataclass(frozen=True, kw_only=True)
 class Beside(Kind):
-    """A matrix of an adapter that every rank has whole.
+    """A matrix of an adapter that every rank holds whole.
 
     Attributes:
-        before: Whether its output goes into a column layer: inside of a region every rank's
-            gradient of it is a part of the sum.
+        before: True if its output is the input of a column layer. Inside of a region, every rank's
+            gradient is then a part of the sum.
     """
 
     before: bool
@@ -50,11 +52,12 @@ class Beside(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped(Kind):
-    """The dropout in front of an adapter: behind a column layer all members draw the same, in front
-    of a row layer each its own.
+    """The dropout before an adapter.
+
+    On a column layer all ranks draw the same mask. On a row layer each rank draws its own.
 
     Attributes:
-        split: Whether its input is split by features.
+        split: True if its input is split by features.
     """
 
     split: bool
@@ -72,8 +75,10 @@ class Dropped(Kind):
 
 
 def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[str, Kind]]:
-    """Yield the kinds for the parts of the adapters in peft's layer ``name`` around a module of
-    this kind."""
+    """Yield the kinds of the adapters' parts in peft's layer ``name``.
+
+    ``kind`` is the kind of the module that the layer wraps.
+    """
     parts = {
         Column: (Beside(before=True), kind), Row: (kind, Beside(before=False)), Vocabulary: (Beside(before=False), kind),
     }.get(type(kind))  # fmt: skip
@@ -86,10 +91,10 @@ def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[st
 
 
 def check_adapters(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    """Check that what peft put around modules of these kinds can be split.
+    """Check that the adapters of peft on modules of these kinds can be split.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: An adapter cannot be split.
     """
     for name, module in model.named_modules():
         configs = vars(module).get("peft_config")

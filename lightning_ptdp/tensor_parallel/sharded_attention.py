@@ -1,8 +1,9 @@
-"""``nn.MultiheadAttention`` with its heads sharded over the tensor group (arXiv 1909.08053, section
-3).
+"""``nn.MultiheadAttention`` with its heads sharded over the tensor group.
 
-Its two projections are a column and a row layer. Shapes: b samples, s tokens, e embedding features,
-n heads, d = e / n."""
+See arXiv 1909.08053, section 3. Its two projections are a column and a row layer.
+
+Shapes: b samples, s tokens, e embedding features, n heads, d = e / n.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ __all__ = ["ParallelMultiheadAttention", "why_not"]
 
 
 class ParallelMultiheadAttention(ParallelLayer):
-    """This member's heads, under the parameter names of ``nn.MultiheadAttention``.
+    """This rank's heads, with the parameter names of ``nn.MultiheadAttention``.
 
     Args:
         in_proj_weight: Local rows [q_r | k_r | v_r] of the fused projection (3 e/t, e).
         in_proj_bias: Local bias (3 e/t), or None.
         out_proj: The output projection, split by input features.
-        whole: The module in whose place it is put.
+        whole: The module that it replaces.
         group: The tensor group.
         sequence_parallel: The input is split along the sequence: (b, s/t, e).
     """
@@ -48,8 +49,8 @@ class ParallelMultiheadAttention(ParallelLayer):
             whole.head_dim,
         )
         self.dropout, self.batch_first = whole.dropout, whole.batch_first
-        # nn.TransformerEncoderLayer asks for it before it hands all weights to a fused kernel,
-        # which would not know of the group.
+        # nn.TransformerEncoderLayer reads this before it passes all weights to a fused kernel,
+        # which would ignore the group.
         self._qkv_same_embed_dim = False
         self.in_proj_weight = in_proj_weight
         self.register_parameter("in_proj_bias", in_proj_bias)
@@ -66,11 +67,12 @@ class ParallelMultiheadAttention(ParallelLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """As in ``nn.MultiheadAttention``; the output is whole (under sequence parallelism this
-        member's slice of it).
+        """Compute the attention like ``nn.MultiheadAttention``.
+
+        The output is complete, or this rank's slice of it under sequence parallelism.
 
         Raises:
-            ValueError: Attention weights are asked for, or an input has no batch dimension.
+            ValueError: Attention weights are requested, or an input has no batch dimension.
         """
         if need_weights:
             raise ValueError(
@@ -98,7 +100,7 @@ class ParallelMultiheadAttention(ParallelLayer):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if self.randomness is not None and self.training:
-            self.randomness.enter()  # the output projection leaves
+            self.randomness.enter()  # the output projection leaves the region
         weight, bias, width = (
             self.in_proj_weight,
             self.in_proj_bias,
@@ -111,17 +113,19 @@ class ParallelMultiheadAttention(ParallelLayer):
         return [self.column(x, part, offset, defers=False) for x, part, offset in inputs]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(b, s, e/t) or (s, b, e/t) -> (b, n/t, s, d)."""
+        """Reshape (b, s, e/t) or (s, b, e/t) -> (b, n/t, s, d)."""
         x = x if self.batch_first else x.transpose(0, 1)
         return torch.unflatten(x, -1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Return the mask that is added to the scores, of a shape that broadcasts to (b, n/t, s,
-        s); in torch's masks True means: not seen."""
+        """Return the additive mask of the scores, or None.
+
+        Its shape broadcasts to (b, n/t, s, s). In torch's boolean masks, True means masked out.
+        """
         masks = []
         if attn_mask is not None:
             whole = attn_mask
-            if whole.dim() == 3:  # (b n, s, s): of all heads
+            if whole.dim() == 3:  # (b n, s, s): masks of all heads
                 whole = torch.unflatten(whole, 0, (-1, self.num_heads)).chunk(
                     self.group.size, dim=1
                 )[self.group.rank]
@@ -132,7 +136,7 @@ class ParallelMultiheadAttention(ParallelLayer):
 
 
 def why_not(module: nn.MultiheadAttention) -> str | None:
-    """Why an ``nn.MultiheadAttention`` cannot be sharded, by how it was built; None if it can."""
+    """Return why an ``nn.MultiheadAttention`` cannot be sharded, or None if it can."""
     if not module._qkv_same_embed_dim:
         return f"kdim={module.kdim} and vdim={module.vdim} differ from embed_dim={module.embed_dim}"
     if module.bias_k is not None or module.add_zero_attn:

@@ -1,5 +1,4 @@
-"""A module of experts that has a part of them, and gets the tokens of all ranks that are for
-these."""
+"""Forward of an experts module whose experts are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -20,28 +19,30 @@ __all__ = ["ExpertError", "ExpertsForward"]
 
 
 _GROUPED = "grouped_mm"
-"""The usual one of transformers' implementations of experts."""
+"""The default one of transformers' implementations of experts."""
 
 
 class ExpertError(PTDPError, ValueError):
-    """A router chose what does not exist, or weighed it with what is no number."""
+    """A router chose an expert that does not exist, or a weight that is not finite."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertsForward(OwnForward):
-    """In place of ``forward(x_nh, index_nk, weights_nk)`` of a module of experts; the module's own
-    forward gets the rows that came here, one expert and the weight 1 for each. The weights are
-    applied where the tokens are.
+    """Replacement for ``forward(x_nh, index_nk, weights_nk)`` of an experts module.
 
-    Ranks of a tensor group hold the same tokens: each sends a part of them; or all, where it has a
-    part of each expert, and what these parts make is summed.
+    Tokens of all ranks are sent to the ranks that hold their experts. The module's own forward gets
+    the received rows, with one expert and the weight 1 for each. The weights are applied on the
+    tokens' own rank.
+
+    Ranks of a tensor group hold the same tokens. Each rank sends a part of them. If each rank holds
+    a part of every expert, each sends all tokens instead, and the partial results are summed.
 
     Attributes:
-        name: Of the module.
+        name: Name of the module.
         num_experts: E.
-        group: The ranks that share them.
+        group: The ranks over which the experts are distributed.
         tensor: The tensor group.
-        splits_experts: Whether its ranks have a part of each expert.
+        splits_experts: True if each tensor-parallel rank holds a part of every expert.
     """
 
     name: str
@@ -74,8 +75,8 @@ class ExpertsForward(OwnForward):
         rows = found.rows_rh
         way = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
         if self.splits_experts or (way in (None, _GROUPED) and stores_as_usual(self.module)):
-            # transformers' grouped products are computed in the weights' dtype, whatever autocast
-            # says.
+            # transformers' grouped products are computed in the weights' dtype, even under
+            # autocast.
             dtype = autocast_dtype(rows) if way is None else None
             ends = found.counts.cumsum(0, dtype=torch.int32)
             adds_bias = not self.splits_experts or self.tensor.rank == 0
@@ -83,8 +84,8 @@ class ExpertsForward(OwnForward):
                 self.module, rows, sizes=found.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype
             )
         if not rows.size(0):
-            # Nothing came. The backward has to come here all the same, where it would meet the
-            # other ranks.
+            # No rows were received. The backward must still run the collectives with the other
+            # ranks.
             return rows + sum(
                 parameter[:0].sum() for _, parameter in nn.Module.named_parameters(self.module)
             )
@@ -93,7 +94,7 @@ class ExpertsForward(OwnForward):
         return result
 
     def _own(self, x: Tensor) -> Tensor:
-        """This rank's part of the tokens, padded to what divides."""
+        """Return this rank's part of the tokens, padded to a multiple of the group's size."""
         if self.tensor.size == 1:
             return x
         padding = x.new_zeros(-x.size(0) % self.tensor.size, *x.shape[1:])

@@ -1,4 +1,4 @@
-"""From an ordinary module to its parallel version, with the local part of its present values."""
+"""Replacement of ordinary modules by parallel versions with their local values."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ def shard_module(
     tensor: Group = _ALONE,
     name: str = "",
 ) -> tuple[nn.Module, dict[str, Sharding]]:
-    """The parallel version of one module and the shardings of its parameters, by their names in it.
+    """Return the parallel version of a module and the shardings of its parameters.
 
-    Dtype, device (meta included), ``requires_grad``, training mode and the parameters' own Python
-    attributes are kept; forward hooks are not. A ``Position`` module without sequence parallelism,
-    a ``Partial`` or ``Alias`` one, and every module in a group of one come back as they are, a
-    ``Region`` with hooks of its own; aliases are mended by ``replace_aliases``, and a ``Whole``
-    module by ``split_sequence``, once all modules have been sharded.
+    The parallel version keeps the dtype, device (meta included), ``requires_grad``, training mode
+    and the parameters' own Python attributes. It does not keep forward hooks.
+
+    Some modules are returned unchanged: a ``Position`` module without sequence parallelism, a
+    ``Partial`` or ``Alias`` module, and every module in a group of one. A ``Region`` module is
+    returned with hooks added. Once all modules have been sharded, ``replace_aliases`` completes the
+    aliases and ``split_sequence`` completes the ``Whole`` modules.
 
     Args:
-        module: A module that ``plan.check`` has passed.
+        module: A module that ``plan.check`` has accepted.
         kind: How to shard it.
-        group: That of the kind's axis.
+        group: The group of the kind's axis.
         sequence_parallel: Whether activations around it are split along the sequence.
-        shared: ``id`` of an original parameter -> its new one, read and extended here: tied weights
-            stay one parameter. The caller keeps the originals alive as long as it, since Python
-            reuses ids.
-        enters: Whether no region is around it that sums its input's gradient.
+        shared: Maps the ``id`` of an original parameter to its replacement. Read and extended here,
+            so that tied weights stay one parameter. The caller must keep the originals alive as
+            long as this dict, because Python reuses ids.
+        enters: True if no enclosing region sums the input's gradient.
         tensor: The tensor group.
-        name: Of the module, for messages.
+        name: Name of the module, for messages.
 
     Returns:
-        The module to put in its place, and a sharding for each parameter.
+        The replacement module, and a sharding for each parameter by its name in the module.
     """
     if group.size == tensor.size == 1:
         return module, {
@@ -79,14 +81,16 @@ def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:
-    """Put in place what splits and joins the sequence under sequence parallelism, beside the
-    sharded modules themselves."""
+    """Install the hooks that split and join the sequence under sequence parallelism.
+
+    The sharded modules do their own splitting; these hooks cover the other modules.
+    """
     for name, module in model.named_modules():
         for kind in {kind for pattern, kind in plan.kinds.items() if matches(name, pattern)}:
             kind.complete(module, group=group)
     if plan.sequence == "blocks":
         blocks = list(model.get_submodule(plan.split_blocks).children())
-        # A block that lives on another pipeline stage has no parts, and nothing is split there.
+        # A block on another pipeline stage has no children, and nothing is split there.
         first, last = (
             block if list(block.children()) else None for block in (blocks[0], blocks[-1])
         )
@@ -94,7 +98,7 @@ def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> Non
 
 
 def replace_aliases(model: nn.Module, shared: Shared) -> None:
-    """Let every module that holds an original parameter of a sharded one hold the sharded one."""
+    """Replace every reference to an original parameter with its sharded version."""
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in shared:

@@ -1,5 +1,4 @@
-"""Parts of a full tensor on the members of the tensor group: some of its features, or of its
-tokens."""
+"""Shards of a full tensor on the ranks of a group, by features or by tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +12,12 @@ __all__ = ["VocabularyRange", "shard_columns", "shard_twice", "shard_vocabulary"
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyRange:
-    """The token ids of one member of the tensor group: [start, stop), followed by padding up to
-    ``rows``.
+    """Token ids of one tensor-parallel rank: [start, stop), then padding up to ``rows``.
 
     Attributes:
-        size: V, number of tokens of the whole vocabulary.
-        parts: t, members of the group.
-        index: This member.
+        size: V, number of tokens of the full vocabulary.
+        parts: t, size of the group.
+        index: Rank in the group.
     """
 
     size: int
@@ -28,27 +26,27 @@ class VocabularyRange:
 
     @property
     def rows(self) -> int:
-        """Local rows, padding included; equal on all members: ceil(V / t)."""
+        """Return the number of local rows, padding included; equal on all ranks: ceil(V / t)."""
         return -(-self.size // self.parts)
 
     @property
     def padded(self) -> int:
-        """Rows of all members together."""
+        """Return the number of rows of all ranks together."""
         return self.rows * self.parts
 
     @property
     def start(self) -> int:
-        """First token id of this member."""
+        """Return the first token id of this rank."""
         return min(self.index * self.rows, self.size)
 
     @property
     def stop(self) -> int:
-        """One past the last token id of this member."""
+        """Return one past the last token id of this rank."""
         return min(self.start + self.rows, self.size)
 
     @property
     def count(self) -> int:
-        """Local rows that are tokens; the others are padding."""
+        """Return the number of local rows that are tokens; the others are padding."""
         return self.stop - self.start
 
 
@@ -63,19 +61,18 @@ def shard_columns(
     axis: str = "tensor",
     partial: tuple[str, ...] = (),
 ) -> Sharding:
-    """Split the output features, made of ``parts`` that are each split on their own, over ``size``
-    members; this is ``index``.
+    """Split output features made of ``parts``, each part on its own, over ``size`` ranks.
 
     Args:
-        shape: Of the full weight or bias.
+        shape: Shape of the full weight or bias.
         parts: Output features of each part.
-        size: Members of the group.
-        index: This member.
-        copies: How many neighbouring members hold the same slice of each part: with c copies it is
-            cut into size / c slices.
-        dim: Where the output features are.
-        axis: Whose group it is.
-        partial: Axes over which its gradient is a sum.
+        size: Size of the group.
+        index: Rank in the group.
+        copies: Number of adjacent ranks that hold the same slice, for each part. With c copies a
+            part is cut into size / c slices.
+        dim: Dimension of the output features.
+        axis: Axis of the group.
+        partial: Axes over which the parameter's gradient must be summed.
     """
     copies = copies if copies is not None else (1,) * len(parts)
     assert sum(parts) == shape[dim], (tuple(parts), tuple(shape))
@@ -105,8 +102,7 @@ def shard_columns(
 
 
 def shard_twice(one: Sharding, other: Sharding) -> Sharding:
-    """Split along two dimensions: what both of two shardings of a tensor along one each leave
-    here."""
+    """Intersect two shardings of a tensor along different dimensions."""
     assert one.full_shape == other.full_shape and not one.copies and not other.copies
     pieces = [
         Piece(
@@ -127,7 +123,7 @@ def shard_twice(one: Sharding, other: Sharding) -> Sharding:
 
 
 def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Sharding:
-    """Split dimension 0 by token; a member may have padding rows, or nothing else."""
+    """Split dimension 0 by token; a rank may have padding rows, or only padding rows."""
     assert shape[0] == vocabulary.size, (tuple(shape), vocabulary)
     rest = tuple(shape[1:])
     origin = (0,) * len(rest)
@@ -143,5 +139,5 @@ def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Shard
 
 
 def _at(dim: int, value: int, shape: Sequence[int]) -> Shape:
-    """``shape`` with ``value`` in dimension ``dim``."""
+    """Return ``shape`` with ``value`` in dimension ``dim``."""
     return (*shape[:dim], value, *shape[dim + 1 :])

@@ -1,9 +1,12 @@
-"""Embeddings and output head: split along the vocabulary (arXiv 1909.08053, section 3), or looked
-up for a slice of the sequence.
+"""Embeddings and the output head, split along the vocabulary or along the sequence.
 
-Of a vocabulary every member holds ceil(V / t) rows. If V does not divide, the last members' last
-rows are padding: zero, outside of every piece of the sharding, never looked up, and never part of a
-loss."""
+A vocabulary-parallel module (arXiv 1909.08053, section 3) holds ceil(V / t) rows of the vocabulary
+on every rank. If V is not a multiple of t, the last rows of the last ranks are padding. Padding
+rows are zero, belong to no piece of the sharding, are never looked up, and never contribute to a
+loss.
+
+A sequence-sharded embedding is looked up for a slice of the sequence only.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class VocabularyParallelEmbedding(ParallelLayer):
     """Token ids (b, s) int64 -> (b, s, h), or (b, s/t, h) under sequence parallelism.
 
     Args:
-        weight: This member's rows (ceil(V/t), h).
-        vocabulary: Which rows they are.
+        weight: This rank's rows (ceil(V/t), h).
+        vocabulary: The range of this rank's rows.
         padding_idx: Token whose row gets no gradient, as in ``nn.Embedding``.
         group: The tensor group.
         sequence_parallel: Split the output along the sequence.
@@ -37,7 +40,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
         2.0,
         False,
         False,
-    )  # as adapters ask an nn.Embedding
+    )  # attributes of nn.Embedding that adapters read
 
     def __init__(
         self,
@@ -56,18 +59,17 @@ class VocabularyParallelEmbedding(ParallelLayer):
         self.weight = weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up; every member contributes its own rows and zeros elsewhere.
+        """Look up the embeddings; every rank contributes its own rows and zeros elsewhere.
 
         Raises:
             IndexError: An id is not in [0, V) (on CUDA a device-side assertion, as in
                 ``nn.Embedding``).
-            ValueError: (sequence parallelism) s is not a multiple of t.
+            ValueError: s is not a multiple of t (sequence parallelism only).
         """
         words, padding = self.vocabulary, self.padding_idx
         valid = (ids >= 0) & (ids < words.size)
         here = (ids >= words.start) & (ids < words.stop)
-        # An id outside of the vocabulary becomes -1 on every member, so that the look-up itself
-        # complains.
+        # Map an id outside of the vocabulary to -1 on every rank, so that the look-up itself fails.
         rows = torch.where(here, ids - words.start, torch.where(valid, 0, -1))
         padding_row = (
             padding - words.start
@@ -79,13 +81,14 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
 
 class VocabularyParallelHead(ColumnParallelLinear):
-    """(..., h) -> logits (..., V), of which every member holds a slice: see
-    ``VocabularyParallelLogits``.
+    """(..., h) -> logits (..., V), of which every rank holds a slice.
+
+    The result is a ``VocabularyParallelLogits``.
 
     Args:
-        weight: This member's rows (ceil(V/t), h); may be the embedding's.
-        bias: This member's elements (ceil(V/t)), or None.
-        vocabulary: Which rows they are.
+        weight: This rank's rows (ceil(V/t), h); may be the embedding's.
+        bias: This rank's elements (ceil(V/t)), or None.
+        vocabulary: The range of this rank's rows.
         group: The tensor group.
         sequence_parallel: The input is split along the sequence: (b, s/t, h) -> (b, s, V).
     """
@@ -110,7 +113,7 @@ class VocabularyParallelHead(ColumnParallelLinear):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits that report the whole vocabulary."""
+        """Return logits that report the full vocabulary as their shape."""
         local = self.column(x, self.weight, self.bias)
         return (
             local
@@ -120,14 +123,13 @@ class VocabularyParallelHead(ColumnParallelLinear):
 
 
 class SequenceShardedEmbedding(ParallelLayer):
-    """An embedding of positions that all members hold whole and look up for their own slice of the
-    sequence only.
+    """A replicated position embedding, looked up for this rank's slice of the sequence.
 
     Its output is added to the word embeddings, which are split along the sequence. The weight's
-    gradient covers the slice: it is partial over the group.
+    gradient covers only the slice, so it is partial over the group.
 
     Args:
-        weight: The whole table (positions, h).
+        weight: The full table (positions, h).
         padding_idx: Row whose gradient stays zero, as in ``nn.Embedding``.
         group: The tensor group.
     """
@@ -143,7 +145,7 @@ class SequenceShardedEmbedding(ParallelLayer):
         self.weight = weight
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Positions (s), (1, s) or (b, s) int64 -> (..., s/t, h).
+        """Look up positions (s), (1, s) or (b, s) int64 -> (..., s/t, h).
 
         Raises:
             ValueError: s is not a multiple of t.

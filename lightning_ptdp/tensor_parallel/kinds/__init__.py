@@ -1,4 +1,4 @@
-"""The ways in which a module can be sharded over the tensor group: one class each."""
+"""Kinds: the ways in which a module can be sharded, one class for each."""
 
 from torch import nn
 
@@ -43,14 +43,14 @@ KINDS: tuple[type[Kind], ...] = (
     Experts,
     Mean,
 )
-"""Those that a plan may name by a word."""
+"""The kinds that a plan may refer to by name."""
 
 
 def kind_from(value: str | Kind, *, pattern: str) -> Kind:
-    """The kind that a plan means by ``value``.
+    """Return the kind that a plan's ``value`` names.
 
     Raises:
-        ValueError: It means none.
+        ValueError: There is no such kind.
     """
     if isinstance(value, Kind):
         return value

@@ -1,4 +1,4 @@
-"""Embeddings and the output head: split by token, or looked up for a slice of the sequence."""
+"""Kinds of embeddings and the output head: split by token or along the sequence."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ __all__ = ["Position", "Vocabulary"]
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(Kind):
-    """``nn.Embedding`` or the ``nn.Linear`` of the output head, split by token; padded where the
-    vocabulary does not divide."""
+    """``nn.Embedding`` or the ``nn.Linear`` of the output head, split by token.
+
+    The vocabulary is padded if it does not divide.
+    """
 
     name = "vocabulary"
     takes = "nn.Embedding or nn.Linear"
@@ -67,8 +69,10 @@ class Vocabulary(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Position(Kind):
-    """``nn.Embedding`` of positions: kept whole; under sequence parallelism looked up for the own
-    slice of the sequence."""
+    """``nn.Embedding`` of positions, held whole by every rank.
+
+    Under sequence parallelism each rank looks up its own slice of the sequence.
+    """
 
     name = "position"
     takes = "nn.Embedding"

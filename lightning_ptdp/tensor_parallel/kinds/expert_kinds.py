@@ -1,4 +1,4 @@
-"""The experts of a mixture, which are shared out whole."""
+"""Kind of the experts of a mixture, distributed over ranks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ _COUNT = "num_experts"
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Kind):
-    """A module with all experts of a layer, ``forward(tokens, indices, weights)`` of shapes (n, h),
-    (n, k), (n, k), whose parameters list the experts along their first dimension, and which has
-    their number as ``num_experts``, as Hugging Face's mixtures have.
+    """A module that holds all experts of a layer.
+
+    Its forward is ``forward(tokens, indices, weights)`` of shapes (n, h), (n, k), (n, k). Its
+    parameters list the experts along their first dimension. It stores their number as
+    ``num_experts``, like Hugging Face's mixtures.
 
     Attributes:
-        split_over: Tensor-parallel ranks over which each expert's inner width is split, too; the
-            layout says it.
+        split_over: Number of tensor-parallel ranks over which each expert's inner width is also
+            split; taken from the layout.
     """
 
     split_over: Size = field(default=1, repr=False)
@@ -57,7 +59,7 @@ class Experts(Kind):
             return False
         given = inspect.signature(
             type(module).forward
-        ).parameters.values()  # which a scripted module does not have
+        ).parameters.values()  # a scripted module's forward has none
         return (
             sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given)
             == 1 + _ARGUMENTS
@@ -101,8 +103,8 @@ class Experts(Kind):
         self, module: nn.Module, name: str, shape: Sequence[int], place: Place
     ) -> Sharding:
         inner = inner_parts(module, name) if self.split_over > 1 else None
-        # Without an inner dimension each tensor rank has a term of the gradient: of its tokens, or
-        # of the only rank that adds a bias.
+        # Without an inner dimension each tensor-parallel rank has one term of the gradient: that of
+        # its tokens, or that of the only rank that adds a bias.
         partial = ("tensor",) if place.tensor.size > 1 and inner is None else ()
         own = shard_columns(
             shape,

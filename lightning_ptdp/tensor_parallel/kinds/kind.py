@@ -1,4 +1,4 @@
-"""Interface of a kind of tensor parallelism: the one place that defines all of its methods."""
+"""Interface of a kind: the one place that defines all of its methods."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 SplitAxis = Literal["tensor", "expert", "context"]
 SPLIT_AXES = (*get_args(SplitAxis), "expert_tensor")
-"""The axes over whose ranks kinds split, and over how many tensor-parallel ranks experts are."""
+"""Axes over whose ranks kinds split, and the tensor-parallel split of the experts."""
 
 _ALONE = Group()
 _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
@@ -38,14 +38,14 @@ class Place:
     """Group and options with which a module is sharded.
 
     Attributes:
-        group: That of the kind's axis.
+        group: The group of the kind's axis.
         sequence_parallel: Whether activations around the module are split along the sequence.
-        shared: ``id`` of an original parameter -> its new one, read and extended: tied weights stay
-            one parameter. Whoever made it keeps the originals alive as long as it, since Python
-            reuses ids.
-        enters: Whether no region is around the module that sums its input's gradient.
+        shared: Maps the ``id`` of an original parameter to its replacement. Read and extended, so
+            that tied weights stay one parameter. Its creator must keep the originals alive as long
+            as this dict, because Python reuses ids.
+        enters: True if no enclosing region sums the input's gradient.
         tensor: The tensor group.
-        name: Of the module.
+        name: Name of the module.
     """
 
     group: Group
@@ -57,8 +57,10 @@ class Place:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The axes over which the gradient of a parameter is summed that sees a slice of the
-        sequence, where it is split."""
+        """Return the axes over which a whole parameter's gradient must be summed.
+
+        The gradient is partial if the parameter sees a slice of the sequence.
+        """
         return ("tensor",) if self.sequence_parallel else ()
 
     def columns(
@@ -69,14 +71,13 @@ class Place:
         copies: Sequence[int] | None = None,
         dim: int = 0,
     ) -> Sharding:
-        """``shard_columns`` over the group."""
+        """Call ``shard_columns`` for the group."""
         return shard_columns(
             shape, parts=parts, size=self.group.size, index=self.group.rank, copies=copies, dim=dim
         )
 
     def local(self, module: nn.Module, name: str, sharding: Sharding) -> nn.Parameter:
-        """The parameter ``name`` of the module as it is here: its part, or itself if it is not
-        split."""
+        """Return the local part of a module's parameter, or the parameter if it is not split."""
         original = module.get_parameter(name)
         if id(original) not in self.shared:
             new = original
@@ -85,7 +86,7 @@ class Place:
                     new = nn.Parameter(
                         slice_full(original, sharding), requires_grad=original.requires_grad
                     )
-                vars(new).update(vars(original))  # marks that optimizers and initializers read
+                vars(new).update(vars(original))  # attributes that optimizers and initializers read
             self.shared[id(original)] = new
         return self.shared[id(original)]
 
@@ -93,21 +94,21 @@ class Place:
 class Kind:
     """Way in which one module becomes parallel.
 
-    A further kind is a class derived from this one, and a line in ``KINDS`` if it has a name.
+    To add a kind, derive a class from this one, and add it to ``KINDS`` if it has a name.
 
     Attributes:
-        name: In plans; "" if it has none.
-        axis: Over whose ranks it splits.
-        takes: Types of modules in words; "" for any.
-        parameters: Those that a module may have; None: any.
-        ties: How a weight may be tied: to modules of the "same" kind, as a "whole" one, or as
-            another name of "any".
-        region_part: Whether a region may hold the module.
-        is_region: Whether it sums the gradient of what enters it, for all modules in it.
-        keeps_sequence: Whether what is in the module sees the whole sequence under sequence
-            parallelism.
-        keeps_children: Whether the modules in it go on being modules of their own.
-        pads: Whether the first dimension is padded to what divides.
+        name: Name in plans; "" if it has none.
+        axis: Axis over whose ranks it splits.
+        takes: Description of the module types that it accepts; "" for any.
+        parameters: Names of the parameters that a module may have; None: any.
+        ties: Modules that may share a weight with this one. "same": modules of the same kind.
+            "whole": modules that keep the weight whole. "any": all modules (another name of the
+            weight).
+        region_part: True if a region may contain the module.
+        is_region: True if it sums the gradient of its input for all modules inside.
+        keeps_sequence: True if the modules inside see the full sequence under sequence parallelism.
+        keeps_children: True if the modules inside remain modules of their own.
+        pads: True if the first dimension is padded to a multiple of the group's size.
     """
 
     name: ClassVar[str] = ""
@@ -122,17 +123,17 @@ class Kind:
     pads: ClassVar[bool] = False
 
     def at(self, degrees: Mapping[str, int]) -> Kind | None:
-        """The kind where ``SPLIT_AXES`` have these degrees; None: it does nothing there."""
+        """Return the kind for these degrees of ``SPLIT_AXES``, or None if it splits nothing."""
         return self if degrees[self.axis] > 1 else None
 
-    # ---- what it takes ---------------------------------------------------------------------------
+    # ---- checks ----------------------------------------------------------------------------------
 
     def fits(self, module: nn.Module) -> bool:
         """Return True if the module is of a type in ``takes``."""
         return True
 
     def misfit(self, module: nn.Module) -> str | None:
-        """Why the module cannot be sharded so, by its type; None if it can."""
+        """Return why the module's type cannot be sharded, or None if it can."""
         if self.takes and not self.fits(module):
             return f"that takes {self.takes}"
         for base in _REPLACED if self.takes else ():
@@ -148,35 +149,34 @@ class Kind:
         """
 
     def check_sequence(self, name: str, module: nn.Module) -> None:
-        """Check that the module can stand where the sequence is split.
+        """Check that the module supports an input that is split along the sequence.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: It does not.
         """
 
     def check_inside(self, name: str, module: nn.Module, kinds: Mapping[str, Kind]) -> None:
-        """Check the modules in it, given the kinds of all modules by name.
+        """Check the modules inside, given the kinds of all modules by name.
 
         Raises:
-            ValueError: One cannot be there.
+            ValueError: A module must not be inside of this one.
         """
 
     def copies(self, size: int) -> tuple[int, ...]:
         """Return the number of ranks that hold the same slice, for each part of the module."""
         return ()
 
-    # ---- what it does ----------------------------------------------------------------------------
+    # ---- sharding --------------------------------------------------------------------------------
 
     def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
-        """The module to put in its place, and a sharding for each of its parameters, by their names
-        in it."""
+        """Return the replacement module, and a sharding for each parameter by its name."""
         shardings = self.shardings(module, place)
         local = {name: place.local(module, name, sharding) for name, sharding in shardings.items()}
         new = self.build(module, local, place)
         return new if new is module else new.train(module.training), shardings
 
     def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
-        """Return the sharding of every parameter; by default each rank has it whole."""
+        """Return the sharding of every parameter; by default each rank holds it whole."""
         return {
             name: Sharding.replicated(parameter.shape, partial=place.partial)
             for name, parameter in module.named_parameters()
@@ -185,32 +185,34 @@ class Kind:
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
     ) -> nn.Module:
-        """The parallel version of the module from its local parameters; without a word of the
-        kind's own the module, with them in it."""
+        """Build the parallel version of the module from its local parameters.
+
+        The default is the module itself, with these parameters registered.
+        """
         for name, parameter in local.items():
             parent, _, key = name.rpartition(".")
             module.get_submodule(parent).register_parameter(key, parameter)
         return module
 
     def complete(self, module: nn.Module, *, group: Group) -> None:
-        """Do what sequence parallelism needs when all modules have been sharded."""
+        """Install the hooks of sequence parallelism, once all modules have been sharded."""
 
-    # ---- what it says ----------------------------------------------------------------------------
+    # ---- description -----------------------------------------------------------------------------
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        """(shape on one of t ranks, what becomes of it) for the parameter ``key`` of a module."""
+        """Return (shape on one of t ranks, description) for the parameter ``key`` of a module."""
         return shape_text(shape), "whole; gradient partial under sequence parallelism"
 
     def of_child(self, name: str) -> Kind | None:
-        """The kind of a child that this one shards as well, for ``describe``."""
+        """Return the kind of a child that this one also shards, for ``describe``."""
         return None
 
 
 def check_divides(name: str, label: str, number: int, size: int, *, axis: str = "tensor") -> None:
-    """Check that ``number``, the ``label`` of the module ``name``, divides.
+    """Check that ``number``, the ``label`` of the module ``name``, divides by ``size``.
 
     Raises:
-        ValueError: It does not; says what would.
+        ValueError: It does not; the message names sizes that work.
     """
     if number % size:
         raise ValueError(
@@ -224,7 +226,7 @@ def check_embedding(name: str, module: nn.Module, size: int) -> None:
     """Check an embedding's options, if the module is one.
 
     Raises:
-        ValueError: One of them looks at all tokens or all rows.
+        ValueError: An option needs all tokens or all rows.
     """
     if not isinstance(module, nn.Embedding):
         return
@@ -243,6 +245,6 @@ def check_embedding(name: str, module: nn.Module, size: int) -> None:
 
 
 def shape_text(shape: Sequence[object] | Tensor, dim: int | None = None) -> str:
-    """``(8, 4)``, or with ``dim=0`` ``(8/t, 4)``."""
+    """Format ``(8, 4)``, or with ``dim=0`` ``(8/t, 4)``."""
     sizes = [f"{size}/t" if index == dim else str(size) for index, size in enumerate(shape)]
     return f"({', '.join(sizes)})"

@@ -1,5 +1,4 @@
-"""Linear layers, split by output features, and by input features behind them; and the attention
-that is one of each."""
+"""Kinds of linear layers and of attention: column, row, and both."""
 
 from __future__ import annotations
 
@@ -31,16 +30,17 @@ __all__ = ["Attention", "Column", "Row"]
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Kind):
-    """``nn.Linear`` (or ``Conv1D``, or an ``nn.Embedding`` of something for each head) split by
-    output features.
+    """A linear layer split by output features.
+
+    It may be an ``nn.Linear``, a ``Conv1D``, or an ``nn.Embedding`` with features for each head.
 
     Attributes:
         parts: Output sizes of the parts of a fused layer, e.g. (q, k, v), each split on its own;
             None: one part.
-        heads: Number of attention heads in each part: what must not be cut through. None: any
-            number of features is a share.
+        heads: Number of attention heads in each part, which must not be cut. None: any number of
+            features may be a rank's share.
         copy_heads: Parts with fewer heads than there are ranks (grouped and multi-query attention,
-            arXiv 2305.13245, 1911.02150) give every rank one head; the ranks whose queries share it
+            arXiv 2305.13245, 1911.02150) give every rank one head. Ranks whose queries share a head
             hold the same one.
     """
 
@@ -116,8 +116,8 @@ class Column(Kind):
     ) -> nn.Module:
         weight = local["weight"]
         if isinstance(module, nn.Embedding):
-            # Who looks up needs no other ranks: neither is there a gradient of ids to sum, nor does
-            # the output leave.
+            # A look-up needs no communication: ids have no gradient to sum, and the output stays
+            # split.
             new = nn.Embedding(weight.size(0), weight.size(1), module.padding_idx, device="meta")
             new.weight = weight
             return new
@@ -154,7 +154,7 @@ class Column(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Kind):
-    """``nn.Linear`` (or ``Conv1D``) split by input features; its input comes from column layers."""
+    """``nn.Linear`` (or ``Conv1D``) split by input features, after column layers."""
 
     name = "row"
     takes = "nn.Linear (or the Conv1D of transformers)"
@@ -193,8 +193,7 @@ class Row(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Kind):
-    """``nn.MultiheadAttention`` with its heads split; its projections are a column and a row
-    layer."""
+    """``nn.MultiheadAttention`` split by heads, with a column and a row projection."""
 
     name = "attention"
     takes = "nn.MultiheadAttention"

@@ -1,4 +1,4 @@
-"""Kept whole by every rank, or around several modules that are split."""
+"""Kinds that every rank holds whole, and regions around several split modules."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ __all__ = ["Alias", "Partial", "Region", "Whole"]
 
 @dataclass(frozen=True, kw_only=True)
 class Partial(Kind):
-    """A module that is kept whole but sees only this rank's heads or features, like the norm of
-    queries and keys between column
-    and row layers: its parameters' gradients are parts of a sum over the group, with and without
-    sequence parallelism."""
+    """A module that every rank holds whole, applied to this rank's heads or features.
+
+    An example is the norm of queries and keys between column and row layers. Its parameters'
+    gradients are parts of a sum over the group, with and without sequence parallelism.
+    """
 
     name = "partial"
     parameters = None
@@ -43,9 +44,11 @@ class Partial(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Alias(Kind):
-    """A module whose own parameters are other names of parameters of sharded modules and are not
-    used by its forward, like ``predictions.bias`` of Hugging Face's BERT, which is its decoder's:
-    they become the sharded ones."""
+    """A module whose own parameters are other names of sharded modules' parameters.
+
+    Its forward does not use them. An example is ``predictions.bias`` of Hugging Face's BERT, which
+    is its decoder's bias. The names are rebound to the sharded parameters.
+    """
 
     name = "alias"
     parameters = None
@@ -60,9 +63,11 @@ class Alias(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole(Kind):
-    """A module inside the blocks that every rank computes for the whole sequence where the sequence
-    is split around it: of its output each keeps its own slice. What is sharded in it is sharded
-    without sequence parallelism. Without that, it says nothing."""
+    """A module inside the blocks that every rank computes for the full sequence.
+
+    The sequence is split around it, and each rank keeps its own slice of the output. Modules inside
+    are sharded without sequence parallelism. Without sequence parallelism this kind has no effect.
+    """
 
     name = "whole"
     parameters = None
@@ -79,15 +84,16 @@ class Whole(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Region(Kind):
-    """A module around column layers that all take its first argument, and the row layer behind
-    them: the argument's gradient is summed over the group once, not once for each column layer.
-    Nothing in it may be kept whole, except what is ``Partial``.
+    """A module around column layers with a common input, and the row layer after them.
+
+    The gradient of the module's first argument is summed over the group once, not once for each
+    column layer. No module inside may be kept whole, except a ``Partial`` one.
 
     Attributes:
-        heads: Number of attention heads, which the following have to be told.
-        arguments: Arguments of its forward with something for each head, of which a rank is given
-            that of its own (the biases of ALiBi, arXiv 2108.12409): (b, n, ...) of four dimensions,
-            (b n, ...) of three.
+        heads: Number of attention heads; required by the next two.
+        arguments: Arguments of its forward with an entry for each head, of which a rank gets its
+            own heads' (the biases of ALiBi, arXiv 2108.12409): (b, n, ...) of four dimensions, (b
+            n, ...) of three.
         per_head: Its own parameters with an element for each head along dimension 0, split as the
             heads are.
     """

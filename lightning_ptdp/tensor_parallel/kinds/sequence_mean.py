@@ -1,4 +1,4 @@
-"""Means over the tokens of a sequence, of which context parallelism shows each rank a part."""
+"""Kind of modules that average over a sequence, for context parallelism."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ __all__ = ["Mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mean(Kind):
-    """A module without parameters whose result is a mean over the tokens of each sequence: under
-    context parallelism the mean of what the ranks find in their parts, which are equally long. Its
-    gradient is that of the losses of all of them."""
+    """A module without parameters that returns a mean over the tokens of each sequence.
+
+    Under context parallelism the result is the mean of the ranks' results, whose parts are equally
+    long. Its gradient is the sum of the gradients from all ranks' losses.
+    """
 
     name = "mean"
     axis = "context"
