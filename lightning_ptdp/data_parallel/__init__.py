@@ -1,5 +1,8 @@
-"""Replicas: flat buckets of gradients reduced during the backward, optimizers stepped in shards,
-and the norm over all ranks."""
+"""Data parallelism: gradient buckets, the sharded optimizer, and the gradient norm.
+
+Gradients are stored in flat buckets and reduced during the backward. Optimizers step on shards. The
+norm is computed over all ranks.
+"""
 
 from lightning_ptdp.data_parallel.bucket import HALF
 from lightning_ptdp.data_parallel.buckets import GradientBuckets

@@ -1,4 +1,4 @@
-"""One contiguous buffer of gradients."""
+"""A bucket: one contiguous buffer of gradients."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 @dataclass(eq=False)
 class Bucket:
-    """One contiguous buffer.
+    """One contiguous buffer of gradients.
 
     Attributes:
-        entries: What is in it, in backward order.
-        offsets: Where each entry begins.
-        buffer: (n,) gradients; a little of it, between parameters and at the end, belongs to none
-            and stays zero.
+        entries: Parameters of the bucket, in backward order.
+        offsets: Offset of each entry in the buffer.
+        buffer: (n,) gradients. A few elements between parameters and at the end belong to no
+            parameter and stay zero.
         views: Each entry's part of the buffer, in the parameter's shape.
     """
 
@@ -44,7 +44,7 @@ class Bucket:
 
     @cached_property
     def next_begins(self) -> dict[int, int]:
-        """By where an entry ends, where the next one begins, or would."""
+        """Map the end of each entry to the aligned offset of the next one."""
         ends = {
             offset + entry.parameter.numel()
             for entry, offset in zip(self.entries, self.offsets, strict=True)
@@ -52,7 +52,7 @@ class Bucket:
         return {end: aligned(end) for end in ends}
 
     def mine(self) -> Tensor:
-        """The part of the buffer that holds the sums after ``finish``."""
+        """Return the part of the buffer that holds the sums after ``finish``."""
         return self.reduction.mine(self.buffer)
 
     def own_shards(self) -> Iterator[tuple[BucketEntry, Shard]]:

@@ -1,11 +1,13 @@
-"""Flat gradient buckets, reduced while the backward still runs.
+"""Flat gradient buckets, reduced during the backward pass.
 
-Parameters are laid into contiguous buffers in backward order, one set a pipeline chunk; a
-parameter's gradient is a view of its buffer. When the last microbatch of a chunk runs backward the
-chunk is *armed*: a bucket's reduction starts as soon as its last gradient has been accumulated
-(arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk). With a sharded
-optimizer a reduction leaves each rank with the sum of its part of every buffer, whatever parameters
-the cuts go through."""
+Parameters are assigned to contiguous buffers in backward order, one set of buffers per pipeline
+chunk. A parameter's gradient is a view of its buffer. A chunk is *armed* before its last microbatch
+runs backward. A bucket's reduction then starts as soon as its last gradient has been accumulated
+(arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk).
+
+With a sharded optimizer, a reduction leaves each rank with the sum of its part of every buffer. The
+parts may cut through parameters.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ class GradientBuckets:
     """All gradients of one rank.
 
     Args:
-        entries: Parameters in forward order, which on all ranks that sum some of them must be the
-            same.
-        scatters: Whether ranks are left with the sum of a part of the gradients only, of whichever
-            entries.
-        bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: as its
-            reduction would have it.
-        widen: Keep gradients of parameters in half precision in float32.
-        launched: Is told of every reduction that starts: its chunk and what waits for it.
+        entries: Parameters in forward order. The order must be the same on all ranks that sum some
+            of them.
+        scatters: True if the reduction of any entry leaves each rank with the sum of only a part of
+            the gradients.
+        bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: the
+            default of its reduction.
+        widen: Keep gradients of half-precision parameters in float32.
+        launched: Called for every reduction that starts, with its chunk and its ``Pending``.
     """
 
     entries: Sequence[BucketEntry]
@@ -68,8 +70,8 @@ class GradientBuckets:
             for entry in bucket.entries:
                 self._home[id(entry.parameter)] = entry.chunk, bucket
                 set_gradient_dtype(entry.parameter, bucket.buffer.dtype)
-                # Of the node, not of the parameter: a backward calls it also where a product has
-                # added to the gradient by itself.
+                # A hook of the graph node, not of the parameter: the backward also calls it if a
+                # product has accumulated into the gradient directly.
                 node = get_gradient_edge(entry.parameter).node
                 self._hooks.append((node, node.register_hook(partial(self._ran, entry.parameter))))
 
@@ -80,8 +82,10 @@ class GradientBuckets:
                 entry.parameter.grad = view
 
     def resume(self) -> None:
-        """Go on adding to the gradients that the parameters have; one that somebody took off its
-        parameter begins at zero."""
+        """Continue to accumulate into the current gradients of the parameters.
+
+        If a parameter's gradient was removed, it restarts at zero.
+        """
         for bucket in self.buckets():
             for entry, view in zip(bucket.entries, bucket.views, strict=True):
                 gradient = entry.parameter.grad
@@ -92,8 +96,10 @@ class GradientBuckets:
                 entry.parameter.grad = view
 
     def park(self) -> None:
-        """Take the gradients off the parameters, so that ``zero_grad`` cannot touch them; the
-        buffers keep them."""
+        """Remove the gradients from the parameters; the buffers keep them.
+
+        ``zero_grad`` then cannot clear them.
+        """
         for entry in self.entries:
             entry.parameter.grad = None
 
@@ -104,13 +110,14 @@ class GradientBuckets:
             bucket.buffer.zero_()
 
     def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
-        """The next backward of ``chunk`` completes its gradients: start each bucket's reduction
-        when it is full.
+        """Declare that the next backward of ``chunk`` completes its gradients.
+
+        Each bucket's reduction then starts when the bucket is full.
 
         Args:
             chunk: The stage.
-            awaited: The parameters whose gradients are still to come, each told by ``complete``; by
-                default all of them, each told by autograd.
+            awaited: Parameters with an incomplete gradient, each completed by a call of
+                ``complete``; by default all of them, each completed by autograd.
         """
         self._armed.add(chunk)
         wanted = None if awaited is None else {id(parameter) for parameter in awaited}
@@ -122,7 +129,7 @@ class GradientBuckets:
         self._launch_full(chunk)
 
     def complete(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter``, one of the ``awaited``, is complete."""
+        """Record that the gradient of ``parameter``, one of the ``awaited``, is complete."""
         self._arrived.add(id(parameter))
         chunk, bucket = self._home[id(parameter)]
         if chunk in self._armed:
@@ -130,7 +137,10 @@ class GradientBuckets:
             self._launch_full(chunk)
 
     def reduce(self, chunk: int | None) -> None:
-        """Start what ``arm`` left over: buckets with parameters that the backward did not use."""
+        """Start the remaining reductions of a chunk, after its last backward.
+
+        These are buckets with parameters that the backward did not use.
+        """
         if chunk not in self._armed:
             self.arm(chunk)
         for bucket in self._buckets.get(chunk, ()):
@@ -138,8 +148,10 @@ class GradientBuckets:
         self._armed.discard(chunk)
 
     def finish(self, scale: Tensor | float | None = None) -> None:
-        """Start the reductions that have not been, wait for all, add up what other groups hold, and
-        scale."""
+        """Complete all reductions and the sums over other groups, then scale.
+
+        Starts the reductions that have not started yet.
+        """
         for chunk, buckets in self._buckets.items():
             if not all(bucket.launched for bucket in buckets):
                 self.reduce(chunk)
@@ -154,8 +166,10 @@ class GradientBuckets:
                 bucket.mine().mul_(scale)
 
     def unused(self) -> list[nn.Parameter]:
-        """Parameters whose gradient no backward has added to, tied ones left out: another stage may
-        have used those."""
+        """Return the parameters to which no backward has given a gradient.
+
+        Tied parameters are left out, because another stage may have used them.
+        """
         return [
             entry.parameter
             for entry in self.entries
@@ -163,8 +177,10 @@ class GradientBuckets:
         ]
 
     def _parts_to_sum(self) -> Iterator[tuple[Tensor, Group]]:
-        """In the order of the entries: the stages lay out their buckets differently, but agree on
-        this one."""
+        """Yield the parts that other groups sum, in the order of the entries.
+
+        The stages lay out their buckets differently, but agree on this order.
+        """
         mine: dict[int, list[tuple[Shard, Tensor]]] = {}
         for bucket in self.buckets():
             for entry, shard in bucket.own_shards():
@@ -176,8 +192,10 @@ class GradientBuckets:
                     yield from ((view, group) for view in views)
 
     def stash(self, scale: float) -> None:
-        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can
-        be scaled on its own."""
+        """Move ``scale`` times the gradients to the stash.
+
+        The next batch of an accumulation can then be scaled separately.
+        """
         if not self._stash:
             self._stash = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
         for kept, bucket in zip(self._stash, self.buckets(), strict=True):
@@ -185,14 +203,14 @@ class GradientBuckets:
             bucket.buffer.zero_()
 
     def unstash(self, scale: float) -> None:
-        """``scale`` times the gradients plus what was moved aside."""
+        """Multiply the gradients by ``scale`` and add the stash."""
         for kept, bucket in zip(self._stash, self.buckets(), strict=True):
             bucket.buffer.mul_(scale).add_(kept)
         self._stash = []
 
     @property
     def has_stash(self) -> bool:
-        """Return True if gradients have been moved aside."""
+        """Return True if the stash holds gradients."""
         return bool(self._stash)
 
     def close(self) -> None:
@@ -212,20 +230,23 @@ class GradientBuckets:
         return (bucket.buffer for bucket in self.buckets())
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """The same elements in few flat tensors: neighbours in a buffer are one, with the zeros
-        between them."""
+        """Return the same elements in few flat tensors.
+
+        Neighbours in a buffer become one tensor, including the zeros between them.
+        """
         return joined(gradients, ((bucket.buffer, bucket.next_begins) for bucket in self.buckets()))
 
     def buckets(self) -> Iterator[Bucket]:
-        """All buckets, in backward order within each chunk."""
+        """Return all buckets, in backward order within each chunk."""
         return chain.from_iterable(self._buckets.values())
 
     def _cut(self, entries: Sequence[BucketEntry]) -> Iterator[list[BucketEntry]]:
-        """Runs of entries that may share a buffer: same dtype, device and reduction, and no larger
-        than a bucket.
+        """Yield runs of entries that may share a buffer.
 
-        A tied parameter whose sum is scattered has a buffer of its own, which then is the same on
-        all stages that hold it."""
+        They have the same dtype, device and reduction, and are no larger than a bucket. A tied
+        parameter whose sum is scattered gets a buffer of its own, which is then the same on all
+        stages that hold it.
+        """
         kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
         for entry in entries:
             alone = id(entry) if entry.reduction.scatter and entry.tied else None
@@ -267,8 +288,11 @@ class GradientBuckets:
         self.complete(parameter)
 
     def _launch_full(self, chunk: int | None) -> None:
-        """Collectives must start in the same order on all replicas, whatever order their gradients
-        arrive in."""
+        """Start the reductions of full buckets, up to the first bucket that is not full.
+
+        Collectives must start in the same order on all replicas, regardless of the order in which
+        gradients are completed.
+        """
         for bucket in self._buckets.get(chunk, ()):
             if bucket.pending > 0:
                 return

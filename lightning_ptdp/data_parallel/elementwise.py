@@ -1,4 +1,4 @@
-"""Trial of an optimizer on the pieces that a layout makes of its parameters."""
+"""Check that an optimizer gives the same result on the pieces that a layout makes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANKS = 2
 _SIZES = (4, 6, 2, 2, 2)
 _LEARNING_RATE = 0.1  # the group's own may be warming up from zero, or hide a difference
 _TOLERANCE = 1e-4
-_SCALES = (1.0, 100.0, 0.01)  # of the gradients, step by step: clipping shall bite
+_SCALES = (1.0, 100.0, 0.01)  # of the gradients, step by step, so that clipping takes effect
 
 
 class MixingOptimizerError(PTDPError, ValueError):
@@ -30,13 +30,13 @@ class MixingOptimizerError(PTDPError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A way in which ranks share what an optimizer steps on.
+    """A way in which ranks share the tensors of an optimizer.
 
     Attributes:
-        option: The option that asks for it, with its value.
+        option: The option that causes it, with its value.
         dims: Number of dimensions of the parameters.
-        along: The dimension along which they are split, "flat" for ranges of flattened ones,
-            "apart" for ranks with different ones.
+        along: The dimension along which the parameters are split; "flat" for ranges of flattened
+            ones, "apart" for ranks with different parameters.
     """
 
     option: str
@@ -72,12 +72,13 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTrial:
-    """Facts that the ranks agree on about one parameter group.
+    """Facts about one parameter group on which the ranks agree.
 
     Attributes:
         cuts: How its parameters are shared.
         dims: Numbers of dimensions that its parameters have.
-        state: What the optimizer's constructor keeps of a parameter, reduced to one element.
+        state: State that the optimizer's constructor creates for a parameter, reduced to one
+            element.
     """
 
     cuts: frozenset[Cut] = frozenset()
@@ -91,7 +92,7 @@ def check_elementwise(
     """Step small tensors as one rank and as several would, and compare the results.
 
     Optimizers that use rows, columns or norms of a whole matrix, or a norm of all parameters, give
-    another result. One that cannot be tried is warned of.
+    a different result. An optimizer that cannot be tried causes a warning.
 
     Raises:
         MixingOptimizerError: The results differ.
@@ -186,12 +187,14 @@ def _step(
     gradients: Sequence[Tensor],
     device: torch.device,
 ) -> list[Tensor]:
-    """Return tensors after a few steps of an optimizer like this one, with this group's
-    hyperparameters."""
+    """Return tensors after a few steps of an equivalent optimizer.
+
+    It has the hyperparameters of this group.
+    """
     parameters = [nn.Parameter(start.to(device, copy=True)) for start in starts]
     probe = object.__new__(type(optimizer))
-    # Its own attributes, but not a step that a scheduler has bound to the original, no parameters
-    # of the model, and nothing that the steps would change there.
+    # Copy its attributes, except a step that a scheduler has bound to the original, parameters of
+    # the model, and containers that the steps would change.
     for key, value in vars(optimizer).items():
         if key != "step" and not (
             isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)
@@ -218,15 +221,15 @@ def _step(
 
 
 def _closure() -> Any:
-    """Lightning's optimizers are given one, which here has been called before."""
+    """Return a loss in place of Lightning's closure, which has already been called."""
     return torch.zeros(())
 
 
 def constructed_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what the optimizer's constructor keeps of a parameter of the group, reduced to one
-    element; None if it keeps nothing here.
+    """Return the state that the optimizer's constructor created for a parameter.
 
-    Adagrad of torch 2.11 keeps a sum; most optimizers make their states at the first step.
+    It is reduced to one element; None if no parameter here has such a state. Adagrad of torch 2.11
+    creates a sum. Most optimizers create their states at the first step.
     """
     parameter = next(
         (each for each in group["params"] if optimizer.state.get(each) and each.numel()), None

@@ -1,4 +1,4 @@
-"""A range of a flattened parameter, and the rectangles of the parameter that it is made of.
+"""Ranges of a flattened parameter, as rectangles of the parameter.
 
 A range [start, stop) of a matrix in row-major order is at most three rectangles::
 
@@ -25,13 +25,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """[start, stop) of a flattened tensor.
+    """Range [start, stop) of a flattened tensor.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         start: First element.
         stop: One past the last.
-        offset: Where ``start`` is in the bucket's buffer.
+        offset: Offset of ``start`` in the bucket's buffer.
     """
 
     shape: Shape
@@ -41,21 +41,25 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
     def within(self, buffer: Tensor) -> Tensor:
-        """(size,) view of the bucket's flat buffer."""
+        """Return the range as a (size,) view of the bucket's flat buffer."""
         return buffer[self.offset : self.offset + self.size]
 
     def rectangles(self) -> Iterator[tuple[Shape, Shape, int]]:
-        """(offset in the tensor, extent, offset in the shard) of rectangles that make up the range;
-        2 n - 1 at most of n dimensions."""
+        """Yield (offset in the tensor, extent, offset in the shard) of the range's rectangles.
+
+        A tensor of n dimensions has at most 2 n - 1 rectangles.
+        """
         yield from _rectangles(self.shape, self.start, self.stop, self.start)
 
     def overlap(self, where: Sequence[slice], flat: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """(offset within ``where``, view of ``flat`` (size,)) of what the tensor's rectangle
-        ``where`` has in common with the range."""
+        """Intersect the range with the tensor's rectangle ``where``.
+
+        Yields (offset within ``where``, view of ``flat`` (size,)) of the common rectangles.
+        """
         for offset, extent, position in self.rectangles():
             lows = [max(begin, cut.start) for begin, cut in zip(offset, where, strict=True)]
             highs = [
@@ -77,7 +81,7 @@ class Shard:
 def _rectangles(
     shape: Shape, start: int, stop: int, origin: int
 ) -> Iterator[tuple[Shape, Shape, int]]:
-    """Rectangles of [start, stop); positions are counted from ``origin``."""
+    """Yield the rectangles of [start, stop); positions are counted from ``origin``."""
     if start >= stop:
         return
     if not shape:
@@ -98,7 +102,7 @@ def _rectangles(
 def _row(
     shape: Shape, index: int, start: int, stop: int, origin: int
 ) -> Iterator[tuple[Shape, Shape, int]]:
-    """Rectangles of a part of row ``index``."""
+    """Yield the rectangles of a part of row ``index``."""
     base = index * math.prod(shape[1:])
     for offset, extent, position in _rectangles(shape[1:], start - base, stop - base, 0):
         yield (index, *offset), (1, *extent), position + base - origin
@@ -106,12 +110,13 @@ def _row(
 
 @dataclass(frozen=True, kw_only=True)
 class FlatSharding:
-    """Position of a shard of a local tensor in the full tensor; checkpoints and norms read it in
-    place of a ``Sharding``.
+    """Position of a shard of a local tensor in the full tensor.
+
+    Checkpoints and norms use it in place of a ``Sharding``.
 
     Attributes:
-        whole: Of the whole local tensor.
-        shard: The range of it that is here.
+        whole: Sharding of the whole local tensor.
+        shard: The range of the local tensor that this rank holds.
     """
 
     whole: Sharding
@@ -119,16 +124,16 @@ class FlatSharding:
 
     @property
     def full_shape(self) -> Shape:
-        """Shape of the full tensor."""
+        """Return the shape of the full tensor."""
         return self.whole.full_shape
 
     @property
     def local_shape(self) -> Shape:
-        """(elements of the shard,)."""
+        """Return (elements of the shard,)."""
         return (self.shard.size,)
 
     def held(self, local: Tensor) -> Iterator[tuple[Shape, Tensor]]:
-        """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
+        """Yield (offset in the full tensor, view of ``local``) of every local rectangle."""
         for piece in self.whole.pieces:
             for inside, view in self.shard.overlap(piece.local_slices, local):
                 yield (
@@ -137,8 +142,10 @@ class FlatSharding:
                 )
 
     def counted(self, local: Tensor) -> list[Tensor]:
-        """Views of ``local`` that together leave out what an earlier tensor-parallel rank holds as
-        well."""
+        """Return views of ``local`` without the parts that an earlier rank also holds.
+
+        Several tensor-parallel ranks may hold copies of the same part.
+        """
         if not self.whole.copies:
             return [local]
         first = [piece for piece in self.whole.pieces if piece.copy == 0]

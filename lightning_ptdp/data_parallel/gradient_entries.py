@@ -1,5 +1,7 @@
-"""Which gradients a rank keeps, how they are summed, and what the optimizer steps on: from the
-records and the options."""
+"""Layout of a rank's gradients and of the tensors that the optimizer steps on.
+
+Both follow from the records of the parameters and the options.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,15 @@ def lay_out(
     records: Records,
     launched: Callable[[int | None, Any], None],
 ) -> GradientBuckets | LooseGradients:
-    """Buckets where something has to be summed over ranks that read something else, else gradients
-    as autograd makes them."""
+    """Return buckets if a gradient must be summed over ranks that read different data.
+
+    Otherwise return gradients as autograd creates them.
+    """
     layout = mesh.layout
     sharded = (
         (),
         *((axis.name,) for axis in layout.blocked),
-    )  # also of a rank that has no such parameter
+    )  # also on a rank without such a parameter
     wanted = sorted(
         {*map(layout.summed, sharded), *(record.data_axes for record in records.values())}
     )

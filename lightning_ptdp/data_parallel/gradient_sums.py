@@ -1,9 +1,10 @@
-"""Sums of gradients over other ranks than the replicas: of parts that several ranks hold alike,
-each with one term; and their norm.
+"""Sums of gradients over ranks other than the replicas, and the global norm.
 
-The former are parameters that saw a slice of the sequence, tied ones of other stages, and, with
-fewer heads of keys and values than ranks, the heads that several ranks hold beside others of their
-own. The norm looks at whole buffers where it can."""
+Several ranks may hold the same part of a gradient, each with one term of a sum. Such parts are
+parameters that saw a slice of the sequence, and tied parameters of other stages. With fewer
+key/value heads than ranks, they are also the heads that several ranks hold in addition to heads of
+their own. The norm reads whole buffers if possible.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ _LONG = 2**16
 
 
 def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
-    """Sum tensors over their groups, in place; one message a group and dtype.
+    """Sum tensors over their groups, in place; one message per group and dtype.
 
-    The ranks of a group must give it the same parts, in the same order among themselves and among
-    those of groups that they share."""
+    The ranks of a group must pass the same parts in the same order. This order must also hold
+    across groups that share ranks.
+    """
     messages: dict[tuple[tuple[int, ...], torch.dtype], tuple[Group, list[Tensor]]] = {}
     for part, group in parts:
         messages.setdefault((group.ranks, part.dtype), (group, []))[1].append(part)
@@ -42,13 +44,13 @@ def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
 def global_norm(
     gradients: Iterable[Tensor], *, group: Group, device: torch.device, order: float = 2.0
 ) -> Tensor:
-    """Norm over all ranks of ``group`` of the gradients that this rank counts.
+    """Return the norm over all ranks of ``group`` of the gradients that this rank counts.
 
     Args:
         gradients: Local gradients; a replicated one must be given by exactly one rank of the group.
         group: The ranks of one replica.
-        device: Where the result lives.
-        order: Of the norm; ``inf`` for the largest element.
+        device: Device of the result.
+        order: Order of the norm; ``inf`` for the largest element.
 
     Returns:
         0-dimensional float32 tensor, equal on every rank.
@@ -67,8 +69,11 @@ def global_norm(
 
 
 def _parts(gradient: Tensor) -> Iterable[Tensor]:
-    """A CPU adds up a tensor's squares one after the other, which loses the fourth digit in some
-    million of them."""
+    """Split a large CPU tensor, to keep the accuracy of its norm.
+
+    A CPU adds a tensor's squares one after the other, which loses the fourth digit for some million
+    elements.
+    """
     large = gradient.device.type == "cpu" and gradient.numel() > _LONG and gradient.is_contiguous()
     return gradient.view(-1).split(_LONG) if large else (gradient,)
 
@@ -76,19 +81,19 @@ def _parts(gradient: Tensor) -> Iterable[Tensor]:
 def joined(
     gradients: Iterable[Tensor], buffers: Iterable[tuple[Tensor, Mapping[int, int]]]
 ) -> list[Tensor]:
-    """The same elements in few tensors: what follows each other in a buffer is one.
+    """Return the same elements in few tensors; neighbours in a buffer become one tensor.
 
     Args:
-        gradients: Some of them are views of the buffers.
-        buffers: Flat tensors, and by where something in one ends, where what follows begins: what
-            is between them is zero.
+        gradients: Gradients, some of which are views of the buffers.
+        buffers: Flat tensors. Each comes with a map from the end of an entry to the beginning of
+            the next one; the elements between them are zero.
     """
     homes = {
         buffer.untyped_storage().data_ptr(): (buffer, begins)
         for buffer, begins in buffers
         if buffer.numel()
     }
-    homes.pop(0, None)  # where all of the meta device's are
+    homes.pop(0, None)  # the address of all meta tensors
     inside: dict[int, list[tuple[int, int]]] = {}
     found = []
     for gradient in gradients:
@@ -104,7 +109,7 @@ def joined(
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(first, stop), ascending, of ranges of which one may begin where another stops."""
+    """Return (first, stop), ascending, with adjacent ranges merged."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
         if found and found[-1][1] >= first:

@@ -1,9 +1,10 @@
-"""Gradients as the hooks between the backward and the step see them.
+"""View of the gradients for hooks that run between the backward and the step.
 
-``parameter.grad`` is what the optimizer will step with: under a sharded optimizer this rank's flat
-part of it. Elementwise changes of it act on the whole model's gradient, since every rank makes
-them. A norm by torch's functions is that of the whole model; any other number would be that of a
-part, and is refused."""
+``parameter.grad`` is the gradient of the optimizer's step; with a sharded optimizer it is this
+rank's flat part. Elementwise changes act on the whole model's gradient, because every rank makes
+them. A norm computed by torch's functions is the norm of the whole model. Any other number would
+cover only a part, and is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ class GradientView(PartialValues):
     """Context around the hooks.
 
     Args:
-        stepped: By parameter, what the optimizer steps on in its place.
-        names: Of all tensors that have gradients, parameters or stepped ones.
-        partial: Those of them whose gradients, or whose neighbours, other ranks hold.
+        stepped: Maps a parameter to the tensor on which the optimizer steps instead.
+        names: Names of all tensors with gradients, parameters or stepped tensors.
+        partial: Those of them for which other ranks hold parts, or hold other tensors.
         norm: Computes the norm of a given order of the gradients of tensors, over all ranks.
     """
 
@@ -55,7 +56,7 @@ class GradientView(PartialValues):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let this package compute with parts."""
+        """Suspend the view, so that this package can compute with parts."""
         before, self._paused = self._paused, True
         try:
             yield

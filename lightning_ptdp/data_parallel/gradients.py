@@ -1,5 +1,7 @@
-"""The gradients of one rank from batch to batch: started, accumulated, summed, shown to the
-optimizer."""
+"""Gradients of one rank from batch to batch, until the optimizer's step.
+
+They are started, accumulated, summed, and shown to the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,24 @@ __all__ = ["Gradients"]
 
 
 class Gradients:
-    """Gradients, what the optimizer steps on, and where the two are on their way.
+    """Gradients of one rank and the tensors on which the optimizer steps.
 
-    Of a batch: ``begin``, ``start``, then ``reduce`` around Lightning's backward, or ``finish``
-    behind a schedule's and ``install``.
+    The order of calls for a batch is ``begin``, ``start``, then ``reduce`` around Lightning's
+    backward. With a schedule, ``finish`` and ``install`` after its backward take the place of
+    ``reduce``.
 
     Args:
         module: The LightningModule, this rank's part.
         config: The strategy's options.
-        mesh: This rank's place and groups.
-        records: Of its parameters.
-        launched: Is told of every reduction that starts: its chunk and what waits for it.
+        mesh: This rank's position and groups.
+        records: Records of its parameters.
+        launched: Called for every reduction that starts, with its chunk and its ``Pending``.
         device: This rank's device.
 
     Attributes:
-        stepped: What the optimizer steps on; None if that is the parameters.
-        accumulates: The batches of now do not complete an optimizer step.
-        reduces: The batch that was started is summed over the replicas while its backward runs.
+        stepped: Tensors on which the optimizer steps; None if these are the parameters.
+        accumulates: True if the current batches do not complete an optimizer step.
+        reduces: True if the started batch is summed over the replicas during its backward.
     """
 
     def __init__(
@@ -70,14 +73,16 @@ class Gradients:
         self._compared = False
 
     def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> bool:
-        """Lay out the gradients and give the optimizer what it steps on; returns whether that is
-        needed.
+        """Lay out the gradients and the optimizer's tensors.
 
         Args:
-            optimizer: Lightning's one.
-            apart: Gradients have to be summed over ranks or kept from Lightning's sight; else
-                autograd's own may do.
-            overlaps: Let parameters of a sharded optimizer arrive while the next forward runs.
+            optimizer: Lightning's optimizer.
+            apart: True if gradients must be summed over ranks or hidden from Lightning. Otherwise
+                autograd's own may suffice.
+            overlaps: Gather the parameters of a sharded optimizer during the next forward.
+
+        Returns:
+            False if autograd's own gradients suffice.
         """
         if (
             not apart
@@ -108,33 +113,34 @@ class Gradients:
         if self._arrivals is not None:
             self._arrivals.close()
         for entry in self.stepped.entries if self.stepped is not None else ():
-            # whoever saves the optimizer after the fit needs the entry, and not the bucket
+            # Saving the optimizer after the fit needs the entry, but not the bucket.
             entry.bucket_gradient = None
         if self._kept is not None:
             self._kept.close()
         self._kept = self.stepped = self._arrivals = None
         self._values = [Stepped(parameter, parameter) for parameter in self._records]
 
-    # ---- a batch ---------------------------------------------------------------------------------
+    # ---- batches ---------------------------------------------------------------------------------
 
     def begin(self, *, clears: bool) -> None:
-        """A batch begins: wait for the parameters that nothing in its forward will wait for.
+        """Begin a batch: wait for the parameters that nothing in its forward waits for.
 
         Args:
-            clears: Lightning will clear all gradients between this forward and its backward; else
-                it is seen by what is left in ``.grad`` by then.
+            clears: True if Lightning clears all gradients between this forward and its backward.
+                Otherwise the gradients left in ``.grad`` show whether it did.
         """
         self._clears = clears
         if self._arrivals is not None:
             self._arrivals.begin()
 
     def start(self) -> GradientBuckets | None:
-        """Gradients are about to be computed; who is told when they are complete, if anybody has to
-        be.
+        """Prepare for a batch's gradients and return the buckets to arm, if any.
+
+        The caller arms the buckets, so that their reductions start during the backward.
 
         Raises:
-            ValueError: ``requires_grad`` of a parameter has changed, and nothing can follow that;
-                names the parameter and what works.
+            ValueError: ``requires_grad`` of a parameter has changed in a way that is not supported.
+                The message names the parameter and what works.
         """
         assert self._kept is not None
         resumes = self._open and not self._clears
@@ -152,8 +158,8 @@ class Gradients:
         if resumes:
             self._kept.resume()
         else:
-            # What nobody cleared is summed over the replicas already: it waits aside until the
-            # batch's gradients are too.
+            # Gradients that were not cleared are already summed over the replicas. They are set
+            # aside until the batch's gradients are summed too.
             left = {} if self._clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in left.items()}
             if changed:
@@ -163,17 +169,18 @@ class Gradients:
             self._kept.install()
         self._open = self.accumulates
         # Batches that weigh their tokens differently are scaled one by one, so their gradients
-        # cannot be reduced while they grow.
+        # cannot be reduced while they accumulate.
         self.reduces = not self.accumulates and not self._kept.has_stash
         return self._kept if isinstance(self._kept, GradientBuckets) else None
 
     def finish(self, *, counted: bool, scale: float | None) -> None:
-        """A schedule has computed a batch's gradients: complete their sums, and put them out of
-        Lightning's sight.
+        """Complete the sums of a batch's gradients after a schedule, and hide them.
+
+        Lightning must not see the gradients before ``install``.
 
         Args:
-            counted: The batch weighs its tokens, so that its gradients are still to be scaled.
-            scale: Factor that does so; None: no token counted.
+            counted: True if the batch weighs its tokens, so that its gradients still need scaling.
+            scale: The scaling factor; None: no token was counted.
         """
         kept = self._kept
         assert kept is not None
@@ -192,7 +199,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def reduce(self) -> Iterator[None]:
-        """Around Lightning's own backward: sum gradients over the replicas while it runs."""
+        """Sum gradients over the replicas during Lightning's own backward in this context."""
         if self._kept is None:
             yield
             return
@@ -208,14 +215,14 @@ class Gradients:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Batches in this context do not complete an optimizer step."""
+        """Declare that batches in this context do not complete an optimizer step."""
         self.accumulates = True
         try:
             yield
         finally:
             self.accumulates = False
 
-    # ---- a step of the optimizer -----------------------------------------------------------------
+    # ---- optimizer step --------------------------------------------------------------------------
 
     def install(self) -> None:
         """Show the gradients that a schedule computed to Lightning and the optimizer."""
@@ -228,8 +235,10 @@ class Gradients:
             self._show()
 
     def norm(self, optimizer: Any = None) -> Tensor:
-        """2-norm of the whole model's gradient, or of what ``optimizer`` steps on, each parameter
-        counted once; collective."""
+        """Return the 2-norm of the whole model's gradient, each parameter counted once.
+
+        With ``optimizer``, only the tensors on which it steps are included. Collective.
+        """
         return self._norm(
             None
             if optimizer is None
@@ -253,8 +262,10 @@ class Gradients:
             return global_norm(self._joined(counted), group=group, device=self._device, order=order)
 
     def clip(self, gradients: Iterable[Tensor], limit: float, *, norm: Tensor) -> None:
-        """Scale ``gradients``, whose 2-norm over all ranks is ``norm``, to ``limit`` if that is
-        less."""
+        """Scale ``gradients`` down to ``limit`` if ``norm``, their 2-norm, is larger.
+
+        ``norm`` is over all ranks.
+        """
         with self._computing():
             torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
 
@@ -292,11 +303,11 @@ class Gradients:
         )
 
     def _chosen_norm(self, chosen: Collection[Tensor], order: float) -> Tensor:
-        """Return the norm of what a user has chosen.
+        """Return the norm of the tensors that a user has chosen.
 
         Raises:
-            PartialModelError: Tied parameters are chosen on some stages only, where the rank that
-                counts them may not be among them.
+            PartialModelError: Tied parameters are chosen on some stages only, possibly without the
+                rank that counts them.
         """
         pipeline = self._mesh.group("pipeline")
         if pipeline.size > 1 and not self._compared:
@@ -327,8 +338,7 @@ class Gradients:
         return list(gradients) if self._kept is None else self._kept.joined(gradients)
 
     def _show(self) -> None:
-        """Give the optimizer the gradients, which are complete, and what was left of those
-        before."""
+        """Give the complete gradients to the optimizer, plus the gradients set aside."""
         if self.stepped is not None:
             self.stepped.install()
         for value, gradient in self._left.items():
@@ -336,27 +346,31 @@ class Gradients:
         self._left = {}
 
     def _stepped_on(self) -> list[Tensor]:
-        """Return the tensors on which the optimizer steps; their ``.grad`` may be read and cleared
-        by users."""
+        """Return the tensors on which the optimizer steps.
+
+        Users may read and clear their ``.grad``.
+        """
         values = {entry.value for entry in self._values if entry.parameter in self._trainable}
         return [p for group in self._optimizer.param_groups for p in group["params"] if p in values]
 
-    # ---- what others look at ---------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------
 
     def local(self) -> Iterator[Tensor]:
         """Return this rank's part of the gradients, in few tensors."""
         return iter(()) if self._kept is None else self._kept.local()
 
     def named(self) -> Iterator[tuple[int, str, Tensor]]:
-        """(order, name, value) of the gradients that the optimizer sees."""
+        """Yield (order, name, value) of the gradients that the optimizer sees."""
         for entry in self._values:
             if entry.value.grad is not None:
                 record = self._records[entry.parameter]
                 yield record.order, record.name, entry.value.grad
 
     def unused(self) -> list[str]:
-        """Names of the parameters whose gradient no backward has added to, tied ones left out:
-        another stage may have used those."""
+        """Return the names of parameters to which no backward has given a gradient.
+
+        Tied parameters are left out, because another stage may have used them.
+        """
         return (
             []
             if self._kept is None
@@ -364,12 +378,12 @@ class Gradients:
         )
 
     def used(self) -> None:
-        """The optimizer has stepped."""
+        """Start to gather the parameters, after the optimizer has stepped."""
         if self._arrivals is not None:
             self._arrivals.ended()
 
     def parameters_needed(self) -> None:
-        """Somebody is about to read the parameters: wait until those of the last step are here."""
+        """Wait for the parameters of the last step, before they are read."""
         if self.stepped is not None:
             self.stepped.wait()
 

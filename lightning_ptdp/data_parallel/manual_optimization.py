@@ -1,15 +1,15 @@
-"""Gradients under manual optimization: averaged over the replicas behind every ``manual_backward``,
-for whichever optimizer steps next.
+"""Gradients under manual optimization, averaged after every ``manual_backward``.
 
-A module that optimizes by hand may run several backwards in a step, each for other parameters.
-Behind each of them every replica averages the gradients of all parameters that may be trained at
-that moment (``toggle_optimizer`` limits them)::
+A module with manual optimization may run several backwards in a step, each for different
+parameters. After each of them, every replica averages the gradients of all parameters that are
+trainable at that moment (``toggle_optimizer`` limits them)::
 
     manual_backward(generator's loss)    average the generator's gradients
     manual_backward(critic's loss)       average the critic's gradients
 
-Gradients that were averaged before are equal on all replicas, so that averaging them again leaves
-them as they are."""
+Gradients that were averaged before are equal on all replicas, so averaging them again does not
+change them.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _BUCKET_BYTES = 25 << 20
 
 
 class ManualOptimizationError(PTDPError, RuntimeError):
-    """A step of manual optimization does what replicas cannot follow."""
+    """A step of manual optimization does something that replicas cannot follow."""
 
 
 class ManualGradients:
-    """Gradients of one replica, which optimizes by hand.
+    """Gradients of one replica under manual optimization.
 
     Args:
         module: The LightningModule.
         group: The replicas.
-        device: Where collectives take their tensors.
+        device: Device of the tensors in collectives.
     """
 
     def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class ManualGradients:
 
     @contextlib.contextmanager
     def backward(self, *, accumulates: bool) -> Iterator[None]:
-        """Around one backward: average the gradients, unless they are only ``accumulates``-d."""
+        """Average the gradients after the backward in this context, unless ``accumulates``."""
         self._watch()
         self._follows = True
         try:
@@ -61,10 +61,10 @@ class ManualGradients:
             )
 
     def check(self) -> None:
-        """Check that every backward of the step was followed.
+        """Check that every backward of the step was a ``manual_backward``.
 
         Raises:
-            ManualOptimizationError: One was not, so that the replicas would drift apart.
+            ManualOptimizationError: One was not, so the replicas would diverge.
         """
         self._watch()
         if self._unseen:
@@ -92,8 +92,8 @@ class ManualGradients:
         lacking = [parameter.grad is None for parameter in parameters]
         there = torch.tensor([float(not lacks) for lacks in lacking], device=self._device)
         dist.all_reduce(there, group=self._group.handle)
-        # Read only where it matters: a parameter that no replica used keeps None, which its
-        # optimizer skips.
+        # Read the counts only if needed: a parameter that no replica used keeps None, so that its
+        # optimizer skips it.
         used = (
             {p for p, count in zip(parameters, there.tolist(), strict=True) if count}
             if any(lacking)

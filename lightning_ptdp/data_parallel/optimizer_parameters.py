@@ -1,16 +1,19 @@
-"""Tensors on which the optimizer steps: the parameters, float32 main parameters, or this rank's
-shards of either.
+"""Tensors on which the optimizer steps: parameters, float32 masters, or shards.
 
-The user's optimizer is kept, with its groups, hyperparameters and schedulers; only the tensors in
-its groups are exchanged, before its first step. A sharded one (ZeRO-1, arXiv 1910.02054, section
-5.1) sees one-dimensional pieces::
+The user's optimizer is kept, with its groups, hyperparameters and schedulers. Only the tensors in
+its groups are replaced, before its first step. A sharded optimizer (ZeRO-1, arXiv 1910.02054,
+section 5.1) gets one-dimensional pieces::
 
-    bucket        | w0 . . . | w1 . . . . . . | b1 | w2 . .    |     parameters are views of one flat tensor, gradients of another
-    rank 0 of 2   | w0 . . . | w1 . .                                steps on w0 and the first part of w1
-    rank 1                            | . . . | b1 | w2 . .    |     steps on the rest, which may have other hyperparameters
+    bucket        | w0 . . . | w1 . . . . . . | b1 | w2 . .    |
+    rank 0 of 2   | w0 . . . | w1 . .                              steps on w0, first part of w1
+    rank 1                            | . . . | b1 | w2 . .    |   steps on the rest
 
-After the step each rank's part of the flat parameters is gathered by the others, bucket by bucket
-in the order of the forward."""
+The parameters of a bucket are views of one flat tensor, their gradients views of another. The
+pieces may have different hyperparameters.
+
+After the step, all ranks gather the parts of the flat parameters, bucket by bucket in the order of
+the forward.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,14 @@ class Stepped:
     """One tensor of the optimizer.
 
     Attributes:
-        parameter: The model's.
-        value: The optimizer's: the parameter itself, its float32 master, or a shard of either.
-        shard: Which part of the parameter it is; None for the whole.
-        target: Where a master's value goes after a step; None if it is not a master.
+        parameter: The model's parameter.
+        value: The optimizer's tensor: the parameter itself, its float32 master, or a shard of
+            either.
+        shard: The range of the parameter; None for the whole.
+        target: Tensor that receives a master's value after a step; None if it is not a master.
         bucket_gradient: The shard's part of a bucket's buffer; None for the whole, whose gradient
             is the parameter's.
-        counts: Whether this rank is the first of those that have this shard.
+        counts: True if this rank is the first that holds this shard.
     """
 
     parameter: nn.Parameter
@@ -53,17 +57,19 @@ class Stepped:
     counts: bool = True
 
     def placed(self, whole: Sharding) -> Sharding | FlatSharding:
-        """Return the position of ``value`` in the full parameter, given the parameter's position
-        ``whole``."""
+        """Return the position of ``value`` in the full parameter.
+
+        ``whole`` is the position of the parameter.
+        """
         return whole if self.shard is None else FlatSharding(whole=whole, shard=self.shard)
 
 
 class SteppedParameters:
-    """Exchanges an optimizer's tensors and keeps the model's parameters up to date.
+    """Replacement of an optimizer's tensors; keeps the model's parameters up to date.
 
     Args:
         gradients: The rank's gradients; sharded if their reduction scatters.
-        masters: Step on float32 copies of parameters in half precision.
+        masters: Step on float32 copies of half-precision parameters.
     """
 
     def __init__(self, gradients: GradientBuckets | LooseGradients, *, masters: bool) -> None:
@@ -75,7 +81,10 @@ class SteppedParameters:
         self.entries = list(self._shards() if self.is_sharded else self._wholes())
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Put the new tensors into the optimizer's groups, in place: schedulers hold on to it."""
+        """Put the new tensors into the optimizer's groups, in place.
+
+        Schedulers keep references to the groups.
+        """
         mine = {id(stepped.parameter): stepped for stepped in self.entries}
         managed = {id(entry.parameter) for entry in self._gradients.entries}
         for group in optimizer.param_groups:
@@ -97,8 +106,11 @@ class SteppedParameters:
                     )
 
     def install(self) -> None:
-        """Show the summed gradients to the optimizer; a shard's are taken off the parameter, which
-        has only its own replica's."""
+        """Show the summed gradients to the optimizer.
+
+        If they are shards, the parameters' own gradients are removed, because these are sums over
+        one replica only.
+        """
         for stepped in self.entries:
             if stepped.value is not stepped.parameter:
                 gradient = (
@@ -111,7 +123,7 @@ class SteppedParameters:
             self._gradients.park()
 
     def publish(self) -> None:
-        """The optimizer has stepped: round the masters, start the gathers."""
+        """Round the masters and start to gather the parameters, after the optimizer's step."""
         with torch.no_grad():
             for stepped in self.entries:
                 if stepped.target is not None:
@@ -131,8 +143,10 @@ class SteppedParameters:
             self._pending.pop(index).wait()
 
     def reload(self) -> None:
-        """Masters take the parameters' values where somebody else has set those: where they are not
-        the rounded masters."""
+        """Update the masters from parameters that were changed outside of the optimizer.
+
+        These are the elements that differ from the rounded masters.
+        """
         with torch.no_grad():
             for stepped in self.entries:
                 if stepped.target is not None:
@@ -170,7 +184,7 @@ class SteppedParameters:
 
 
 def _flatten(bucket: Bucket) -> Tensor:
-    """Make a bucket's parameters views of one flat tensor that is laid out like its gradients."""
+    """Make a bucket's parameters views of one flat tensor with the layout of its gradients."""
     flat = torch.zeros_like(bucket.buffer, dtype=bucket.entries[0].parameter.dtype)
     for entry, offset in zip(bucket.entries, bucket.offsets, strict=True):
         parameter = entry.parameter
@@ -181,8 +195,10 @@ def _flatten(bucket: Bucket) -> Tensor:
 
 
 def _state_of(stepped: Stepped, state: dict[str, object]) -> dict[str, object]:
-    """Return the state that an optimizer made in its constructor for the whole parameter, cut to
-    the stepped tensor."""
+    """Cut the optimizer's state of a whole parameter to the stepped tensor.
+
+    The optimizer created the state in its constructor.
+    """
     shape = stepped.parameter.shape
     converted: dict[str, object] = {}
     for key, value in state.items():

@@ -1,20 +1,21 @@
-"""Reductions go on beside the backward, which waits for none of them before the end of the step.
+"""Reductions that overlap with the backward, which waits for them only after the step.
 
-A sum in two levels is a chain of collectives, each of which can only be asked for when the one
-before is done. Somebody has to wait for
-that one, and it must not be the host that runs the backward:
+A two-level sum is a chain of collectives. Each one can only be requested when the previous one is
+done, so something must wait for it. It must not be the host thread that runs the backward:
 
-- On a GPU it is a stream of its own, so that nobody waits but that stream, and the host asks for
-  all of them at once.
-- On a CPU, where waiting holds who waits, it is a thread.
+- On a GPU a stream of its own waits. Only this stream waits, and the host requests all collectives
+  at once.
+- On a CPU, where waiting blocks the thread, a separate thread waits.
 
 The order on each communicator is the same on all ranks. Buckets are launched in the same order
-everywhere, and what follows a launch is a
-function of the launches so far: the new chain's first two collectives, then the next one of each
-chain before it (newest first), so that the slow sum between nodes of one bucket runs while those
-inside a node of its neighbours do. The thread asks for what goes through the communicators of two
-levels, which nobody else uses; a flat sum may share its communicator (``ProcessMesh``), so the host
-asks for it, and the thread only waits."""
+everywhere, and the collectives after a launch are a function of the launches so far. They are the
+new chain's first two collectives, then the next one of each earlier chain (newest first). The slow
+sum between nodes of one bucket therefore overlaps with the sums inside a node of its neighbours.
+
+The thread requests only the collectives of the two-level communicators, which have no other users.
+A flat sum may share its communicator (``ProcessMesh``), so the host requests it and the thread only
+waits.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ __all__ = ["Beside"]
 
 
 class Beside:
-    """The reductions of one rank that are under way.
+    """The reductions of one rank that are in progress.
 
     Args:
-        device: Of the buffers.
+        device: Device of the buffers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,28 +44,29 @@ class Beside:
         self._open: list[Pending] = []
 
     def launch(self, pending: Pending, *, shares: bool) -> None:
-        """Begin a reduction, behind all that the current stream has computed.
+        """Begin a reduction, after everything that the current stream has computed.
 
         Args:
-            pending: It; not begun yet.
-            shares: Its communicator is used by others too.
+            pending: The reduction; not begun yet.
+            shares: True if its communicator has other users.
         """
         if shares and self._line.has_host:
             pending.begin()
         self._line.run(partial(self._follow, pending))
 
     def join(self) -> None:
-        """Return when all that was launched is done (on CUDA: when the current stream waits for
-        it).
+        """Return when all launched reductions are done.
+
+        On CUDA: when the current stream waits for them.
 
         Raises:
-            Exception: What one of the waits raised.
+            Exception: The exception of a wait that failed.
         """
         self._line.run(self._drain)
         self._line.join()
 
     def close(self) -> None:
-        """Let go of the thread, whatever it waits for."""
+        """Release the thread, even if it is waiting."""
         self._line.close()
 
     def _follow(self, pending: Pending) -> None:
@@ -80,32 +82,35 @@ class Beside:
 
 
 class Line(Protocol):
-    """Queue that runs tasks in order, beside the computation.
+    """Queue that runs tasks in order, concurrently with the computation.
 
     Attributes:
-        has_host: Whether it is a host thread of its own.
+        has_host: True if it is a separate host thread.
     """
 
     has_host: bool
 
     def run(self, task: Callable[[], None]) -> None:
-        """Run ``task`` behind those before, and behind what has been computed."""
+        """Run ``task`` after the previous tasks and after the work computed so far."""
 
     def join(self) -> None:
-        """Let what is computed from now on come behind all tasks."""
+        """Order all later computation after the queued tasks."""
 
     def close(self) -> None:
-        """No task will come."""
+        """Close the queue; no task follows."""
 
 
 def line_on(device: torch.device) -> Line:
-    """The one for buffers on ``device``."""
+    """Return the queue for buffers on ``device``."""
     return _Stream(device) if device.type == "cuda" else _Thread()
 
 
 class _Stream:
-    """A CUDA stream. What a task allocates belongs to it, and is free again when the stream has
-    passed the task's end."""
+    """A CUDA stream.
+
+    Memory that a task allocates belongs to the stream, and becomes free when the stream has passed
+    the task's end.
+    """
 
     has_host = False
 
@@ -121,12 +126,14 @@ class _Stream:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: a stream needs no release."""
 
 
 class _Thread:
-    """A thread, from the first task on. It is a daemon: a process whose training failed does not
-    wait for what this waits for."""
+    """A thread, started by the first task.
+
+    It is a daemon, so that a process whose training failed does not wait for it.
+    """
 
     has_host = True
 
@@ -158,5 +165,5 @@ class _Thread:
             elif self._error is None:
                 try:
                     task()
-                except BaseException as error:  # for whoever joins; what comes behind it would wait for a group that is broken
+                except BaseException as error:  # raised by join(); later tasks would hang
                     self._error = error

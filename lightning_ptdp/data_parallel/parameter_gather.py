@@ -1,8 +1,9 @@
-"""Parameters of a sharded optimizer's last step arrive while the next forward already runs.
+"""Gathering of a sharded optimizer's parameters during the next forward.
 
-A block of a repeated container waits for its own parameters when it is called; all others are
-waited for before the step. A block that was not called in the step before (somebody calls its parts
-instead, or skips it) counts among the others."""
+A block of a repeated container waits for its own parameters when it is called. All other parameters
+are waited for before the step. A block that was not called in the previous step (because its parts
+are called directly, or it is skipped) is treated like the other parameters.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +31,13 @@ _HOOKS = (
 
 
 class Arrivals:
-    """Waits for parameters where they are needed.
+    """Waits for parameters before they are used.
 
     Args:
-        module: The LightningModule, whose ``state_dict`` and ``load_state_dict`` wait for all.
-        stepped: What gathers them.
-        overlaps: Let blocks wait for their own.
+        module: The LightningModule, whose ``state_dict`` and ``load_state_dict`` wait for all
+            parameters.
+        stepped: Gathers the parameters.
+        overlaps: Let each block wait for its own parameters.
     """
 
     def __init__(self, module: nn.Module, stepped: SteppedParameters, *, overlaps: bool) -> None:
@@ -51,20 +53,20 @@ class Arrivals:
         self._hooks += [block.register_forward_pre_hook(self._enter) for block in self._blocks]
 
     def begin(self) -> None:
-        """A step begins: wait for what no block will wait for."""
+        """Begin a step: wait for the parameters that no block waits for."""
         late = {id(p) for block in self._called for p in self._blocks[block]}
         self._called.clear()
         self._stepped.wait([p for p in self._module.parameters() if id(p) not in late])
 
     def ended(self) -> None:
-        """The optimizer has stepped: start to send."""
+        """Start to gather the parameters, after the optimizer has stepped."""
         self._stepped.wait()
         self._stepped.publish()
         if not self._blocks:
             self._stepped.wait()
 
     def close(self) -> None:
-        """Wait for all and detach from the module."""
+        """Wait for all parameters and detach from the module."""
         self._stepped.wait()
         for hook in self._hooks:
             hook.remove()
@@ -75,7 +77,7 @@ class Arrivals:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost lists' members that have parameters."""
+    """Yield the children with parameters of the outermost containers."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             yield from (
@@ -86,10 +88,10 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> bool:
-    """Return True if blocks wait for their own parameters: as asked, and by default if nothing
-    reads parameters between the steps.
+    """Return True if blocks wait for their own parameters.
 
-    Weight averaging reads them, so it always prevents the overlap.
+    The default is True if nothing reads parameters between the steps. Weight averaging reads them,
+    so it always prevents the overlap.
     """
     averaging = [
         type(c).__name__ for c in trainer.callbacks if isinstance(c, names.WeightAveragingCallbacks)
@@ -106,8 +108,10 @@ def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> 
 
 
 def _is_read_between_steps(trainer: Any, names: LightningNames) -> bool:
-    """Return True if the user's hooks or callbacks may read parameters between an optimizer's step
-    and the next forward."""
+    """Return True if hooks or callbacks may read parameters between two steps.
+
+    These are the user's, which run between an optimizer's step and the next forward.
+    """
     return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
         isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
         or (
@@ -119,7 +123,7 @@ def _is_read_between_steps(trainer: Any, names: LightningNames) -> bool:
 
 
 _HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
-"""Packages whose callbacks read parameters through the strategy only, if at all."""
+"""Packages whose callbacks read parameters only through the strategy, if at all."""
 
 
 def _has_hooks(cls: type, base: type) -> bool:

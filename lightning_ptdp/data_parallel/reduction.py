@@ -1,18 +1,20 @@
-"""Sum of a flat gradient buffer over the replicas: at once, into shards, or in two levels.
+"""Sum of a flat gradient buffer over the replicas, with one or two levels and shards.
 
-With n ranks in nodes of k, the flat sum sends every element over the slow links between nodes about
-2 (n - 1) / n times a rank; in two levels each rank sends only its k-th of the buffer across
+With n ranks in nodes of k, a flat sum sends every element over the slow links between nodes about 2
+(n - 1) / n times per rank. With two levels each rank sends only its k-th of the buffer across nodes
 (Horovod's hierarchical all-reduce)::
 
     inside a node    reduce-scatter       rank i holds the node's sum of part i
     between nodes    all-reduce of part i over the ranks i of all nodes
     inside a node    all-gather           left out when the optimizer only wants part i
 
-Reduce-scatter and all-gather work in place: rank r of n owns the buffer's r-th n-th. gloo has
-neither as a collective of its own: it sums the whole buffer and throws most of it away, and gathers
-through copies, so that the two together take three times as long as an all-reduce. There the ranks
-send each other their parts directly. That also adds up every element in one place only, in the
-order of the ranks."""
+Reduce-scatter and all-gather work in place: rank r of n owns the r-th n-th of the buffer.
+
+gloo has no native reduce-scatter or all-gather. It sums the whole buffer and discards most of it,
+and it gathers through copies, so that both together take three times as long as an all-reduce. On
+gloo the ranks therefore send each other their parts directly. This also sums every element in one
+place only, in the order of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,16 @@ from lightning_ptdp.world.mesh import Group
 __all__ = ["BucketEntry", "Pending", "Reduction"]
 
 _BUCKET = 25 * 2**20
-"""Enough for the bandwidth of a few ranks, and small enough to start early (arXiv 2006.15704;
-torch's default)."""
+"""Enough for the bandwidth of a few ranks, and small enough to start early.
+
+arXiv 2006.15704; torch's default.
+"""
 _PART = 4 * 2**20
-"""A million elements in float32: Megatron-core's buckets have as many for each replica
-(``DistributedDataParallelConfig.bucket_size``)."""
+"""A million elements in float32, per rank of the sum.
+
+Megatron-core's buckets have as many for each replica
+(``DistributedDataParallelConfig.bucket_size``).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +51,11 @@ class Reduction:
     """A sum over ``inner`` x ``outer``.
 
     Attributes:
-        inner: Ranks that are close to each other: all of them, if there is one level.
-        outer: The ranks with this rank's place in the other nodes; one rank if there is one level.
-        scatter: Leave each rank with the sum of its own part only.
-        dtype: What is sent; None: the buffer's own.
-        outer_dtype: What is sent between nodes; None: ``dtype``.
+        inner: Ranks of one node; all ranks, if there is one level.
+        outer: Ranks with the same position in the other nodes; one rank if there is one level.
+        scatter: Leave each rank with the sum of only its own part.
+        dtype: Dtype of the communication; None: the buffer's own.
+        outer_dtype: Dtype of the communication between nodes; None: ``dtype``.
     """
 
     inner: Group = field(default_factory=Group)
@@ -59,26 +66,26 @@ class Reduction:
 
     @property
     def size(self) -> int:
-        """Ranks that are summed over."""
+        """Return the number of ranks in the sum."""
         return self.inner.size * self.outer.size
 
     @property
     def parts(self) -> int:
-        """Into how many equal parts a buffer has to be divisible."""
+        """Return the number of equal parts into which a buffer must be divisible."""
         return self.inner.size if self._splits else 1
 
     @property
     def bucket_bytes(self) -> int:
-        """Return the least size of a buffer in bytes.
+        """Return the default size of a buffer in bytes.
 
-        A ring sends it in ``size`` parts one after the other, and parts that take less time than a
-        message's latency would leave the link idle."""
+        A ring sends a buffer in ``size`` parts, one after the other. Parts that take less time than
+        a message's latency would leave the link idle.
+        """
         return max(_BUCKET, _PART * self.size)
 
     @property
     def counts(self) -> bool:
-        """Return True if this rank is the first of those that hold the same values after the
-        reduction."""
+        """Return True if this rank is the first that holds its values after the reduction."""
         return self.outer.rank == 0 and (self.scatter or self.inner.rank == 0)
 
     @property
@@ -86,16 +93,18 @@ class Reduction:
         return self.inner.size > 1 and (self.scatter or self.outer.size > 1)
 
     def mine(self, buffer: Tensor) -> Tensor:
-        """The view of ``buffer`` that holds the sum afterwards: this rank's part of it, or all."""
+        """Return the view of ``buffer`` that holds the sum: this rank's part of it, or all."""
         return _own_part(buffer, self.inner) if self.scatter else buffer
 
     def prepare(self, buffer: Tensor) -> Pending:
-        """Sums ``buffer`` in place when it is begun; all ranks must begin the same buffers in the
-        same order."""
+        """Return a ``Pending`` that sums ``buffer`` in place when it begins.
+
+        All ranks must begin the same buffers in the same order.
+        """
         return Pending(self._steps(buffer))
 
     def start_gather(self, buffer: Tensor) -> Pending:
-        """Fill the parts of ``buffer`` that ``mine`` leaves out from the ranks that own them."""
+        """Start to gather the parts of ``buffer`` outside of ``mine`` from their owners."""
         gathers = (
             [start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []
         )
@@ -104,8 +113,10 @@ class Reduction:
         return pending
 
     def _steps(self, buffer: Tensor) -> Iterator[Work]:
-        """One collective after the other; each has to be waited for before the next one is asked
-        for."""
+        """Start one collective after the other.
+
+        Each must be waited for before the next one is requested.
+        """
         sent = buffer if self.dtype is None else buffer.to(self.dtype)
         part = _own_part(sent, self.inner) if self._splits else sent
         if self._splits:
@@ -125,15 +136,16 @@ class Reduction:
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A parameter and where its gradient has to go.
+    """A parameter and the sums of its gradient.
 
     Attributes:
         parameter: Local (possibly sharded) parameter.
         chunk: Pipeline stage whose backward completes the gradient; None if several stages
             contribute.
-        reduction: How it is summed over the ranks that read something else.
-        sums: What is to be summed over others then.
-        tied: Whether those are at other stages, where its neighbours in a buffer would be others.
+        reduction: Sum over the ranks that read different data.
+        sums: Further sums over other groups, after the reduction.
+        tied: True if these groups span other stages, on which the entry has other neighbours in its
+            buffer.
     """
 
     parameter: nn.Parameter
@@ -150,10 +162,10 @@ def _all_reduce(buffer: Tensor, group: Group) -> Work:
 
 
 class Pending:
-    """A chain of collectives, at most one of which is under way.
+    """A chain of collectives, at most one of which is in progress.
 
     Attributes:
-        is_done: The last one is.
+        is_done: True if the last collective is done.
     """
 
     def __init__(self, steps: Iterator[Work]) -> None:
@@ -163,27 +175,30 @@ class Pending:
         self._told: list[Callable[[], None]] = []
 
     def begin(self) -> None:
-        """Start the first collective, unless that has been done."""
+        """Start the first collective, unless it has been started."""
         if not self._begun:
             self._begun = True
             self._next()
 
     def advance(self) -> None:
-        """Wait for the collective under way and start the one after it, if any."""
+        """Wait for the current collective and start the next one, if any."""
         if self._work is not None:
             self._work.wait()
             self._next()
 
     def wait(self) -> None:
-        """Return when the last one is done."""
+        """Return when the last collective is done."""
         self.begin()
         while not self.is_done:
             self.advance()
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` behind the last one: who waits for it does (on CUDA: while the stream that
-        has waited for it is the current one, so that an event that is recorded then happens in the
-        order of the reductions, and holds nobody up)."""
+        """Register ``tell``, to be called after the last collective.
+
+        The thread that waits for the collective calls it. On CUDA the current stream is then the
+        one that has waited for the collective. An event that ``tell`` records therefore follows the
+        order of the reductions and delays no other stream.
+        """
         self._told.append(tell)
 
     def _next(self) -> None:
@@ -198,17 +213,19 @@ class Work(Protocol):
     """Handle of a collective: torch's, or one with the same methods."""
 
     def wait(self) -> object:
-        """Return when the result is there (on CUDA: when the stream waits for it)."""
+        """Return when the result is available (on CUDA: when the stream waits for it)."""
 
 
 def _own_part(buffer: Tensor, group: Group) -> Tensor:
-    """The view of ``buffer`` (n elements, n divisible by the group's size) that this rank owns."""
+    """Return this rank's part of ``buffer`` as a view; n must divide by the group's size."""
     return _parts(buffer, group)[group.rank]
 
 
 def start_reduce_scatter(buffer: Tensor, group: Group) -> Work:
-    """Sum ``buffer`` over the group; only the own part holds the sum afterwards, the rest is
-    undefined."""
+    """Sum ``buffer`` over the group into this rank's own part.
+
+    The other parts are undefined afterwards.
+    """
     if _is_gloo(group):
         parts = _parts(buffer, group)
         received = torch.empty_like(buffer).split(parts[0].numel())
@@ -222,7 +239,7 @@ def start_reduce_scatter(buffer: Tensor, group: Group) -> Work:
 
 
 def start_all_gather(buffer: Tensor, group: Group) -> Work:
-    """Fill the other ranks' parts of ``buffer`` from their own ones."""
+    """Fill the other ranks' parts of ``buffer`` with the values of their owners."""
     if _is_gloo(group):
         parts = _parts(buffer, group)
         return _Direct(group, [parts[group.rank]] * group.size, parts)
@@ -240,14 +257,15 @@ def _parts(buffer: Tensor, group: Group) -> Sequence[Tensor]:
 
 
 class _Direct:
-    """Messages between all pairs, each rank starting with its right neighbour so that no one is
-    asked by all at once.
+    """Direct messages between all pairs of ranks.
+
+    Each rank starts with its right neighbour, so that no rank is the target of all others at once.
 
     Args:
         group: The ranks.
-        sent: What each of them is sent; torch does not keep it alive.
-        received: Where what each of them sends goes.
-        settle: What is left to do then.
+        sent: Tensor for each rank; kept here, because torch does not keep it alive.
+        received: Buffer for each rank's message.
+        settle: Called after all messages.
     """
 
     def __init__(
@@ -267,7 +285,7 @@ class _Direct:
             self._pending.append(dist.isend(sent[target], group.ranks[target], group=group.handle))
 
     def wait(self) -> None:
-        """Return when all messages are there, and what was sent has left."""
+        """Return when all messages have been received and sent."""
         for work in self._pending:
             assert work is not None
             work.wait()
@@ -276,7 +294,7 @@ class _Direct:
 
 
 def _add_in_order(mine: Tensor, received: Sequence[Tensor], rank: int) -> None:
-    """Add up in the order of the ranks, so that a part does not depend on who owns it."""
+    """Add the terms in the order of the ranks, independently of the part's owner."""
     first, *others = (mine if index == rank else term for index, term in enumerate(received))
     for term in others:
         first.add_(term)

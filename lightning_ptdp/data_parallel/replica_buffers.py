@@ -1,5 +1,7 @@
-"""Buffers of replicas: running statistics and codebooks, of which each replica computes its own
-from what it reads."""
+"""Module buffers that each replica computes from its own data.
+
+Examples are running statistics and codebooks.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,15 @@ __all__ = ["ReplicaBuffers"]
 
 
 class ReplicaBuffers:
-    """The buffers of this rank's part of a module, and their broadcast from the first replica, as
-    in torch's DDP.
+    """The buffers of this rank's part of a module, broadcast from the first replica.
 
-    Shapes are those of the first moment: a buffer that is bound to a tensor of another form later,
-    which may happen on one replica only, keeps out of the broadcast, and its first tensor takes its
-    place there.
+    torch's DDP does the same. The shapes are those at construction. A buffer that is later bound to
+    a tensor of another form, possibly on one replica only, is left out of the broadcast. Its first
+    tensor takes its place there.
 
     Args:
         module: This rank's part of the LightningModule.
-        group: The ranks that hold the same part and read other samples, or other tokens.
+        group: The ranks that hold the same part and read different samples or tokens.
     """
 
     def __init__(self, module: nn.Module, group: Group) -> None:
@@ -56,7 +57,7 @@ def _current(buffer: Tensor | None, first: Tensor) -> Tensor:
 
 def _broadcast(buffers: list[Tensor], group: Group) -> None:
     flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-    # As bytes: no backend takes every dtype.
+    # As bytes, because no backend supports every dtype.
     dist.broadcast(flat.view(torch.uint8), group.ranks[0], group=group.handle)
     if group.rank:
         for buffer, value in zip(

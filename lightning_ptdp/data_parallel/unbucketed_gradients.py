@@ -1,8 +1,9 @@
-"""Gradients of a single replica: kept apart from ``.grad`` like buckets, without the buffers that
-only a reduction needs.
+"""Gradients of a single replica, without buckets.
 
-Autograd then hands over the first microbatch's gradients as they are, where a buffer would have to
-be cleared and added to."""
+Like buckets, they can be taken off ``.grad``. They have no buffers, which only a reduction needs.
+Autograd then keeps the first microbatch's gradients as they are, whereas a buffer would need to be
+cleared and added to.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ __all__ = ["LooseGradients"]
 
 @dataclass(eq=False)
 class LooseGradients:
-    """All gradients of one rank of a single replica, whose backward nobody needs to be told of.
+    """All gradients of one rank of a single replica, without a reduction.
 
     Args:
-        entries: Parameters in forward order, which on all ranks that sum some of them must be the
-            same.
-        widen: Keep gradients of parameters in half precision in float32.
+        entries: Parameters in forward order. The order must be the same on all ranks that sum some
+            of them.
+        widen: Keep gradients of half-precision parameters in float32.
     """
 
     entries: Sequence[BucketEntry]
@@ -45,13 +46,13 @@ class LooseGradients:
                 set_gradient_dtype(entry.parameter, torch.float32)
 
     def install(self) -> None:
-        """Put back the kept gradients; one that was never taken off the parameter stays."""
+        """Restore the kept gradients; a gradient that is still on its parameter stays."""
         for parameter, gradient in self._kept.items():
             if parameter.grad is None:
                 parameter.grad = gradient
 
     def resume(self) -> None:
-        """Go on adding to the gradients that the parameters have."""
+        """Continue to accumulate into the current gradients of the parameters."""
         self._kept = {}
 
     def park(self) -> None:
@@ -64,14 +65,14 @@ class LooseGradients:
             parameter.grad = None
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         self._stash = {}
         self._kept = {}
         for entry in self.entries:
             entry.parameter.grad = None
 
     def finish(self, scale: float | None = None) -> None:
-        """Add up what is a sum over other ranks, and scale."""
+        """Complete the sums over other ranks, and scale."""
         summed = [(entry.parameter, entry.sums) for entry in self.entries if entry.sums]
         for parameter, _ in summed:
             if parameter.grad is None:
@@ -87,8 +88,10 @@ class LooseGradients:
                 gradient.mul_(scale)
 
     def stash(self, scale: float) -> None:
-        """Move ``scale`` times the gradients aside, so that the next batch of an accumulation can
-        be scaled on its own."""
+        """Move ``scale`` times the gradients to the stash.
+
+        The next batch of an accumulation can then be scaled separately.
+        """
         for entry in self.entries:
             self._stash[entry.parameter] = _sum(
                 self._stash.get(entry.parameter), entry.parameter.grad, scale
@@ -96,14 +99,14 @@ class LooseGradients:
             entry.parameter.grad = None
 
     def unstash(self, scale: float) -> None:
-        """``scale`` times the gradients plus what was moved aside."""
+        """Multiply the gradients by ``scale`` and add the stash."""
         for parameter, kept in self._stash.items():
             parameter.grad = _sum(kept, parameter.grad, scale)
         self._stash = {}
 
     @property
     def has_stash(self) -> bool:
-        """Return True if gradients have been moved aside."""
+        """Return True if the stash holds gradients."""
         return bool(self._stash)
 
     def local(self) -> Iterator[Tensor]:
@@ -111,7 +114,7 @@ class LooseGradients:
         return (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Themselves: each is a tensor of its own."""
+        """Return the gradients unchanged: each is a tensor of its own."""
         return list(gradients)
 
     def close(self) -> None:
@@ -121,8 +124,10 @@ class LooseGradients:
             set_gradient_dtype(entry.parameter, entry.parameter.dtype)
 
     def unused(self) -> list[nn.Parameter]:
-        """Parameters that never had a gradient, tied ones left out: another stage may have used
-        those."""
+        """Return the parameters that never had a gradient.
+
+        Tied parameters are left out, because another stage may have used them.
+        """
         never = [
             entry
             for entry in self.entries
