@@ -1,7 +1,6 @@
-"""Context parallelism: one sequence split over c ranks along time, through the whole network (arXiv
-2310.01889, 2309.14509).
+"""Context parallelism: one sequence split over c ranks through the whole network.
 
-The engine uses ``ContextParallel``:
+See arXiv 2310.01889 and 2309.14509. The engine uses ``ContextParallel``:
 
 - It cuts a batch (``sequence_chunks.py``, ``sequence_batch.py``).
 - It replaces the model's attention by ring or all-to-all attention (``ring.py``, ``all_to_all.py``,

@@ -1,13 +1,15 @@
-"""Attention over whole sequences of some heads: all-to-all between heads and sequence
-(DeepSpeed-Ulysses, arXiv 2309.14509).
+"""All-to-all attention: each rank computes some heads over the full sequence.
 
-In front of the attention every rank trades its slice of all heads for the whole sequence of n/c
-heads, and trades back behind it. In between runs torch's own attention, with every kernel and mask
-that it has. Four exchanges a layer in each direction, each of a slice of which 1/c stays where it
-is; but no more ranks than heads, and masks are (s, s).
+See DeepSpeed-Ulysses, arXiv 2309.14509.
 
-Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c
-here, d channels a head."""
+Before the attention every rank exchanges its slice of all heads for the full sequence of n/c heads.
+After the attention it exchanges them back. torch's own attention runs between them, with all its
+kernels and masks. A layer makes four exchanges in each direction. Each exchanges a slice, of which
+1/c stays on its rank. There can be no more ranks than heads, and masks are (s, s).
+
+Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the full sequence, s/c
+local tokens, d channels per head.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ __all__ = ["all_to_all_attention", "check_heads"]
 
 
 def check_heads(heads: int, context_parallel_size: int) -> None:
-    """Check that every rank gets whole heads; ``heads`` are those of one tensor-parallel rank.
-    Key/value heads need no check.
+    """Check that every rank gets whole heads.
+
+    ``heads`` is the number of heads of one tensor-parallel rank. Key/value heads need no check.
 
     Raises:
-        ValueError: The heads do not divide.
+        ValueError: The number of heads does not divide.
     """
     if heads % context_parallel_size:
         works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
@@ -57,12 +60,11 @@ def all_to_all_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and
-    backward.
+    """Compute attention of this rank's queries to the keys and values of all ranks.
 
-    Arguments and result as of ``ring_attention``; c must divide n. Fewer key/value heads than ranks
-    are copied before they are sent, and their gradients summed. A mask with rows is gathered to (s,
-    s).
+    Collective, forward and backward. Arguments and result are those of ``ring_attention``; c must
+    divide n. If there are fewer key/value heads than ranks, the heads are copied before they are
+    sent, and their gradients are summed. A mask with rows is gathered to (s, s).
 
     Raises:
         ContextParallelError: c does not divide n.
@@ -94,7 +96,7 @@ Exchange: TypeAlias = Callable[[tuple[Tensor, ...], Group], tuple[Tensor, ...]]
 
 
 class _Exchange(torch.autograd.Function):
-    """``function`` of several tensors under way together; ``inverse`` is its gradient."""
+    """Concurrent exchange of several tensors by ``function``, with gradient ``inverse``."""
 
     @staticmethod
     def forward(
@@ -109,10 +111,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
-    """(b, n, s/c, d) -> (b, n/c, s, d)."""
+    """Exchange (b, n, s/c, d) -> (b, n/c, s, d)."""
     order = chunk_order(group.size)
     places = sorted(range(len(order)), key=order.__getitem__)
-    # (2c, b, n/c, s/2c, d): for each rank its heads of the two chunks that are here.
+    # (2c, b, n/c, s/2c, d): for each rank its heads of the two local chunks.
     sent = [
         [half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)] for x in tensors
     ]
@@ -122,11 +124,11 @@ def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
-    """(b, n/c, s, d) -> (b, n, s/c, d)."""
+    """Exchange (b, n/c, s, d) -> (b, n, s/c, d)."""
     sent = [
         [x.chunk(2 * group.size, 2)[chunk] for chunk in chunk_order(group.size)] for x in tensors
     ]
-    # (2c, b, n/c, s/2c, d): from each rank its heads of the two chunks that belong here.
+    # (2c, b, n/c, s/2c, d): from each rank its heads of this rank's two chunks.
     return tuple(
         torch.unflatten(chunks, 0, (group.size, 2))
         .permute(2, 0, 3, 1, 4, 5)
@@ -137,8 +139,10 @@ def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...
 
 
 def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
-    """Send each rank its two parts of several tensors, each given in the order of the ranks; what
-    they sent here."""
+    """Send each rank its two parts of several tensors, and return the received parts.
+
+    The parts of a tensor are in the order of the ranks.
+    """
     sources = [torch.stack(parts) for parts in sent]
     if torch.compiler.is_compiling():
         splits = [2] * group.size
@@ -159,8 +163,10 @@ def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
 
 
 def _whole_mask(mask: Tensor, q: Tensor, group: Group, causal: bool) -> Tensor:
-    """The mask of all queries, of this rank's heads, with the causal one in it: torch takes only
-    one of the two."""
+    """Return the mask of all queries for this rank's heads, including the causal mask.
+
+    torch accepts only one of the two.
+    """
     if mask.size(-2) > 1:
         rows = mask.to(torch.uint8) if mask.dtype is torch.bool else mask
         heads = rows if rows.size(1) > 1 else rows.expand(-1, group.size, -1, -1)

@@ -1,5 +1,4 @@
-"""Context parallelism of one rank, as the engine uses it: one object for the run, one context for
-each forward."""
+"""Context parallelism of one rank: an object for the run, a context for each forward."""
 
 from __future__ import annotations
 
@@ -35,28 +34,28 @@ PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "p
 
 @dataclass(kw_only=True)
 class ContextForward(Supplier, Interceptor):
-    """One forward on a slice of the sequence: what the model is handed, and what its attention
-    becomes.
+    """One forward on a slice of the sequence: its inputs, and its intercepted attention.
 
     Attributes:
-        batch: This rank's part of the batch: what the step is called with.
+        batch: This rank's part of the batch, the argument of the step.
     """
 
     batch: Any
 
     @property
     def num_targets(self) -> Tensor | None:
-        """After the forward: labels of this rank that are not ignored, () int64; None if the batch
-        has no "labels"."""
+        """Return this rank's number of labels that are not ignored, () int64.
+
+        Available after the forward. None if the batch has no "labels".
+        """
         return count_targets(self.batch) if self.shifted_targets is None else self.shifted_targets
 
     def share(self, loss: Tensor) -> Tensor:
-        """Weight of this rank's mean loss, so that the mean over the group is the mean over all
-        labels; collective.
+        """Return the weight of this rank's mean loss; collective.
 
-        For a step that does not return ``num_tokens``, on the ranks that have the loss. Without
-        labels in the batch all ranks weigh
-        the same: 1.
+        With these weights, the mean over the group is the mean over all labels. For a step that
+        does not return ``num_tokens``; called on the ranks that have the loss. Without labels in
+        the batch all ranks have the same weight, 1.
         """
         count, group = self.num_targets, self.group
         if count is None:
@@ -67,22 +66,22 @@ class ContextForward(Supplier, Interceptor):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Around the forward, or its recomputation."""
+        """Intercept the forward, or its recomputation, inside the context."""
         with self.attached(), self.mode():
             yield
 
 
 @dataclass(kw_only=True)
 class ContextParallel(Surrounding):
-    """Cuts batches along time and makes a model's attention work across the cut.
+    """Cutting of batches along time, and attention across the cut.
 
     Args:
-        group: The context group; best one that carries nothing else.
+        group: The context group, preferably without other communication.
         attention: "ring" or "all_to_all".
         sequence_dims: See ``sequence_batch.py``.
-        padding_keys: Tensors (b, s) of the batch that tell of padding.
-        needs_positions: Refuse a model that cannot be handed its tokens' places in the whole
-            sequence. False for one that needs none.
+        padding_keys: Names of the batch's tensors (b, s) that mark padding.
+        needs_positions: Refuse a model that does not accept the positions of its tokens in the full
+            sequence. False for a model that needs no positions.
         sequence_parallel_size: t under sequence parallelism, else 1.
         attending: Stages that call attention.
     """
@@ -98,13 +97,13 @@ class ContextParallel(Surrounding):
     _takers: dict[nn.Module, list[Taker]] = field(default_factory=dict, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Know whose forwards these are."""
+        """Store the module whose forwards are intercepted."""
         self._module = module
         return super().attach(module)
 
     @contextlib.contextmanager
     def around(self, forward: Forward) -> Iterator[None]:
-        """``forward`` of the module that this is attached to."""
+        """Run ``forward`` of the attached module on this rank's slice."""
         assert self._module is not None
         with self.forward(
             self._module, forward.whole, expects_attention=forward.stage in self.attending
@@ -114,7 +113,7 @@ class ContextParallel(Surrounding):
             yield
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """The recomputation attends over the whole sequence too."""
+        """Intercept the recomputation too, so that it attends over the full sequence."""
         assert isinstance(forward.part, ContextForward)
         return contextlib.nullcontext(), forward.part.active()
 
@@ -122,20 +121,21 @@ class ContextParallel(Surrounding):
     def forward(
         self, module: nn.Module, batch: Any, *, expects_attention: bool = True
     ) -> Iterator[ContextForward]:
-        """Around one call of a step of ``module`` on (a microbatch of) a batch; collective, and no
-        backward may run inside.
+        """Run one step of ``module`` on (a microbatch of) a batch inside the context.
+
+        Collective. No backward may run inside.
 
         Args:
-            module: The LightningModule, or any module that holds the model.
-            batch: Whole along time, the same on all ranks of the group.
+            module: The LightningModule, or any module that contains the model.
+            batch: Batch with the full sequence, the same on all ranks of the group.
             expects_attention: Raise if no attention call was replaced; False for a pipeline stage
                 without attention.
 
         Raises:
-            ValueError: The batch has no sequence, or one that cannot be cut.
-            ContextParallelError: The forward did something that a slice of the sequence cannot
-                honour, called no attention that could be replaced, or has no way to get the
-                positions of its tokens.
+            ValueError: The batch has no sequence, or a sequence that cannot be cut.
+            ContextParallelError: The forward did something that a slice of the sequence does not
+                support, called no attention that could be replaced, or cannot receive the positions
+                of its tokens.
         """
         running = self._begin(module, batch)
         with running.active():
@@ -202,10 +202,10 @@ class ContextParallel(Surrounding):
 
 
 def _documents(batch: Any, takers: list[Taker]) -> Tensor | None:
-    """Which of a sequence's documents each token is of, (b, s) int64, where the model would tell
-    them apart by positions that begin anew.
+    """Return the document index of each token, (b, s) int64, or None.
 
-    Reads a value back from the device, where the batch holds positions.
+    It is needed if the model separates documents by positions that restart. Reads a value back from
+    the device if the batch contains positions.
     """
     places = _given(batch)
     if (
@@ -219,5 +219,5 @@ def _documents(batch: Any, takers: list[Taker]) -> Tensor | None:
 
 
 def _given(batch: object) -> object:
-    """The positions in a batch."""
+    """Return the positions in a batch, or None."""
     return batch.get("position_ids") if isinstance(batch, Mapping) else None

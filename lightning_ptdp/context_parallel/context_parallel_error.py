@@ -1,4 +1,4 @@
-"""The one exception of this room."""
+"""Exception of context parallelism."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ __all__ = ["ContextParallelError"]
 
 
 class ContextParallelError(PTDPError, RuntimeError):
-    """The model's forward did something that a slice of the sequence cannot honour; the message
-    says what and how to mend it."""
+    """The model's forward did something that a slice of the sequence does not support.
+
+    The message names the operation and the remedy.
+    """

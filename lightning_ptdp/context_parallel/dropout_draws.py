@@ -1,9 +1,11 @@
-"""Random numbers of tensors that are slices of the sequence: those of the whole sequence are drawn,
-and a rank keeps its slice's.
+"""Random draws for slices of the sequence, equal to those of one process.
 
-All context ranks draw from one stream outside of the blocks. So what belongs to a sample (a
-diffusion's time, a mixing factor) is the same on all of them, and what belongs to a token is that
-of one process."""
+The numbers of the full sequence are drawn, and a rank keeps those of its slice.
+
+All context ranks draw from one stream outside of the blocks. Values of a sample (a diffusion's
+time, a mixing factor) are therefore the same on all ranks, and values of a token are those of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ class SliceDraws:
     """Replacements of torch's drawing functions on one rank.
 
     Attributes:
-        length: Tokens of the whole sequence; a slice (b, s/c, ...) has its share of them along
+        length: Tokens of the full sequence; a slice (b, s/c, ...) has its share of them along
             dimension 1.
-        rank: Place in the context group.
+        rank: Rank in the context group.
         size: c.
-        applies: Says whether all ranks draw from one stream now.
+        applies: Returns True while all ranks draw from one stream.
     """
 
     length: int
@@ -41,7 +43,7 @@ class SliceDraws:
     applies: Callable[[], bool]
 
     def replaced(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """Return the functions of torch and those to call instead."""
+        """Return torch's functions and their replacements."""
         in_place = (
             Tensor.uniform_,
             Tensor.normal_,

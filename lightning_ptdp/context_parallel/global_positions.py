@@ -1,21 +1,19 @@
-"""Hands a model what it would otherwise count or shift within its slice of the sequence, and get
-wrong.
+"""Values that a model would otherwise derive wrongly from its slice of the sequence.
 
-- *Positions.* A module whose forward takes ``position_ids`` and is not given any counts them from
-  0: it is given their places in the whole sequence, (1, s/c) int64. Our GPT and Hugging Face's
-  models take them.
-- *Positions that begin behind the padding index.* RoBERTa and its like number the tokens that are
-  no padding from ``padding_idx + 1``; the count goes over the whole sequence.
-- *A mask of ones.* Hugging Face's models, if not given any, take a jump in the positions, as
-  between a rank's two chunks, for the border of two documents. A mask without padding keeps them
-  from it.
-- *The mask of documents*, where the batch's own positions begin anew: (b, 1, s/c, s), of this
-  rank's queries and all keys.
+- *Positions.* A module whose forward takes ``position_ids`` counts positions from 0 if it is not
+  given any. It is given the positions in the full sequence, (1, s/c) int64. The package's GPT and
+  Hugging Face's models take them.
+- *Positions after the padding index.* RoBERTa and similar models number the tokens that are not
+  padding from ``padding_idx + 1``. The count covers the full sequence.
+- *A mask of ones.* Without a mask, Hugging Face's models take a jump in the positions, as between a
+  rank's two chunks, for the border of two documents. A mask without padding prevents this.
+- *The mask of documents*, if the batch's own positions restart: (b, 1, s/c, s), with this rank's
+  queries and all keys.
 - *Shifted labels.* Hugging Face's causal language models compare each token with the label of the
-  next one, which at the end of a chunk is elsewhere. They are given ``shift_labels``, as their loss
-  takes them.
+  next one, which at the end of a chunk is on another rank. They are given ``shift_labels``, which
+  their loss accepts.
 
-Done by forward hooks that stand for the time of one forward.
+Forward hooks supply the values; they are attached for the duration of one forward.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ _IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Taker:
-    """A module that something can be handed to.
+    """A module that accepts supplied values.
 
     Attributes:
         module: The module.
         parameters: Names of its forward's parameters, in order.
-        reads_documents: It looks for documents in its positions.
-        shifts_labels: Its loss compares each token with the label of the next.
-        padding_index: The number of padding, if its positions count the tokens that are none and
-            begin behind it.
+        reads_documents: True if it derives documents from its positions.
+        shifts_labels: True if its loss compares each token with the label of the next one.
+        padding_index: Token id of padding, if its positions count the tokens that are not padding,
+            from ``padding_index + 1``; else None.
     """
 
     module: nn.Module
@@ -67,13 +65,13 @@ class Taker:
 
 
 def find_takers(module: nn.Module) -> list[Taker]:
-    """The modules inside ``module`` that take positions, or labels that they shift."""
+    """Return the modules inside ``module`` that take positions, or shift labels."""
     takers = []
     for child in module.modules():
         names = _parameters(child)
         shifts = "labels" in names and _shifts_labels(child)
         if _POSITIONS in names or shifts:
-            # How to know a Hugging Face model without importing the library.
+            # Recognizes a Hugging Face model without importing the library.
             documents = (
                 hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
             )
@@ -90,7 +88,7 @@ def find_takers(module: nn.Module) -> list[Taker]:
 
 
 def _padding_index(module: nn.Module) -> int | None:
-    """Return the padding index of the embeddings inside that count positions from their tokens."""
+    """Return the padding index of the embeddings inside that count positions from tokens."""
     for child in module.modules():
         index = vars(child).get("padding_idx")
         if isinstance(index, int) and "create_position_ids_from_input_ids" in names_in_forward(
@@ -104,7 +102,7 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(type(module).forward).parameters)[1:]
     except (TypeError, ValueError):
-        return ()  # compiled or scripted, so that Python cannot tell
+        return ()  # compiled or scripted: no signature available
 
 
 def _shifts_labels(module: nn.Module) -> bool:
@@ -124,16 +122,15 @@ class Supplier:
     """Values that are supplied in one forward.
 
     Attributes:
-        takers: Who gets it.
+        takers: Modules that receive them.
         positions: (1, s/c) int64.
-        length: s, tokens of the whole sequence.
+        length: s, tokens of the full sequence.
         group: The context group.
-        documents: Which of a sequence's documents each token is of, (b, s) int64; None: there is
-            one.
-        used: Positions were handed out, or were given already.
-        shifted_targets: After the forward: labels of this rank that are not ignored where the model
-            shifts labels itself, () int64; else None. A count of the batch's own labels misses
-            those that other ranks' tokens predict.
+        documents: Document index of each token, (b, s) int64; None: one document.
+        used: True if positions were supplied, or were already given.
+        shifted_targets: After the forward, this rank's number of labels that are not ignored, ()
+            int64, if the model shifts labels itself; else None. A count of the batch's own labels
+            would miss the labels that other ranks' tokens predict.
     """
 
     takers: Sequence[Taker]
@@ -146,7 +143,7 @@ class Supplier:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """While a forward runs."""
+        """Supply the values inside the context."""
         with contextlib.ExitStack() as hooks:
             for taker in self.takers:
                 before = partial(self._before, taker)
@@ -179,12 +176,16 @@ class Supplier:
             if not isinstance(shifted, Tensor):
                 shifted = added["shift_labels"] = self._shift(labels)
             self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
-        # What was given as None by its place is put there, all else is given by name.
+        # A positional argument that was None is replaced in place; all other values become
+        # keywords.
         places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
         return (*places, *args[len(named) :]), {**kwargs, **added}
 
     def _positions_of(self, taker: Taker, tokens: object) -> Tensor:
-        """(1, s/c), or (b, s/c) where they depend on the tokens; collective there."""
+        """Return positions (1, s/c), or (b, s/c) if they depend on the tokens.
+
+        Collective if they depend on the tokens.
+        """
         if taker.padding_index is None:
             return self.positions
         if not isinstance(tokens, Tensor):

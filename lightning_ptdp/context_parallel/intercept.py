@@ -1,15 +1,16 @@
-"""Puts ring or all-to-all attention in the place of every call of ``scaled_dot_product_attention``
-in somebody's model, and the whole
-sequence's first token in the place of the slice's: models that pool pick ``x[:, 0]`` for a
-classifier, ``x[:, -1]`` for a score. Both tokens are on the group's first rank
-(``sequence_chunks.py``), which hands them to the others.
+"""Interception of attention and token selection in an unmodified model.
 
-``torch.nn.MultiheadAttention`` is one call to a torch function mode, and inside of the mode's
-handler the mode is off: the attention inside would not be seen. So the handler computes what
-``F.multi_head_attention_forward`` does, for the case that occurs in training: self-attention
-without extra keys, whose weights nobody asks for.
+Every call of ``scaled_dot_product_attention`` becomes ring or all-to-all attention. A model that
+selects a token gets the token of the full sequence instead of the slice's: ``x[:, 0]`` for a
+classifier, ``x[:, -1]`` for a score. The group's first rank holds both tokens
+(``sequence_chunks.py``) and broadcasts them.
 
-Shapes: s tokens here, b samples, h channels, n heads; torch has the sequence first.
+``torch.nn.MultiheadAttention`` is one call to a torch function mode. The mode is off inside its
+handler, so the attention inside would not be intercepted. The handler therefore computes
+``F.multi_head_attention_forward`` itself, for the case that occurs in training: self-attention
+without extra keys, without returned weights.
+
+Shapes: s local tokens, b samples, h channels, n heads; torch has the sequence first.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ AttentionKind = Literal["ring", "all_to_all"]
 
 @dataclass(kw_only=True)
 class Interceptor:
-    """Attention as the calls of one forward see it.
+    """Intercepted attention calls of one forward.
 
     Attributes:
-        kind: Which attention takes the place.
+        kind: Attention that replaces the model's.
         group: The context group.
-        length: s, tokens of the whole sequence.
-        padded: The batch holds padding, on whatever rank (``batch.is_padded``).
-        differentiates: The forward began with gradients enabled.
-        attended: A call was replaced.
-        shifts: The error about tokens or labels that the step shifts, if it does.
-        draws_alike: Says whether all ranks of the group draw from one stream of random numbers now.
+        length: s, tokens of the full sequence.
+        padded: True if the batch contains padding on any rank (``sequence_batch.is_padded``).
+        differentiates: True if the forward began with gradients enabled.
+        attended: True if a call was replaced.
+        shifts: Error about tokens or labels that the step shifts, if it does.
+        draws_alike: Returns True while all ranks of the group draw from one stream of random
+            numbers.
     """
 
     kind: AttentionKind
@@ -66,7 +68,7 @@ class Interceptor:
     draws_alike: Callable[[], bool] = bool
 
     def mode(self) -> Replacing:
-        """The mode under which calls are intercepted."""
+        """Return the mode under which calls are intercepted."""
         draws = SliceDraws(
             length=self.length,
             rank=self.group.rank,
@@ -94,8 +96,9 @@ class Interceptor:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` of the whole sequence, of which this rank has its slice;
-        collective.
+        """Compute ``scaled_dot_product_attention`` over the full sequence.
+
+        This rank holds its slice of the queries, keys and values. Collective.
 
         Raises:
             ContextParallelError: The call has no meaning for a slice of the sequence.
@@ -103,7 +106,7 @@ class Interceptor:
         self._check(query, key, value)
         self.attended = True
         if query.dim() == 3:
-            # Samples and heads in one dimension: as good as heads.
+            # One dimension for samples and heads: treat it as heads.
             query, key, value = query[None], key[None], value[None]
             return self.attend(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
@@ -118,7 +121,7 @@ class Interceptor:
             group=self.group,
             padded=self.padded,
         )
-        # Heads that this rank's call has more are copies, one after another.
+        # Surplus heads of this rank's call are copies, adjacent to each other.
         copies = k.size(1) // whole.kv_heads
         k, v = k[:, ::copies], v[:, ::copies]
         attention = ring_attention if self.kind == "ring" else all_to_all_attention
@@ -134,10 +137,10 @@ class Interceptor:
         )
 
     def index(self, x: Tensor, index: Any) -> Tensor:
-        """``x[index]`` of the whole sequence, if it picks a token.
+        """Return ``x[index]`` of the full sequence, if it selects a token.
 
         Raises:
-            ContextParallelError: It shifts the sequence, or picks a token in the middle.
+            ContextParallelError: It shifts the sequence, or selects a token in the middle.
         """
         try:
             check_index(x, index, length=self.length, size=self.group.size)
@@ -145,7 +148,7 @@ class Interceptor:
             if x.is_floating_point():
                 raise
             self.shifts = (
-                error  # labels may be shifted to count those of a model that shifts them itself
+                error  # a step may shift labels only to count those of a model that shifts
             )
         token = pick_token(x, index, length=self.length, group=self.group)
         return x[index] if token is None else token
@@ -179,23 +182,24 @@ class Interceptor:
 
 
 def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor | None:
-    """Return the result of ``x[index]`` for the whole sequence.
+    """Return the result of ``x[index]`` for the full sequence.
 
-    It is collective if the index means a token, on all ranks of the group alike.
+    Collective if the index selects a token; it must do so on all ranks of the group.
 
     Args:
-        x: Indexed tensor; a hidden state (b, s/c, h) is one of floating-point numbers with the
-            slice's length along dimension 1.
-        index: As given to ``x[...]``.
-        length: s, tokens of the whole sequence.
+        x: Indexed tensor. A hidden state (b, s/c, h) is recognized by its floating-point dtype and
+            the slice's length along dimension 1.
+        index: The index in ``x[...]``.
+        length: s, tokens of the full sequence.
         group: The context group.
 
     Returns:
         (b, ...) with a gradient for the rank that holds the token; None if no token of a hidden
-        state is picked.
+        state is selected.
 
     Raises:
-        ContextParallelError: A token in the middle is picked, or one by number.
+        ContextParallelError: A token in the middle is selected, or a token of each sample by
+            number.
     """
     if not (
         isinstance(x, Tensor)
@@ -227,7 +231,7 @@ def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor
 
 
 class _FromFirst(torch.autograd.Function):
-    """The first rank's tensor on every rank; all of them use it, so its gradient is their sum."""
+    """Broadcast of the first rank's tensor; its gradient is the sum over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -247,11 +251,12 @@ class _FromFirst(torch.autograd.Function):
 def _multi_head_attention(
     attend: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """``F.multi_head_attention_forward`` with ``attend`` (signature of
-    ``scaled_dot_product_attention``) inside.
+    """Compute ``F.multi_head_attention_forward`` with ``attend`` as the attention.
+
+    ``attend`` has the signature of ``scaled_dot_product_attention``.
 
     Raises:
-        ContextParallelError: It is asked for something else than plain self-attention.
+        ContextParallelError: The call is not plain self-attention.
     """
     call = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     call.apply_defaults()
@@ -288,7 +293,7 @@ def _multi_head_attention(
 
 
 def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
-    """torch's masks are True, or -inf, where a key is *not* seen."""
+    """Return which keys are visible; torch's masks mark hidden keys with True or -inf."""
     if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
         raise ContextParallelError(
             "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be "

@@ -1,16 +1,15 @@
-"""Attention on one block of queries and keys, with what is needed to put blocks together: the
-log-sum-exp of each row.
+"""Attention on one block of queries and keys, with the log-sum-exp of each row.
 
-torch's fused kernels return it, and their backwards take it as an argument, but only under private
-names; those are used in this file alone (tests/context_parallel/test_kernels.py watches them).
-Whatever they do not cover (masks, dropout, float64, unusual head sizes, other devices) takes
-``_plain``, which is correct everywhere.
+The log-sum-exp is needed to combine blocks. torch's fused kernels return it, and their backwards
+take it as an argument, but only under private names. These names are used in this file alone
+(tests/context_parallel/test_kernels.py checks them). The cases that they do not cover (masks,
+dropout, float64, unusual head sizes, other devices) use ``_plain``, which is correct everywhere.
 
-The trick of blockwise attention: if a backward is given the output and the log-sum-exp of the
-*whole* row, it computes exactly this block's share of the gradients (arXiv 2310.01889, section 3;
-arXiv 2205.14135, appendix B.2).
+Blockwise attention relies on this property: given the output and the log-sum-exp of the *full* row,
+a backward computes exactly this block's share of the gradients (arXiv 2310.01889, section 3; arXiv
+2205.14135, appendix B.2).
 
-Shapes: b samples, n heads, m key/value heads (m divides n), q queries, k keys, d channels a head.
+Shapes: b samples, n heads, m key/value heads (m divides n), q queries, k keys, d channels per head.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from torch import Tensor
 __all__ = ["Block", "attend", "attend_backward", "fused_kernel"]
 
 _TILE_ELEMENTS = 2**24
-"""Scores that ``_plain`` holds at a time: 64 MiB in float32, some copies of it while it
-computes."""
+"""Scores that ``_plain`` holds at a time: 64 MiB in float32, plus a few copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +32,11 @@ class Block:
 
     Attributes:
         scale: Factor on q k^T.
-        causal: Query i sees keys 0 .. i only; then q = k.
-        bias: Added to the scores, -inf where a query may not see a key; broadcasts to (b, n, q, k),
-            float32 or float64.
+        causal: Query i attends to keys 0 .. i only; requires q = k.
+        bias: Added to the scores, -inf where a key is hidden from a query; broadcasts to (b, n, q,
+            k), float32 or float64.
         dropout_p: Probability of dropping an attention weight.
-        seed: What the dropped weights depend on.
+        seed: Seed of the dropped weights.
     """
 
     scale: float
@@ -49,10 +47,10 @@ class Block:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Attention of q (b, n, q, d) to k and v (b, m, k, d).
+    """Compute the attention of q (b, n, q, d) to k and v (b, m, k, d).
 
     Returns:
-        The output (b, n, q, d), 0 for a query that sees no key, in the dtype of ``q`` or in
+        The output (b, n, q, d), 0 for a query without visible keys, in the dtype of ``q`` or in
         float32; and the log-sum-exp of its scores (b, n, q), -inf for such a query, float32
         (float64 for float64 inputs).
     """
@@ -71,14 +69,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's share of the gradients of q, k and v.
+    """Return this block's share of the gradients of q, k and v.
 
     Args:
         grad: Gradient of ``out`` (b, n, q, d).
-        q, k, v: Of ``attend``.
-        out: Output of the whole attention, over all blocks.
-        lse: Log-sum-exp of the whole rows, as ``out``.
-        block: Of ``attend``.
+        q, k, v: As in ``attend``.
+        out: Output of the complete attention, over all blocks.
+        lse: Log-sum-exp of the full rows, like ``out``.
+        block: As in ``attend``.
     """
     kernel = fused_kernel(q, k, v, block)
     if kernel is None:
@@ -99,7 +97,7 @@ def attend_backward(
             scale=block.scale,
         )
         return grads[0], _sum_repeated(grads[1], heads), _sum_repeated(grads[2], heads)
-    # State of the random numbers of dropout, which there is none of.
+    # Random state of a dropout; there is no dropout here.
     rng, lengths = torch.empty(2, dtype=torch.uint64, device=q.device), (q.size(2), k.size(2))
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     return op(
@@ -121,7 +119,7 @@ def attend_backward(
 
 
 def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str | None:
-    """Which fused kernel takes this block: "cpu", "cuda" or None."""
+    """Return the fused kernel that supports this block: "cpu", "cuda" or None."""
     if block.bias is not None or block.dropout_p or q.size(-1) != v.size(-1):
         return None
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -178,7 +176,7 @@ def _plain_backward(
 
 
 def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
-    """Rows of queries that are computed together, and the keys that they can see."""
+    """Yield the rows of queries to compute together, and the keys visible to them."""
     length = q.size(2)
     step = max(1, _TILE_ELEMENTS // max(1, q.size(0) * q.size(1) * k.size(2)))
     for start in range(0, length, step):
@@ -187,7 +185,7 @@ def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
-    """(b, n, rows, keys)."""
+    """Return the scores (b, n, rows, keys)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     folded = _fold(q[:, :, rows].to(dtype), k).matmul(k[:, :, keys].to(dtype).transpose(-1, -2))
     scores = _unfold(folded, q).mul_(block.scale)
@@ -200,19 +198,20 @@ def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, keys: slice) -> Ten
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    # A query that sees nothing has only scores of -inf: its weights are exp(-inf - 0) = 0, not nan.
+    # A query without visible keys has only scores of -inf: its weights are exp(-inf - 0) = 0, not
+    # nan.
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
 
 
 def _kept(weights: Tensor, block: Block, rows: slice) -> Tensor:
-    """Which weights are kept, scaled so that their expectation stays: 0 or 1 / (1 - p)."""
+    """Return the dropout factors of the weights: 0, or 1 / (1 - p) to keep the mean."""
     generator = torch.Generator(weights.device).manual_seed(block.seed + rows.start)
     draws = torch.rand(weights.shape, generator=generator, device=weights.device)
     return (draws >= block.dropout_p).to(weights.dtype).div_(1 - block.dropout_p)
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """(b, n, q, .) -> (b, m, n/m * q, .): the queries that share a key head, one after another."""
+    """Join the queries that share a key head: (b, n, q, .) -> (b, m, n/m * q, .)."""
     return x.reshape(x.size(0), k.size(1), -1, x.size(-1))
 
 

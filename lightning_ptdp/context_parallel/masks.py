@@ -1,13 +1,12 @@
-"""Meaning of an attention call's mask for the whole sequence.
+"""Interpretation of an attention call's mask for the full sequence.
 
-A model builds masks from what it has: a slice of the tokens. Two things can be read from such a
-mask with certainty, since models build
-only these from a length and a padding mask: *causal or not*, and *which of the local tokens may be
-seen*; the latter is put together over the ranks. Any other mask between local tokens says nothing
-about the tokens elsewhere and is refused. A mask that is local in its queries and whole in its
-keys, cut from the batch, means what it says.
+A model builds masks from its slice of the tokens. Models build such a mask only from a length and a
+padding mask. Two properties can therefore be read from it with certainty: *causal or not*, and
+*which of the local tokens are visible*. The visible tokens are gathered over the ranks. Any other
+mask between local tokens is refused, because it says nothing about the tokens of other ranks. A
+mask cut from the batch, with local queries and all keys, is used as it is.
 
-Shapes: b samples, n heads, s tokens in the whole sequence, s/c here.
+Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _EITHER, _BIDIRECTIONAL, _CAUSAL = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class WholeMask:
-    """Mask that an attention call asks for.
+    """Mask of an attention call, for the full sequence.
 
     Attributes:
-        causal: A token sees itself and what stands before it in the whole sequence.
-        kv_heads: Key/value heads of the call. Some models copy these where they give a mask; then
-            the rank with the fewest counts.
-        mask: Which keys are seen besides, (b or 1, n or 1, s/c or 1, s), boolean or additive, in
-            the order of the whole sequence.
+        causal: True if a token attends only to itself and earlier tokens of the full sequence.
+        kv_heads: Number of key/value heads of the call. Some models copy these heads if they pass a
+            mask; the smallest number over the ranks counts.
+        mask: Further restriction of the visible keys, (b or 1, n or 1, s/c or 1, s), boolean or
+            additive, in the order of the full sequence.
     """
 
     causal: bool
@@ -50,16 +49,16 @@ def read_mask(
     """Read the mask of a call on a rank's slice; collective if ``padded``.
 
     Args:
-        mask: As given to ``scaled_dot_product_attention``, or None.
-        is_causal: As given.
+        mask: The ``attn_mask`` of ``scaled_dot_product_attention``, or None.
+        is_causal: The ``is_causal`` of the call.
         q: The queries (b, n, s/c, d).
         kv_heads: Key/value heads of the call on this rank.
         group: The context group.
-        padded: The batch holds padding, on whatever rank. There some ranks may give a mask that
-            others, without padding in their slice, leave out; all have to agree.
+        padded: True if the batch contains padding on any rank. Some ranks may then pass a mask that
+            ranks without padding in their slice leave out, so all ranks must agree.
 
     Raises:
-        ContextParallelError: The mask has no meaning for the whole sequence.
+        ContextParallelError: The mask has no meaning for the full sequence.
     """
     local_length = q.size(2)
     if mask is None:
@@ -96,8 +95,11 @@ def read_mask(
 
 
 def _read_local(mask: Tensor, length: int, group: Group) -> tuple[int, Tensor]:
-    """Return whether a mask between local tokens is causal, and which of them are visible, (b or 1,
-    s/c) boolean."""
+    """Classify a mask between local tokens.
+
+    Returns:
+        Whether it is causal, and which tokens are visible, (b or 1, s/c) boolean.
+    """
     seen = _seen(mask, length, group)
     keys = seen[:, :1, -1:]
     patterns = {_BIDIRECTIONAL: keys}
@@ -127,8 +129,10 @@ def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
 
 
 def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
-    """Put the ranks' keys (b, s/c) int32 together. A slice of nothing but padding fits causal and
-    bidirectional; the others know."""
+    """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
+
+    A slice of only padding fits both causal and bidirectional masks. The other ranks decide then.
+    """
     samples, length = keys.shape
     mine = torch.cat((keys, keys.new_tensor([[kind, kv_heads]]).expand(samples, 2)), 1)
     gathered = mine.new_empty(group.size * samples, length + 2)

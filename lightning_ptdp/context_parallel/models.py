@@ -1,5 +1,4 @@
-"""Checks of a model, before anything runs, for operations that a slice of the sequence could not
-honour."""
+"""Static checks of a model for operations that a slice of the sequence does not support."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ __all__ = ["names_in_forward", "why_not"]
 
 
 def why_not(model: nn.Module) -> str | None:
-    """Why context parallelism would compute something else than the model; None if nothing of the
-    kind is seen."""
+    """Return why context parallelism would change the model's result.
+
+    None if no such operation is found.
+    """
     return next(_reasons(model), None)
 
 
@@ -40,8 +41,10 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def names_in_forward(module: nn.Module) -> Collection[str]:
-    """The names that the module's forward uses (functions, attributes), as far as Python can
-    tell."""
+    """Return the names (functions, attributes) that the module's forward uses.
+
+    Empty if its code is not available.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
 

@@ -1,21 +1,23 @@
-"""Ring attention: queries stay, keys and values go around (arXiv 2310.01889; zigzag as in arXiv
-2407.21783, section 3.3.2).
+"""Ring attention: queries stay, keys and values are passed around the ranks.
 
-In c steps a rank sees the keys and values of every rank; while it computes with one block, the next
-one arrives from the rank before it. Outputs are put together by their log-sum-exp in float32. Under
-a causal mask every step after the first is half a block, the same work on every rank (rows are the
-query chunks of rank r, columns the key chunks of rank j)::
+See arXiv 2310.01889; the zigzag layout is that of arXiv 2407.21783, section 3.3.2.
+
+In c steps a rank sees the keys and values of every rank. While it computes with one block, it
+receives the next one from the previous rank. Outputs are combined by their log-sum-exp in float32.
+Under a causal mask every step after the first is half a block, the same work on every rank (rows
+are the query chunks of rank r, columns the key chunks of rank j)::
 
             j = r            j < r            j > r
             r   2c-1-r       j   2c-1-j       j   2c-1-j
     r       \\                x   .            .   .
     2c-1-r  x   \\            x   .            x   x
 
-The backward sends keys and values around once more, and behind them their gradients, which every
-rank adds to; the last hop takes these home. A layer holds O(s/c) a rank.
+The backward passes keys and values around once more, followed by their gradients, to which every
+rank adds. The last hop returns the gradients to their owners. A layer stores O(s/c) per rank.
 
-Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the whole sequence, s/c
-here, d channels a head."""
+Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the full sequence, s/c
+local tokens, d channels per head.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +48,25 @@ def ring_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks; collective, forward and
-    backward.
+    """Compute attention of this rank's queries to the keys and values of all ranks.
+
+    Collective, forward and backward.
 
     Args:
         q: Queries (b, n, s/c, d) in zigzag layout, any floating dtype.
         k: Keys (b, m, s/c, d).
         v: Values (b, m, s/c, e).
-        group: The context group; best one that carries nothing else.
-        causal: A token sees itself and what stands before it in the whole sequence.
-        mask: On top of that, which keys are seen: boolean (True: seen) or additive; broadcasts to
-            (b, n, s/c, s), local in its queries and whole in its keys, these in the order of the
-            whole sequence. Gets no gradient.
+        group: The context group, preferably without other communication.
+        causal: A token attends only to itself and earlier tokens of the full sequence.
+        mask: Further restriction of the visible keys: boolean (True: visible) or additive.
+            Broadcasts to (b, n, s/c, s), with local queries and all keys, these in the order of the
+            full sequence. Gets no gradient.
         scale: Factor on q k^T; None: 1 / sqrt(d).
-        dropout_p: Probability of dropping an attention weight. The draws start from one number of
-            torch's CPU generator.
+        dropout_p: Probability of dropping an attention weight. The draws are seeded by one number
+            of torch's CPU generator.
 
     Returns:
-        (b, n, s/c, e), in the dtype of ``q``. Queries that see no key give 0.
+        (b, n, s/c, e), in the dtype of ``q``. The output is 0 for queries without visible keys.
     """
     seed = torch.randint(2**62, ()) if dropout_p else None
     mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
@@ -82,14 +85,18 @@ class _Options:
 
     @property
     def traced(self) -> tuple[bool, float, float, str]:
-        """As a compiler's graph holds them."""
+        """Return the options as arguments of a compiled graph's operator."""
         return self.causal, self.scale, self.dropout_p, self.group.name
 
     def steps(
         self, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
     ) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
-        """(step, rows of the queries, columns, how they attend, the columns of the keys and values
-        that are here), while the next keys and values are on their way."""
+        """Yield the steps of the ring while the next keys and values are transferred.
+
+        Yields:
+            (step, rows of the queries, columns, options of their attention, these columns of the
+            current keys and values).
+        """
         travelling, length, rank, size = (
             _Travelling((k, v), self.group),
             k.size(2),
@@ -101,7 +108,7 @@ class _Options:
             visiting = travelling.here()
             if step < size - 1:
                 travelling.start()
-            source = (rank - step) % size  # whose keys and values are here
+            source = (rank - step) % size  # owner of the current keys and values
             rows, columns = self._seen(step, source, length)
             bias = None if mask is None else _bias(mask, rows, columns, source, size)
             own = derive_seed(run, rank, source) if self.dropout_p else 0
@@ -113,7 +120,7 @@ class _Options:
             travelling.finish()
 
     def _seen(self, step: int, source: int, length: int) -> tuple[slice, slice]:
-        """Which of the rows see which of the columns."""
+        """Return the rows and the columns that attend in a step."""
         everything, chunk = slice(0, length), length // 2
         if not self.causal or step == 0:
             return everything, everything
@@ -163,7 +170,7 @@ class _Ring(torch.autograd.Function):
 def _attend(
     options: _Options, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of its rows."""
+    """Return the output, and the log-sum-exp of its rows."""
     out = lse = torch.empty(0)
     with torch.autocast(q.device.type, enabled=False):
         for step, rows, _, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
@@ -186,7 +193,7 @@ def _attend_backward(
     mask: Tensor | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     dq, own = torch.empty(0), [torch.empty(0)]
     gradients = _Travelling(
         [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group
@@ -204,7 +211,7 @@ def _attend_backward(
                 gradients.finish()
                 for total, part in zip(gradients.here(), dkv_part, strict=True):
                     total[:, :, columns] += part
-                gradients.start()  # behind the keys and values that they are of
+                gradients.start()  # after the keys and values to which they belong
     gradients.finish()
     for mine, home in zip(own, gradients.here(), strict=True):
         mine += home
@@ -254,11 +261,12 @@ def _shape_backward(
 
 
 class _Travelling:
-    """Tensors on their way around the ring, as one message a hop: two buffers, one to compute with
-    and send, one to receive into.
+    """Tensors that are passed around the ring, as one message per hop.
 
-    On CUDA the communication waits for what the current stream has done with the buffers, and
-    ``finish`` makes the stream wait for it."""
+    There are two buffers: one to compute with and send, one to receive into. On CUDA the
+    communication waits for the current stream's work on the buffers, and ``finish`` makes the
+    stream wait for the communication.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
         self._shapes = [tensor.shape for tensor in tensors]
@@ -268,23 +276,23 @@ class _Travelling:
         self._work: list[Any] = []
 
     def here(self) -> list[Tensor]:
-        """The tensors that are here now; views."""
+        """Return views of the current tensors."""
         parts = self._buffer.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def start(self) -> None:
-        """Send what is here to the next rank and receive from the one before."""
+        """Send the current tensors to the next rank and receive from the previous one."""
         if self._spare is None:
             self._spare = torch.empty_like(self._buffer)
         ranks, rank, group = self._group.ranks, self._group.rank, self._group.handle
-        # Issued as one: a send and a receive between the same two ranks (c = 2) must not wait for
+        # Issued together: a send and a receive between the same two ranks (c = 2) must not wait for
         # each other.
         send = dist.P2POp(dist.isend, self._buffer, ranks[(rank + 1) % len(ranks)], group)
         receive = dist.P2POp(dist.irecv, self._spare, ranks[rank - 1], group)
         self._work = dist.batch_isend_irecv([send, receive])
 
     def finish(self) -> None:
-        """If a hop is under way, wait for it; what has arrived is here."""
+        """Wait for a hop in progress; the received tensors become the current ones."""
         if not self._work:
             return
         for work in self._work:
@@ -295,14 +303,18 @@ class _Travelling:
 
 
 def _like(q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` laid out like the queries, so that what the model does next (heads back to channels)
-    stays a view."""
+    """Copy ``x`` to the memory layout of the queries.
+
+    The model's next operation (heads back to channels) then stays a view.
+    """
     return torch.empty_like(q, dtype=dtype).copy_(x) if x.shape == q.shape else x.to(dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Add a block to the rows so far, in place; rows that saw nothing have a log-sum-exp of
-    -inf."""
+    """Add a block to the accumulated rows, in place.
+
+    Rows without visible keys have a log-sum-exp of -inf.
+    """
     total = torch.logaddexp(lse, more_lse)
     reference = total.masked_fill(total == -torch.inf, 0.0)
     out.mul_((lse - reference).exp_()[..., None]).add_(
@@ -312,7 +324,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 def _bias(mask: Tensor, rows: slice, columns: slice, source: int, size: int) -> Tensor:
-    """These rows of the mask, and these columns of the chunks of rank ``source``; additive."""
+    """Return the additive mask of these rows, and of these columns of ``source``'s chunks."""
     chunk = mask.size(-1) // (2 * size)
     mask = mask[..., rows, :] if mask.size(-2) > 1 else mask
     halves = [mask.narrow(-1, start * chunk, chunk) for start in (source, 2 * size - 1 - source)]

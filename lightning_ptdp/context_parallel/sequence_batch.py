@@ -1,8 +1,8 @@
-"""Cutting a batch along time.
+"""Division of a batch along time.
 
-The rule, by shape, for a sequence of s tokens: a tensor (b, s, ...) is cut along dimension 1; an
-attention mask (b, ., s, s) along its queries, while its keys stay whole; everything else is the
-same on all ranks. What a rule by shape cannot know is said by name::
+The rule by shape, for a sequence of s tokens: a tensor (b, s, ...) is cut along dimension 1. An
+attention mask (b, ., s, s) is cut along its queries, while its keys stay whole. All other values
+are the same on all ranks. Exceptions to the rule are given by name::
 
     sequence_dims={"mrope_positions": 2, "class_weights": None}
 """
@@ -23,13 +23,13 @@ SequenceDims = Mapping[str, int | None]
 
 
 def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> int:
-    """Tokens of the sequence in a batch.
+    """Return the number of tokens of the sequence in a batch.
 
     It is the size of a dimension that ``sequence_dims`` names, else dimension 1 of "input_ids" or
-    "inputs_embeds", else dimension 1 of the first tensor that has one.
+    "inputs_embeds", else dimension 1 of the first tensor with at least two dimensions.
 
     Raises:
-        ValueError: No tensor has a dimension 1, or the named ones disagree.
+        ValueError: No tensor has a dimension 1, or the named dimensions disagree.
     """
     tensors = named_tensors(batch)
     named = {
@@ -63,19 +63,19 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
 def shard_batch(
     batch: Any, *, length: int, rank: int, size: int, sequence_dims: SequenceDims | None = None
 ) -> Any:
-    """A rank's part of a batch.
+    """Return a rank's part of a batch.
 
     Args:
         batch: Nested mappings, sequences and dataclasses of tensors.
-        length: s, tokens of the whole sequence (``sequence_length``).
-        rank: Place in the context group.
+        length: s, tokens of the full sequence (``sequence_length``).
+        rank: Rank in the context group.
         size: c.
         sequence_dims: Dimension to cut of the tensors under these keys (at any depth); None: not
             cut.
 
     Raises:
-        ValueError: The length cannot be cut (``check_sequence``), or a named dimension does not
-            have it.
+        ValueError: The length cannot be cut (``check_sequence``), or a named dimension has another
+            length.
     """
     check_sequence(length, size)
     dims = sequence_dims or {}
@@ -96,11 +96,11 @@ def shard_batch(
 
 
 def is_padded(batch: Any, names: Sequence[str]) -> bool:
-    """Return True if a tensor (b, s) under one of ``names`` marks some tokens as padding, because
-    it does not hold one value throughout.
+    """Return True if a tensor (b, s) under one of ``names`` marks tokens as padding.
 
-    All ranks of a replica read the same batch, so all come to the same answer, before any of them
-    has only its part. Reads a value back from the device."""
+    It does so if its values are not all equal. All ranks of a replica read the same batch, so all
+    get the same answer if the batch has not been cut yet. Reads a value back from the device.
+    """
     masks = [
         tensor
         for name, tensor in named_tensors(batch)
@@ -110,10 +110,10 @@ def is_padded(batch: Any, names: Sequence[str]) -> bool:
 
 
 def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) -> Tensor | None:
-    """Number of labels that are not ignored, () int64, on their device; None if there are none by
-    that name.
+    """Return the number of labels that are not ignored, () int64, on their device.
 
-    The weight of a rank's loss, if the loss is the mean over its labels.
+    None if the batch has no integer tensor ``name``. The number is the weight of a rank's loss, if
+    the loss is the mean over its labels.
     """
     found = [
         tensor

@@ -1,14 +1,15 @@
 """Division of a sequence over the c ranks of a context group.
 
 The sequence is cut into 2c chunks, and rank r takes chunks r and 2c-1-r (zigzag; arXiv 2407.21783,
-section 3.3.2). Under a causal mask a late token attends to more than an early one; with one chunk
-from each end all ranks do equal work::
+section 3.3.2). Under a causal mask a late token attends to more tokens than an early one. With one
+chunk from each end all ranks do equal work::
 
     c = 4      chunk     0   1   2   3   4   5   6   7
                rank      0   1   2   3   3   2   1   0
 
-Both kinds of attention use this layout, so that the data do not depend on the kind. Tokens of a
-rank stay in ascending order."""
+Both kinds of attention use this layout, so that the data do not depend on the kind. A rank's tokens
+stay in ascending order.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +38,14 @@ def check_sequence(
     """Check that a sequence can be cut.
 
     Args:
-        length: s, tokens of the whole sequence.
+        length: s, tokens of the full sequence.
         context_parallel_size: c.
         sequence_parallel_size: t if activations between tensor-parallel regions are split along the
             sequence, else 1.
 
     Raises:
-        ValueError: 2c (and c * t) does not divide the length; names the nearest lengths that work.
+        ValueError: The length is not a multiple of 2c (and c * t); the message names the nearest
+            lengths that work.
     """
     if context_parallel_size == 1:
         return
@@ -65,33 +67,34 @@ def check_sequence(
 
 
 def chunk_order(size: int) -> list[int]:
-    """The chunks in the order in which the ranks hold them: rank 0's two, rank 1's two, ..."""
+    """Return the chunks in the order of the ranks: rank 0's two, rank 1's two, ..."""
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def positions(
     length: int, rank: int, size: int, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Places in the whole sequence of the tokens that a rank holds, (s/c) int64, ascending.
+    """Return a rank's token positions in the full sequence, (s/c) int64, ascending.
 
     Args:
-        length: s, tokens of the whole sequence.
-        rank: Place in the context group.
+        length: s, tokens of the full sequence.
+        rank: Rank in the context group.
         size: c.
-        device: Where the result is made.
+        device: Device of the result.
 
     Raises:
-        ValueError: Of ``check_sequence``.
+        ValueError: As in ``check_sequence``.
     """
     return shard_sequence(torch.arange(length, device=device), 0, rank=rank, size=size)
 
 
 def shard_sequence(x: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-    """A rank's part of ``x`` (..., s, ...) along ``dim``: (..., s/c, ...). A copy, differentiable;
-    ``x`` itself if c = 1.
+    """Return a rank's part of ``x`` (..., s, ...) along ``dim``: (..., s/c, ...).
+
+    The result is a differentiable copy, or ``x`` itself if c = 1.
 
     Raises:
-        ValueError: Of ``check_sequence``.
+        ValueError: As in ``check_sequence``.
     """
     check_sequence(x.size(dim), size)
     if size == 1:
@@ -104,7 +107,7 @@ def shard_sequence(x: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def unshard_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole from the parts of all ranks in order: the inverse of ``shard_sequence``."""
+    """Join the parts of all ranks, in order: the inverse of ``shard_sequence``."""
     if len(parts) == 1:
         return parts[0]
     halves = [half for part in parts for half in part.chunk(2, dim)]
@@ -120,8 +123,10 @@ def unshard_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group) -> Tensor:
-    """The whole sequence from every member's part, on every member; collective, without
-    gradient."""
+    """Gather the full sequence from all ranks' parts, on every rank.
+
+    Collective, without gradient.
+    """
     if group.size == 1:
         return x
     x = x.detach().contiguous()

@@ -1,8 +1,8 @@
-"""Shifts along time, which a slice of the sequence cannot honour: the neighbours of the tokens at
-its chunks' ends are on other ranks.
+"""Detection of shifts along time, which a slice of the sequence does not support.
 
-``logits[:, :-1]`` beside ``labels[:, 1:]`` would leave the pair at every end of a chunk out of the
-loss."""
+The neighbours of the tokens at the ends of its chunks are on other ranks. ``logits[:, :-1]`` with
+``labels[:, 1:]`` would leave the pair at every end of a chunk out of the loss.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def check_index(x: object, index: object, *, length: int, size: int) -> None:
     """Check that ``x[index]`` drops no tokens at an end of this rank's slice.
 
     Args:
-        x: Indexed tensor; a hidden state or logits (b, s/c, h), or tokens or labels (b, s/c), are
-            looked at.
-        index: As given to ``x[...]``.
-        length: s, tokens of the whole sequence.
+        x: Indexed tensor. Only hidden states or logits (b, s/c, h), and tokens or labels (b, s/c),
+            are checked.
+        index: The index in ``x[...]``.
+        length: s, tokens of the full sequence.
         size: c.
 
     Raises:
-        ContextParallelError: It does.
+        ContextParallelError: It drops tokens.
     """
     if not _is_slice(x, length // size) or not isinstance(index, tuple):
         return
@@ -37,14 +37,14 @@ def check_index(x: object, index: object, *, length: int, size: int) -> None:
     if taken is None:
         return
     start, stop, step = taken.indices(x.size(1))
-    # Half of the tokens or less is no shift.
+    # A selection of half of the tokens or less is not a shift.
     if step == 1 and x.size(1) < 2 * (stop - start) < 2 * x.size(1):
         ends = ":".join("" if end is None else str(end) for end in (taken.start, taken.stop))
         _refuse(f"takes tokens [{ends}]", x, length, size)
 
 
 def shifting_functions(length: int, size: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """Return other functions that shift along time, and what refuses that."""
+    """Return further functions that can shift along time, and their checked versions."""
     return {
         **{
             function: partial(_roll, function, length, size)
@@ -92,7 +92,7 @@ def _is_slice(x: object, local: int) -> TypeGuard[Tensor]:
 
 
 def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
-    """Return the slice that ``index`` has for dimension 1, if it consists of slices and numbers."""
+    """Return the slice of ``index`` for dimension 1, if it consists of slices and numbers."""
     plain = [
         entry if isinstance(entry, (slice, int)) or entry is Ellipsis else None for entry in index
     ]
