@@ -1,9 +1,10 @@
-"""Expert parallelism: the experts of a mixture are shared out over ranks that read other samples,
-and tokens travel to them.
+"""Expert parallelism: a mixture's experts distributed over ranks that read other samples.
 
-Every rank has 1/e of the experts, of all tokens of its block of e ranks. A token goes to the ranks
-of the experts that its router has chosen, and what they make of it comes back (arXiv 2006.16668,
-section 3.2; without a capacity, no token is lost, arXiv 2211.15841)."""
+Every rank holds 1/e of the experts and processes these experts' tokens of its block of e ranks. A
+token is sent to the ranks of the experts that its router has chosen, and their outputs are sent
+back (arXiv 2006.16668, section 3.2). There is no capacity limit, so no token is dropped (arXiv
+2211.15841).
+"""
 
 from lightning_ptdp.expert_parallel.dispatch import Dispatched, Faults, dispatch
 from lightning_ptdp.expert_parallel.grouped_products import (

@@ -1,18 +1,22 @@
-"""Tokens to the ranks of their experts, and back: one all-to-all of uneven sizes each way.
+"""Dispatch of tokens to the ranks of their experts, and back.
 
-Shapes: n tokens here, k experts a token, h features; E experts, e ranks; r rows that came here,
-each for one of the E/e experts here.
+Each way is one all-to-all of uneven sizes; the backward runs from bottom to top::
 
-    forward    all-to-all of counts    all-to-all of rows       experts    all-to-all of their
-    outputs    weighted sum of k backward                           all-to-all of gradients
-    all-to-all of gradients
+    forward                        backward
+    all-to-all of counts
+    all-to-all of rows             all-to-all of gradients
+    experts
+    all-to-all of their outputs    all-to-all of gradients
+    weighted sum of k
 
-How many rows come from whom for which expert are numbers that the host has to know before it can
-ask for them: one wait for the device a layer. Together with them comes what a router may have done
-wrong.
+The host must know the number of rows per rank and expert before it can request them. This costs one
+device synchronization per layer. The faults of a router are read in the same synchronization.
 
-Whatever is put into another order is read in that order, in the backward too: nothing is added up
-where it lands."""
+Reordered rows are always gathered, in the backward too; no scatter with addition is used.
+
+Shapes: n local tokens, k experts per token, h features; E experts, e ranks; r received rows, each
+for one of the E/e local experts.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ class Faults:
     """Faults of a router on this rank.
 
     Attributes:
-        nowhere: Choices of experts that do not exist.
-        not_finite: Weights that are NaN or infinite.
+        nowhere: Number of choices of experts that do not exist.
+        not_finite: Number of weights that are NaN or infinite.
     """
 
     nowhere: int
@@ -43,7 +47,7 @@ class Faults:
 
 @dataclass(frozen=True, kw_only=True)
 class _Order:
-    """A permutation of rows, and the one that undoes it."""
+    """A permutation of rows, and its inverse."""
 
     order: Tensor
     places: Tensor
@@ -55,13 +59,13 @@ class _Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """Rows that arrived for the experts of this rank, and the way back.
+    """Rows received for the experts of this rank, and the way back.
 
     Attributes:
-        rows_rh: (r, h), by expert, and of each in the order of the ranks that sent them.
-        counts: (E/e,) int64, how many each expert here has.
-        sizes: The same for the host.
-        faults: What the router here did wrong; rows of choices that do not exist went to the last
+        rows_rh: (r, h), sorted by expert, and for each expert in the order of the sending ranks.
+        counts: (E/e,) int64, number of rows of each local expert.
+        sizes: The same numbers on the host.
+        faults: Faults of the local router. Rows of choices that do not exist were sent to the last
             expert.
     """
 
@@ -77,12 +81,12 @@ class Dispatched:
 
     @property
     def experts_r(self) -> Tensor:
-        """(r,) int64, which of the experts here each row is for."""
+        """Return the local expert of each row, (r,) int64."""
         here = torch.arange(len(self.sizes), device=self.counts.device)
         return here.repeat_interleave(self.counts, output_size=self.rows_rh.size(0))
 
     def combine(self, outputs_rh: Tensor, weights_nk: Tensor) -> Tensor:
-        """For each token here the weighted sum of what its experts made of it, (n, h)."""
+        """Return the weighted sum of the experts' outputs for each local token, (n, h)."""
         back = _exchange(
             _reordered(outputs_rh, self.arrived and self.arrived.undone),
             self.received,
@@ -96,13 +100,13 @@ class Dispatched:
 def dispatch(
     x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts: int, group: Group
 ) -> Dispatched:
-    """Send each token to the ranks of its experts; collective over ``group``, forward and backward.
+    """Send each token to the ranks of its experts; collective, forward and backward.
 
     Args:
         x_nh: Tokens.
-        index_nk: int64, the experts of each, 0 to E - 1.
-        weights_nk: Of each of them.
-        num_experts: E, a multiple of the group's size; the group's i-th rank has the i-th part of
+        index_nk: int64, the experts of each token, 0 to E - 1.
+        weights_nk: Weights of these experts.
+        num_experts: E, a multiple of the group's size; the group's i-th rank holds the i-th part of
             them.
         group: e ranks.
     """
@@ -154,8 +158,11 @@ def _numbers(count: int, like: Tensor) -> Tensor:
 
 
 def _by_expert(counts: Tensor, rows: int) -> _Order:
-    """From the order of ranks, and of each by expert, to the order of experts; ``counts`` (e, E/e)
-    of ``rows`` in all."""
+    """Return the order that sorts received rows by expert.
+
+    The rows are received in the order of the ranks, sorted by expert for each rank. ``counts`` (e,
+    E/e) add up to ``rows``.
+    """
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     by_expert = counts.t().reshape(-1)
     new = (by_expert.cumsum(0) - by_expert).view(counts.size(1), counts.size(0))
@@ -173,8 +180,10 @@ def _reordered(x: Tensor, order: _Order | None) -> Tensor:
 
 
 class _Take(torch.autograd.Function):
-    """Rows in another order, each of ``times`` as often; the gradient of each is gathered from
-    where it went."""
+    """Rows in another order, each repeated ``times`` times.
+
+    The gradient of a row is gathered from the positions of its copies.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: _Order, times: int) -> Tensor:
@@ -233,7 +242,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """Consecutive rows of ``x``, so many to each rank; what came, in the order of the ranks."""
+    """Send consecutive rows of ``x`` to each rank, and return the rows received.
+
+    The received rows are in the order of the ranks.
+    """
     result: Tensor = x if group.size == 1 else _Exchange.apply(x, sent, received, group)
     return result
 

@@ -1,8 +1,8 @@
-"""Computation of experts on their rows: a product of consecutive rows with one matrix for each
-expert.
+"""Computation of experts on their rows, as grouped matrix products.
 
-Where a module says how it stores what its experts compute, as transformers' do, nothing has to be
-sorted, picked or put back here."""
+Consecutive rows are multiplied by one matrix per expert. If a module declares how it stores its
+experts, as transformers' modules do, no rows need to be sorted or selected here.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _PARAMETERS = frozenset(
 
 
 def stores_as_usual(module: nn.Module) -> bool:
-    """Return True if a module of experts declares how it stores them, and has nothing else.
+    """Return True if a module of experts declares its storage and has no other parameters.
 
     It has ``gate_up_proj`` (E, 2f, h) if ``has_gate``, else ``up_proj`` (E, f, h), and
-    ``down_proj`` (E, h, f); with ``is_transposed`` each with its last dimensions exchanged, with
-    ``has_bias`` a further (E, ...) named ``..._bias`` for each. Gate and up are halves of 2f if
-    ``is_concatenated``, else they take turns; ``_apply_gate`` makes f of 2f."""
+    ``down_proj`` (E, h, f). With ``is_transposed`` the last two dimensions of each are exchanged.
+    With ``has_bias`` each has a bias (E, ...) named ``..._bias``. Gate and up are halves of 2f if
+    ``is_concatenated``, else they are interleaved. ``_apply_gate`` reduces 2f to f.
+    """
     said = all(hasattr(module, name) for name in _SAID) and not getattr(
         module, "has_post_expert_norm", False
     )
@@ -35,14 +36,18 @@ def stores_as_usual(module: nn.Module) -> bool:
 
 
 def inner_width(module: Any) -> int:
-    """f."""
+    """Return f, the inner width of an expert."""
     width: int = module.down_proj.size(1 if module.is_transposed else 2)
     return width
 
 
 def inner_parts(module: Any, name: str) -> tuple[int, tuple[int, ...]] | None:
-    """(dimension along the inner width, the parts of it that are split on their own) of a
-    parameter; None: it has none."""
+    """Return how a parameter is split along the inner width.
+
+    Returns:
+        (dimension along the inner width, its parts that are split on their own); None: it has no
+        such dimension.
+    """
     f = inner_width(module)
     if name == "down_proj_bias":
         return None
@@ -61,15 +66,15 @@ def usual_output(
     adds_bias: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output of such a module's experts for rows, (r, h).
+    """Return the output (r, h) of such a module's experts for rows.
 
     Args:
-        module: It.
-        rows_rh: By expert.
-        sizes: How many each has.
-        ends: (experts,) int32 on the rows' device, where those of each end.
+        module: The module of experts.
+        rows_rh: Rows, sorted by expert.
+        sizes: Number of rows of each expert.
+        ends: (experts,) int32 on the rows' device, end of each expert's rows.
         adds_bias: Whether the bias of the last product is added.
-        dtype: In which products are computed; None: in the weights'.
+        dtype: Dtype of the products; None: the weights' dtype.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
     made = _linear(module, first, rows_rh, sizes, ends, module.has_bias, dtype)
