@@ -1,9 +1,11 @@
-"""Dropout that drops the same elements in every layout, for comparing layouts and for finding
-errors: it costs time.
+"""Dropout that drops the same elements in every layout.
 
-Whether an element is dropped is a hash of what it is (its sample's content, position and channel,
-the module, the step; ``keys.py``) instead of the next number of a stream, whose order depends on
-the layout. ``keyed.py`` puts that in the place of torch's dropout."""
+It serves to compare layouts and to find errors; it costs time.
+
+A hash decides whether an element is dropped. Its inputs identify the element: the content of its
+sample, its position and channel, the module, the step (``keys.py``). torch uses the next number of
+a stream instead, whose order depends on the layout. ``keyed.py`` replaces torch's dropout.
+"""
 
 from lightning_ptdp.keyed_dropout.keyed import KeyedDropout, KeyedDropoutError
 

@@ -1,14 +1,14 @@
-"""Puts dropout by key in the place of torch's, for the time of a forward.
+"""Keyed dropout, in place of torch's dropout for the duration of a forward.
 
-An element's key is made of: the run's seed and the step; its sample; the module that asks and how
-often that has asked in this call; its place in the whole activation, of which this rank may hold a
-part::
+The key of an element consists of the run's seed and the step, its sample, the calling module and
+the number of its earlier dropouts in this call, and the element's position in the full activation.
+This rank may hold a part of the activation::
 
-    activation                          dimension 1               the last dimension
-    (b, ..., h)  hidden state           positions in the sequence channels; from r h on behind a column layer
-    (b, n, s, s) attention weights      heads, from r n on        keys; dimension 2: positions of the queries
+    activation                      dimension 1         last dimension
+    (b, ..., h)  hidden state       sequence positions  channels; from r h on after a column layer
+    (b, n, s, s) attention weights  heads, from r n on  keys; dimension 2: query positions
 
-Shapes: b samples, s tokens, h channels, n heads, r this rank's place in the tensor group.
+Shapes: b samples, s tokens, h channels, n heads, r this rank in the tensor group.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ _OTHERS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alp
 
 
 class KeyedDropoutError(PTDPError, ValueError):
-    """The model drops something of which it cannot be said what it is."""
+    """The model drops elements that cannot be identified."""
 
 
 @dataclass
 class _Running:
-    """One forward: of which samples, and who is being called (name, dropouts so far), outermost
-    first."""
+    """One forward: its samples and its active module calls.
+
+    ``calls`` holds (name, dropouts so far) of each active call, outermost first.
+    """
 
     seed: int
     samples: Tensor
@@ -55,14 +57,16 @@ class _Running:
 
 
 class KeyedDropout(Surrounding):
-    """Dropout of one rank; also what is told of tensor-parallel regions, as ``SplitRandomness`` is.
+    """Dropout of one rank, independent of the layout.
+
+    It is notified of tensor-parallel regions like ``SplitRandomness``.
 
     Args:
         tensor: The tensor group.
         context: The context group.
         sequence_parallel: Whether activations are split along the sequence outside of
             tensor-parallel regions.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class KeyedDropout(Surrounding):
         self._running: _Running | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Follow the calls of a module's modules; returns a function that undoes it."""
+        """Track the calls of all modules inside; returns a function that undoes it."""
         undo = contextlib.ExitStack()
         undo.callback(give_randomness(module, self))
         for name, child in module.named_modules():
@@ -98,7 +102,7 @@ class KeyedDropout(Surrounding):
 
     @contextlib.contextmanager
     def within(self, *, split: bool) -> Iterator[None]:
-        """Around what is split over the tensor group, or whole, whatever what follows is."""
+        """Drop from a split (or a whole) activation, regardless of the next module."""
         outer, self._inside = self._inside, split
         yield
         self._inside = outer
@@ -107,7 +111,7 @@ class KeyedDropout(Surrounding):
         """Drop by key in training.
 
         Raises:
-            KeyedDropoutError: There are no samples to tell apart.
+            KeyedDropoutError: The batch has no samples to identify.
         """
         if not forward.training:
             return contextlib.nullcontext()
@@ -129,7 +133,7 @@ class KeyedDropout(Surrounding):
         return self._dropping(_Running(seed, samples, length), inside=False)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
-        """The recomputation drops the same."""
+        """Drop the same elements in the recomputation."""
         running = self._running
         if running is None:
             return None
@@ -162,12 +166,12 @@ class KeyedDropout(Surrounding):
         if self._running is not None and self._running.calls:
             self._running.calls.pop()
 
-    # ---- what torch's functions become -----------------------------------------------------------
+    # ---- replacements of torch's functions -------------------------------------------------------
 
     def dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """``F.dropout``."""
+        """Replace ``F.dropout``."""
         if not training or p == 0.0 or self._running is None:
             return input
         kept = self._kept(input, p)
@@ -184,8 +188,10 @@ class KeyedDropout(Surrounding):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``, with its weights written out where some of them are
-        dropped."""
+        """Replace ``F.scaled_dot_product_attention``.
+
+        The attention weights are computed explicitly if some of them are dropped.
+        """
         if dropout_p == 0.0:
             return F.scaled_dot_product_attention(
                 query,
@@ -226,7 +232,7 @@ class KeyedDropout(Surrounding):
         return self._running
 
     def _kept(self, x: Tensor, p: float) -> Tensor:
-        """0 for what is dropped, 1 / (1 - p) for what is kept, of the shape and dtype of ``x``."""
+        """Return the factors 0 (dropped) or 1 / (1 - p) (kept), in the shape and dtype of ``x``."""
         running = self._now
         caller, samples = self._caller(), running.samples.to(x.device)
         if p == 1.0:
@@ -246,7 +252,7 @@ class KeyedDropout(Surrounding):
         return (drawn >= p).to(x.dtype) / (1 - p)
 
     def _caller(self) -> tuple[str, int]:
-        """Innermost module, and how often it has asked before in this call."""
+        """Return the innermost module, and the number of its dropouts in this call."""
         if not self._now.calls:
             return "", 0
         call = self._now.calls[-1]
@@ -254,7 +260,7 @@ class KeyedDropout(Surrounding):
         return call[0], call[1]
 
     def _places(self, x: Tensor, dim: int) -> Tensor:
-        """Return the positions in the whole activation of the elements along a dimension."""
+        """Return the positions in the full activation of the elements along a dimension."""
         own = torch.arange(x.size(dim), device=x.device)
         heads = x.dim() == 4
         if dim == (2 if heads else 1) and x.dim() > 2:
@@ -265,7 +271,7 @@ class KeyedDropout(Surrounding):
         return own
 
     def _positions(self, own: Tensor) -> Tensor:
-        """Places in the whole sequence of tokens 0, 1, ... here."""
+        """Return the positions in the full sequence of the local tokens 0, 1, ..."""
         running, context, tensor = self._now, self._context, self._tensor
         if running.length is None:
             return own
@@ -283,7 +289,11 @@ class KeyedDropout(Surrounding):
 
 
 def _without_dropout(*args: Any, **kwargs: Any) -> object:
-    """``F.multi_head_attention_forward``, inside of which nobody sees what is dropped."""
+    """Call ``F.multi_head_attention_forward``, whose dropout cannot be replaced.
+
+    Raises:
+        KeyedDropoutError: It would drop elements.
+    """
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("training", True) and given["dropout_p"]:
         raise KeyedDropoutError(

@@ -1,7 +1,8 @@
-"""Random numbers as a function of indices: no stream, no state.
+"""Random numbers as a function of indices, without a stream or a state.
 
 The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014), applied once an index, in int64 whose products wrap around."""
+generators", OOPSLA 2014), applied once per index, in int64 with wrap-around products.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ _FIRST, _SECOND = (
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; torch's keeps the sign."""
+    """Shift to the right logically; torch's shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(key: Tensor, index: Tensor) -> Tensor:
-    """A new key (broadcast shape, int64) from a key and an index."""
+    """Return a new key (broadcast shape, int64) from a key and an index."""
     z = (key ^ (index * _GAMMA)) + _GAMMA
     z = (z ^ _shifted(z, 30)) * _FIRST
     z = (z ^ _shifted(z, 27)) * _SECOND
@@ -33,23 +34,26 @@ def mix(key: Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(key: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    """Numbers in [0, 1), float32, one for each combination of ``indices``, tensors that broadcast
-    against each other and ``key``."""
+    """Return numbers in [0, 1), float32, one for each combination of ``indices``.
+
+    The indices are tensors that broadcast against each other and ``key``.
+    """
     for index in indices:
         key = mix(key, index)
     return _shifted(key, 40).to(torch.float32) * 2.0**-24
 
 
 def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
-    """A key (b) int64 of each sample's content: the same for the same sample, in whatever batch and
-    place it is.
+    """Return a key (b) int64 of each sample's content.
+
+    The key of a sample does not depend on its batch or its position in the batch.
 
     Args:
-        tensors: Of a batch; those with b entries along dimension 0 count.
+        tensors: Tensors of a batch; those with b entries along dimension 0 are used.
         samples: b.
 
     Raises:
-        ValueError: No tensor has a sample a row.
+        ValueError: No tensor has one row per sample.
     """
     keys: Tensor | None = None
     for number, tensor in enumerate(t for t in tensors if t.dim() and t.size(0) == samples):
@@ -67,7 +71,7 @@ def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The elements as int64, equal if and only if they are."""
+    """Return the elements as int64 values that are equal if and only if the elements are."""
     if x.is_complex():
         x = torch.view_as_real(x)
     return x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)
