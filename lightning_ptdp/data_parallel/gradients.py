@@ -31,9 +31,8 @@ __all__ = ["Gradients"]
 class Gradients:
     """Gradients of one rank and the tensors on which the optimizer steps.
 
-    The order of calls for a batch is ``begin``, ``start``, then ``reduce`` around Lightning's
-    backward. With a schedule, ``finish`` and ``install`` after its backward take the place of
-    ``reduce``.
+    The calls for a batch are ``begin``, then ``reduce`` around Lightning's backward. With a
+    schedule they are ``begin`` and ``start``, then ``finish`` and ``install`` after its backward.
 
     Args:
         module: The LightningModule, this rank's part.
