@@ -1,8 +1,10 @@
-"""Files of safetensors: read by the library of that name, written one tensor at a time.
+"""Safetensors files, read by the library of that name, and written one tensor at a time.
 
-A file is: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, byte
-range), the values one after the other (https://github.com/huggingface/safetensors, "Format"). The
-library saves tensors that are all in memory; here a tensor is asked for when it is its turn."""
+A file consists of 8 bytes with the length of the header, the header (JSON: name -> dtype, shape,
+byte range), and the values in sequence (https://github.com/huggingface/safetensors, "Format"). The
+library can only save tensors that are all in memory; this writer requests one tensor after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ class StoredTensor:
 
     Attributes:
         file: The file.
-        begin: Byte at which its values begin.
+        begin: Byte of the file at which the values begin.
         entry: Shape and dtype.
     """
 
@@ -71,16 +73,16 @@ class StoredTensor:
 
 
 def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The tensors of a file by name, from its header alone.
+    """Return the tensors of a file by name, from its header alone.
 
     Raises:
-        CheckpointError: The file is not of this format, is cut off, its header does not fit it, or
-            names a dtype that is not known.
+        CheckpointError: The file has another format, is truncated, or does not match its header; or
+            the header names an unknown dtype.
     """
     with _whole(path):
         regular_size(Path(path))
         with safe_open(path, framework="np"):
-            pass  # the library compares the header with the file
+            pass  # The library compares the header with the file.
         with open(path, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(length))
@@ -101,11 +103,12 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
-    """Fill rectangles of tensors, converted to the dtype of each; reads little more than their
-    bytes, in the order of the files, and maps nothing.
+    """Fill rectangles of tensors, converted to the dtype of each rectangle.
+
+    Little more than their bytes is read, in the order of the files. No file is memory-mapped.
 
     Raises:
-        CheckpointError: A file cannot be read, or is shorter than it was.
+        CheckpointError: A file cannot be read, or has become shorter.
     """
     by_file: dict[Path, list[tuple[StoredTensor, LocalRectangle]]] = {}
     for stored, rectangle in wanted:
@@ -145,11 +148,12 @@ class _File:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name, mapped: their values are read from the disk when they are
-    used, and must not be written to.
+    """Return the tensors of a file by name, memory-mapped.
+
+    The values are read from the disk when they are used. They must not be written to.
 
     Raises:
-        CheckpointError: The file is not of this format, is cut off, or its header does not fit it.
+        CheckpointError: The file has another format, is truncated, or does not match its header.
     """
     with _whole(path):
         regular_size(Path(path))
@@ -168,7 +172,8 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
     except (
         MemoryError,
         RuntimeError,
-    ) as error:  # of mapping a file that is larger than the address space
+    ) as error:
+        # Mapping a file that is larger than the address space raises these errors.
         raise CheckpointError(
             f"{path} cannot be mapped into memory: {error}".rstrip(": ")
         ) from error
@@ -182,11 +187,12 @@ def is_storable(dtype: torch.dtype) -> bool:
 def header_of(
     entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with the tensors ``entries``, and by name the byte of the file at
-    which each tensor's values begin.
+    """Return the header of a file with the tensors ``entries``, and the values' positions.
+
+    The positions are bytes of the file, by tensor name.
 
     Raises:
-        CheckpointError: A dtype has no code in the format.
+        CheckpointError: The format has no code for a dtype.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins: dict[str, int] = {}
@@ -216,16 +222,16 @@ def write_safetensors(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a file of the tensors ``entries``, asking ``read`` for one after the other.
+    """Write a file of the tensors ``entries``, one after the other.
 
     Args:
-        path: The file; it is synced at the end.
+        path: The file. It is synced at the end.
         entries: Shape and dtype of every tensor, by name.
-        read: Gives a tensor by its name, with that shape and dtype, on the CPU.
+        read: Function from a name to the tensor, with that shape and dtype, on the CPU.
         metadata: Text for the header.
 
     Raises:
-        CheckpointError: A dtype has no code in the format.
+        CheckpointError: The format has no code for a dtype.
     """
     head, _ = header_of(entries, metadata=metadata)
     with open(path, "wb") as stream:

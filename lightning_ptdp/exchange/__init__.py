@@ -1,8 +1,9 @@
-"""Between our checkpoints and everybody else's files: Hugging Face folders, state dicts,
-Lightning's single file.
+"""Conversion between checkpoints of this package and the file formats of other libraries.
 
-All of it runs in one process, without the whole model in memory (but for ``torch.save``'s formats
-on the way out)."""
+The formats are Hugging Face folders, folders of peft's adapters, state dicts, and Lightning's
+single ``.ckpt`` file. A conversion runs in one process and never holds the whole model in memory,
+except when it writes a format of ``torch.save``, or merges adapters into the weights.
+"""
 
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.converter import Kind, convert, kind_of, kind_of_result

@@ -1,4 +1,4 @@
-"""A folder of peft's adapters, read for text generation."""
+"""Reader of peft's adapter folders, for text generation."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ _WRAPPED = (
 
 
 def is_adapter_folder(path: Path) -> bool:
-    """Return True for a folder that peft's ``save_pretrained`` wrote: adapters without a model."""
+    """Return True for a folder of adapters that peft's ``save_pretrained`` wrote."""
     return (path / ADAPTER_FILE).is_file() and not (path / "config.json").exists()
 
 
 def read_adapter_folder(
     path: Path, *, base: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the arguments of a ``LitCausalLM`` with these adapters, and their tensors by the names
-    in that module.
+    """Return the arguments of a ``LitCausalLM`` with these adapters, and their tensors.
+
+    The tensors are keyed by their names in that module.
 
     Args:
         path: The folder.
@@ -52,7 +53,7 @@ def read_adapter_folder(
             names.
 
     Raises:
-        CheckpointError: The folder is damaged, names no base model, or holds other adapters than
+        CheckpointError: The folder is damaged, names no base model, or holds adapters other than
             LoRA's.
     """
     linked = hub_blobs(path)
@@ -102,7 +103,11 @@ def _options(path: Path, given: Mapping[str, Any]) -> LoraOptions:
 
 
 def _module_name(name: str, adapter: LoraOptions) -> str:
-    """``base_model.model.h.q_proj.lora_A.weight`` -> ``model.h.q_proj.lora_A.default.weight``."""
+    """Return the name that a stored adapter tensor has in a ``LitCausalLM``.
+
+    Example: ``base_model.model.h.q_proj.lora_A.weight`` ->
+    ``model.h.q_proj.lora_A.default.weight``.
+    """
     short = "model." + name.removeprefix(_PREFIX)
     for part in _WRAPPED:
         head, found, tail = short.partition(part)

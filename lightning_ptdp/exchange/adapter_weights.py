@@ -1,5 +1,4 @@
-"""Out of a checkpoint of adapters: a folder of peft's, or the whole model with the adapters merged
-into its weights."""
+"""Export of a checkpoint of adapters, as a peft folder or merged into the whole model."""
 
 from __future__ import annotations
 
@@ -28,8 +27,10 @@ _OURS, _THEIRS = "model/model.", "base_model.model."
 
 
 def base_of_adapters(state: Mapping[str, Any]) -> str | None:
-    """The path of the weights beside which a checkpoint's adapters were trained; None: it holds a
-    whole model."""
+    """Return the path of the base weights that a checkpoint's adapters were trained with.
+
+    None means that the checkpoint holds a whole model.
+    """
     return state[BASE_WEIGHTS]["path"] if BASE_WEIGHTS in state else None
 
 
@@ -39,16 +40,17 @@ def to_adapters(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write what ``PeftModel.from_pretrained(base, destination)`` reads, from a checkpoint of a
-    ``LitCausalLM`` with adapters.
+    """Write a peft folder from a checkpoint of a ``LitCausalLM`` with adapters.
+
+    ``PeftModel.from_pretrained(base, destination)`` reads the folder.
 
     Args:
         source: The checkpoint folder.
-        destination: The folder to make; an earlier export there is replaced.
-        dtype: What floating-point tensors are converted to; default: as they are.
+        destination: The folder to create. An earlier export there is replaced.
+        dtype: Dtype of the written floating-point tensors; default: as stored.
 
     Raises:
-        CheckpointError: The checkpoint is damaged; nothing is left at ``destination``.
+        CheckpointError: The checkpoint is damaged. Nothing is left at ``destination``.
     """
     state, reader, target = (
         read_state(source),
@@ -89,19 +91,20 @@ def merge_adapters(
     dtype: torch.dtype | None = None,
     shard_bytes: int,
 ) -> None:
-    """Write the whole Hugging Face folder with the adapters merged into the weights beside which
-    they were trained; the process holds the model.
+    """Write a whole Hugging Face folder, with the adapters merged into their base weights.
+
+    The process holds the whole model in memory.
 
     Args:
-        source: The checkpoint folder, of a ``LitCausalLM`` with adapters.
-        destination: The folder to make; an earlier export there is replaced.
-        base: Where the weights are now; default: where they were.
-        dtype: Of the model; default: as its folder has it.
-        shard_bytes: Most bytes in one file.
+        source: The checkpoint folder of a ``LitCausalLM`` with adapters.
+        destination: The folder to create. An earlier export there is replaced.
+        base: Current folder of the base weights; default: the folder that training used.
+        dtype: Dtype of the model; default: that of its folder.
+        shard_bytes: Maximum number of bytes in one file.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or the weights are others; nothing is left at
-            ``destination``.
+        CheckpointError: The checkpoint is damaged, or ``base`` has different weights. Nothing is
+            left at ``destination``.
     """
     peft = import_optional("peft")
     transformers = import_optional("transformers")
@@ -137,8 +140,11 @@ def merge_adapters(
 
 
 def _peft_name(name: str) -> str:
-    """``model/model.h.q_proj.lora_A.default.weight`` ->
-    ``base_model.model.h.q_proj.lora_A.weight``."""
+    """Return peft's name for a tensor of a checkpoint.
+
+    Example: ``model/model.h.q_proj.lora_A.default.weight`` ->
+    ``base_model.model.h.q_proj.lora_A.weight``.
+    """
     name = _THEIRS + re.sub(r"\.modules_to_save\.[^.]+", "", name.removeprefix(_OURS))
     return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(
         ".default", ""

@@ -1,5 +1,7 @@
-"""Checks of an exported folder with transformers: names and shapes of its architecture before the
-export, logits after it."""
+"""Checks of an exported folder with transformers.
+
+Names and shapes are checked before the export, and logits after it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ __all__ = ["check_architecture", "verify_huggingface"]
 _SHOWN = 3
 _LENGTH = 16
 _CLOSE = 1e-4
-"""Tolerance of logits, relative to the largest: in float32 two implementations of a model add in
-different orders."""
+"""Tolerance of logits, relative to the largest one.
+
+Two implementations of a model add float32 numbers in different orders.
+"""
 
 
 def check_architecture(
@@ -36,27 +40,30 @@ def check_architecture(
     *,
     in_files: bool = False,
 ) -> Any:
-    """Compare what is to be written with the architecture that its configuration names, built on
-    the meta device.
+    """Compare the tensors to export with the architecture that their configuration names.
+
+    The architecture is built on the meta device.
 
     Args:
-        description: The ``config.json``.
+        description: Content of ``config.json``.
         stored: Name -> shape of every tensor.
-        source: What it comes from, for messages.
-        kind: The class, where it is known.
-        in_files: The names are those of files, where transformers calls some tensors otherwise.
+        source: Origin of the tensors, for messages.
+        kind: The model's class, if it is known.
+        in_files: True if the names are those of files, which differ for some tensors from
+            transformers' names in a model.
 
     Returns:
         The architecture.
 
     Raises:
-        CheckpointError: transformers has no such architecture or is not installed; a name is
-            missing or unknown; a shape differs.
+        CheckpointError: transformers does not have the architecture or is not installed; a name is
+            missing or unknown; or a shape differs.
     """
     name, kind = _architecture(description) if kind is None else (kind.__name__, kind)
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file, torch.device("meta"):
-            file.write(json.dumps(description))  # in a file there may be infinities
+            # JSON in a file may hold infinities.
+            file.write(json.dumps(description))
             file.flush()
             model = kind(kind.config_class.from_json_file(file.name))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -98,20 +105,22 @@ def verify_huggingface(
     prefix: str,
     model: Model | None,
 ) -> str:
-    """Load an exported folder as its users do, and compare it with the checkpoint. Needs memory for
-    two whole models.
+    """Load an exported folder as its users do, and compare it with the checkpoint.
+
+    The comparison needs memory for two whole models.
 
     Args:
         source: The checkpoint folder.
-        folder: What was made of it.
-        prefix: Of the model's names in the checkpoint, with a dot.
-        model: Our own, whose logits are compared; None: a module wraps theirs, and every tensor is.
+        folder: The exported folder.
+        prefix: Prefix of the model's names in the checkpoint, with a dot.
+        model: The native model, whose logits are compared. None: the module wraps a Hugging Face
+            model, and every tensor is compared.
 
     Returns:
-        What was found.
+        The result, in words.
 
     Raises:
-        CheckpointError: They differ.
+        CheckpointError: The folder and the checkpoint differ.
     """
     name, kind = _architecture(read_config(Path(folder)))
     theirs, said = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
@@ -145,9 +154,8 @@ def verify_huggingface(
     )
     with torch.no_grad():
         mine, answer = ours.to(theirs.dtype).float().eval()(ids), theirs.float().eval()(ids)
-    other = (
-        answer["logits"] if "logits" in answer else answer["prediction_logits"]
-    )  # a BERT has two heads
+    # BERT returns the logits of two heads.
+    other = answer["logits"] if "logits" in answer else answer["prediction_logits"]
     mine = mine[0] if isinstance(mine, tuple) else mine
     gap = float((mine - other).abs().max() / mine.abs().max())
     if not gap < _CLOSE:

@@ -1,8 +1,9 @@
-"""BERT: our two orders of LayerNorm and the two models that Hugging Face has for them.
+"""Correspondence of this package's BERT with Hugging Face's two BERT models.
 
-LayerNorm behind the sums (``norm_order="post"``) is ``BertForPreTraining``, in front (``"pre"``)
-``MegatronBertForPreTraining``. Both have the heads for masked tokens and for the order of two
-sentences."""
+LayerNorm after the residual sums (``norm_order="post"``) is ``BertForPreTraining``; LayerNorm
+before them (``"pre"``) is ``MegatronBertForPreTraining``. Both have the heads for masked tokens and
+for the order of two sentences.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +37,8 @@ _ROWS = (
     Row(ours="blocks.*.mlp.down", theirs=f"{_LAYER}.output.dense"),
     Row(ours="masked_head.dense", theirs="cls.predictions.transform.dense"),
     Row(ours="masked_head.norm", theirs="cls.predictions.transform.LayerNorm"),
-    Row(
-        ours="masked_head.decoder", theirs="cls.predictions"
-    ),  # its bias; the weight is the embedding's
+    # ``theirs`` holds only the bias; the weight is tied to the embedding.
+    Row(ours="masked_head.decoder", theirs="cls.predictions"),
     Row(ours="order_head.pooler", theirs="bert.pooler.dense"),
     Row(ours="order_head.classifier", theirs="cls.seq_relationship"),
 )
@@ -102,8 +102,8 @@ def _family(
         rows=_ROWS + rows,
         fields=_FIELDS,
         base="bert.",
-        # Files may repeat what is tied: the decoder's weight is the embedding's, its bias the
-        # head's.
+        # Files may repeat tied tensors: the decoder's weight is the embedding's, and its bias is
+        # the head's.
         ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
         tied={"masked_head.decoder.weight": "embeddings.token.weight"},
         older={"gamma": "weight", "beta": "bias"},

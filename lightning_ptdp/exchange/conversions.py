@@ -1,5 +1,7 @@
-"""Names of tensors in transformers' files where they differ from the model's: some are renamed, and
-experts that are computed together are stored apart."""
+"""Correspondence of tensor names in transformers' files with those in its models.
+
+transformers renames some tensors, and stores experts separately that its models compute together.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ __all__ = ["View", "views_in_files"]
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A tensor of a file as a part of one of the model's.
+    """A tensor of a file, as a part of a tensor of the model.
 
     Attributes:
-        name: The model's.
-        place: Where it lies in that.
-        dims: For each dimension of the file's, which of the model's it is; the others are of extent
-            1.
+        name: Name of the model's tensor.
+        place: Rectangle of the part in the model's tensor.
+        dims: For each dimension of the file's tensor, the corresponding dimension of the model's.
+            The model's remaining dimensions have an extent of 1 in the part.
     """
 
     name: str
@@ -34,7 +36,7 @@ class View:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> View:
-        """All of a tensor."""
+        """Return the view of a whole tensor."""
         return cls(
             name=name, place=Rectangle.at((0,) * len(shape), shape), dims=tuple(range(len(shape)))
         )
@@ -52,20 +54,21 @@ class View:
         return Rectangle(begin, end)
 
     def turned(self, values: torch.Tensor) -> torch.Tensor:
-        """A view of values of the model's tensor as they lie in the file's."""
+        """Return a view of ``values`` of the model's tensor in the file's order of dimensions."""
         others = [dim for dim in range(values.dim()) if dim not in self.dims]
         return values.permute(*others, *self.dims)[(0,) * len(others)]
 
 
 def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
-    """Return the tensors that ``save_pretrained`` would write, by their names in the files, each as
-    a part of one of the model's.
+    """Return the tensors that ``save_pretrained`` writes, as parts of the model's tensors.
 
-    Tensors that are no such parts stay as in the model, which ``from_pretrained`` reads as well.
+    The result is keyed by the names in the files. If one tensor is not a rectangle of a model's
+    tensor, all tensors keep their names and shapes in the model, which ``from_pretrained`` reads as
+    well.
 
     Args:
-        model: Of transformers, on the meta device.
-        shapes: Of its tensors, of tied ones once.
+        model: A model of transformers, on the meta device.
+        shapes: Shapes of its tensors by name. Tied tensors occur once.
     """
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     own = {name if tied.get(name, name) in shapes else tied[name]: name for name in shapes}
@@ -73,9 +76,9 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     for name in names:
         begins.append(end)
         end += max(math.prod(shapes[name]), 1)
-    flat = torch.empty(
-        end, device="meta"
-    )  # all of them in one: where a view of it begins says of which it is a part
+    # All tensors are views of one flat tensor, so that the storage offset of a view identifies the
+    # tensor that it is a part of.
+    flat = torch.empty(end, device="meta")
     wholes = {
         stored: flat[begin : begin + math.prod(shapes[name])].view(shapes[name])
         for (stored, name), begin in zip(own.items(), begins, strict=True)
@@ -96,8 +99,14 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) -> View | None:
-    """Return ``value`` as a view of a tensor of ``shape`` that lies row by row and begins ``first``
-    elements before it; None if it is no rectangle."""
+    """Return the view of a contiguous tensor that ``value`` is, or None if not a rectangle.
+
+    Args:
+        name: Name of the contiguous tensor.
+        shape: Shape of the contiguous tensor.
+        first: Number of elements by which ``value`` begins after the contiguous tensor.
+        value: The view.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = (
         tuple(first // stride % extent for stride, extent in zip(strides, shape, strict=True))

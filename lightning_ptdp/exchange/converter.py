@@ -1,5 +1,7 @@
-"""One function for all conversions: what the two sides are is seen from what is there and from the
-names."""
+"""Conversion of any supported file or folder to another kind.
+
+The source's kind follows from its content, and the result's kind from names unless it is given.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _MARKERS: Mapping[Kind, str] = {
     "huggingface": files.EXPORT_MARK,
     "adapter": files.EXPORT_MARK,
 }
-"""File by which a folder is known as one that may be replaced."""
+"""Name of the file that identifies a folder of this kind, so that it may be replaced."""
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
@@ -41,7 +43,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     """Return the kind of the file or folder at ``path``.
 
     Raises:
-        CheckpointError: Nothing, or nothing that can be converted.
+        CheckpointError: Nothing is at ``path``, or nothing that can be converted.
     """
     place = Path(path)
     if "://" in str(path):
@@ -70,11 +72,11 @@ def kind_of_result(
     to: Kind | None = None,
     merge: bool = False,
 ) -> Kind:
-    """Return the kind of the result that ``convert`` makes of these arguments.
+    """Return the kind of the result of ``convert`` with these arguments.
 
     Raises:
-        CheckpointError: It cannot be made of ``source``, or would replace something else at
-            ``destination``.
+        CheckpointError: ``source`` cannot be converted to this kind, or ``destination`` has content
+            that may not be replaced.
     """
     kind = kind_of(source)
     state = (
@@ -113,9 +115,10 @@ def kind_of_result(
         raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
     files.check_apart(destination, [source])
     if wanted in _MARKERS:
+        # ``torch.save`` writes zip files.
         files.check_replaceable(
             destination, marker=_MARKERS[wanted], or_file=zipfile.is_zipfile(destination)
-        )  # as torch.save's
+        )
     return wanted
 
 
@@ -131,34 +134,38 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     merge: bool = False,
 ) -> Kind:
-    """Convert between a checkpoint of ours and Hugging Face folders, state dicts and Lightning's
-    single file.
+    """Convert between this package's checkpoints and the formats of other libraries.
+
+    The formats are Hugging Face folders, peft's adapter folders, state dicts and Lightning's single
+    file.
 
     Args:
         source: A checkpoint folder, a Hugging Face folder, or a file (``.pt``, ``.pth``, ``.bin``,
-            ``.safetensors``, ``.ckpt``). What is made of a ``.ckpt`` file is what is made of a
-            folder.
-        destination: What to write. A file, a checkpoint or an earlier export there is replaced.
-        to: What to make. Default: a checkpoint out of anything else; out of a checkpoint a state
-            dict or Lightning's file if the destination ends like one, else a Hugging Face folder.
-            Out of a ``.ckpt`` file a state dict if the destination ends like one; else a
-            checkpoint, but a Hugging Face folder if training under this strategy has written the
-            file and the destination does not end with ``.ckpt``.
-        names: From a Hugging Face folder: "ptdp" for our own model, "hf" for a LightningModule that
-            wraps theirs.
-        prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." for
-            Hugging Face, none for state dicts.
-        config: See :func:`to_huggingface`.
-        dtype: What floating-point tensors are converted to on the way out.
-        shard_bytes: Most bytes in one file of a Hugging Face folder.
-        merge: Of a checkpoint of adapters, make the whole model with them in its weights, and not a
-            folder of peft's.
+            ``.safetensors``, ``.ckpt``). A ``.ckpt`` file converts to the same formats as a
+            checkpoint folder.
+        destination: The file or folder to write. A file, a checkpoint or an earlier export there is
+            replaced.
+        to: Kind of the result. Default for a checkpoint: a state dict or Lightning's file if the
+            destination has the suffix of one, else a Hugging Face folder. Default for a ``.ckpt``
+            file: a state dict if the destination has the suffix of one; else a Hugging Face folder
+            if training under this strategy has written the file and the destination does not end
+            with ``.ckpt``; else a checkpoint. Default for every other source: a checkpoint.
+        names: Names of the tensors read from a Hugging Face folder: "ptdp" for the native model,
+            "hf" for a LightningModule that wraps a Hugging Face model.
+        prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." when
+            reading a Hugging Face folder, the common prefix of all names when writing one, none for
+            state dicts.
+        config: See :func:`to_huggingface`. With ``merge``: current folder of the base weights.
+        dtype: Dtype of the floating-point tensors in an export; default: as stored.
+        shard_bytes: Maximum number of bytes in one file of a Hugging Face folder.
+        merge: Merge a checkpoint's adapters into the weights and write the whole model, instead of
+            a peft folder.
 
     Returns:
-        What was made.
+        The kind of the result.
 
     Raises:
-        CheckpointError: It cannot be done; nothing is left at ``destination``.
+        CheckpointError: The conversion failed. Nothing is left at ``destination``.
     """
     kind, wanted = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])

@@ -1,5 +1,7 @@
-"""Hugging Face folders from a checkpoint, or from the model that is trained: one writer, two
-sources of rectangles."""
+"""Hugging Face folders from a checkpoint, or from the model in training.
+
+Both sources provide rectangles of tensors to the same writer.
+"""
 
 from __future__ import annotations
 
@@ -46,24 +48,24 @@ def to_huggingface(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face folder from a checkpoint of ours, of any layout; in one process.
+    """Write a Hugging Face folder from a checkpoint of any layout, in one process.
 
     Args:
         source: The checkpoint folder.
-        destination: The folder to make; an earlier export there is replaced.
-        config: For a LightningModule that wraps a Hugging Face model, that model's ``config.json``,
-            or the folder it is in. It follows from the checkpoint for our own models, and where the
-            hyperparameters have the folder as ``path`` (``LitCausalLM``). The files of the
-            tokenizer and of generation beside it go along, or for a GPT of ours the tokenizer of
-            the data folder that the checkpoint names, as transformers reads it.
-        prefix: Name of the model's attribute in the LightningModule, with a dot; tensors of other
-            names are left out. Default: what all names begin with.
-        dtype: What floating-point tensors are converted to; default: as they are.
-        shard_bytes: Most bytes of tensors in one file.
+        destination: The folder to create. An earlier export there is replaced.
+        config: For a LightningModule that wraps a Hugging Face model: that model's ``config.json``,
+            or the folder that contains it. Not needed for native models, nor if the hyperparameters
+            name the folder as ``path`` (``LitCausalLM``). The tokenizer's files and
+            ``generation_config.json`` beside it are copied. For a native GPT, the tokenizer of the
+            data folder that the checkpoint names is written in transformers' format.
+        prefix: Attribute of the model in the LightningModule, with a dot. Tensors without this
+            prefix are left out. Default: the common prefix of all names.
+        dtype: Dtype of the written floating-point tensors; default: as stored.
+        shard_bytes: Maximum number of bytes of tensors in one file.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or holds a model that Hugging Face does not
-            have; nothing is left at ``destination``.
+        CheckpointError: The checkpoint is damaged, or Hugging Face does not have its model. Nothing
+            is left at ``destination``.
     """
     reader, target = TensorReader(source), Path(os.path.abspath(destination))
     entries = {name: entry for name, entry in reader.tensors.items() if name.startswith(MODEL)}
@@ -84,11 +86,13 @@ def verify_export(
     config: str | os.PathLike[str] | None = None,
     prefix: str | None = None,
 ) -> str:
-    """Return the result of ``verify_huggingface`` for a folder that ``to_huggingface`` made with
-    the same arguments.
+    """Verify a folder that ``to_huggingface`` wrote with the same arguments.
+
+    Returns:
+        The result of ``verify_huggingface``, in words.
 
     Raises:
-        CheckpointError: The folder does not give what the checkpoint gives.
+        CheckpointError: The folder and the checkpoint differ.
     """
     with as_folder(source, beside=folder) as stored:
         if prefix is None:
@@ -102,15 +106,16 @@ def verify_export(
 
 @dataclass(frozen=True, kw_only=True)
 class FolderExport:
-    """A Hugging Face folder that all ranks write together, each what it has; collective over all
-    ranks.
+    """A Hugging Face folder that all ranks write together, each its own part.
+
+    The methods are collective over all ranks.
 
     Args:
-        target: The folder to make, the same on all ranks and on a file system that they share.
-        described: What is exported.
-        prefix: As of ``to_huggingface``.
-        dtype: Likewise.
-        shard_bytes: Likewise.
+        target: The folder to create: the same on all ranks, and on a shared file system.
+        described: Description of the model to export.
+        prefix: See ``to_huggingface``.
+        dtype: See ``to_huggingface``.
+        shard_bytes: See ``to_huggingface``.
     """
 
     target: Path
@@ -120,14 +125,14 @@ class FolderExport:
     shard_bytes: int = SHARD_BYTES
 
     def check(self, rectangles: Sequence[LocalRectangle]) -> None:
-        """Find out before training whether the folder could be written after it.
+        """Check before training that the folder can be written after it.
 
         Args:
-            rectangles: What this rank has.
+            rectangles: This rank's rectangles.
 
         Raises:
-            CheckpointError: On all ranks: the model is none that Hugging Face has, its names are
-                others, the folder has other content, cannot be made, or the disk has not the room.
+            CheckpointError: Hugging Face does not have the model, its names differ, the folder has
+                other content or cannot be created, or the disk is too full. Raised on all ranks.
         """
         plan, _ = self._plan(rectangles)
         with same_outcome(self._doing):
@@ -144,14 +149,15 @@ class FolderExport:
                     )
 
     def write(self, rectangles: Sequence[LocalRectangle]) -> None:
-        """Write the folder: it stands under its name when it is whole.
+        """Write the folder. It appears under its name when it is complete.
 
         Args:
-            rectangles: What this rank has; what several have is written by one of them.
+            rectangles: This rank's rectangles. One rank writes each rectangle that several ranks
+                hold.
 
         Raises:
-            CheckpointError: On all ranks, if anything failed on any; what was at ``target`` is
-                untouched, nothing else is left.
+            CheckpointError: A rank failed. Raised on all ranks. The content of ``target`` is
+                unchanged, and nothing else is left.
         """
         plan, mine = self._plan(rectangles)
         part = from_rank_zero(lambda: files.part_name(self.target))
@@ -203,6 +209,6 @@ def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | 
 
 
 def _stored(reader: TensorReader, name: str, entry: TensorEntry) -> LocalRectangle:
-    """A tensor of a checkpoint, read when it is written."""
+    """Return a tensor of a checkpoint, which is read when it is written."""
     whole = LocalRectangle.whole(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
     return replace(whole, read=lambda offset, shape: reader.read(name, offset=offset, shape=shape))

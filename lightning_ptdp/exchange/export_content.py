@@ -1,4 +1,4 @@
-"""Content of an export: the names of its tensors, its ``config.json``, and the files beside it."""
+"""Content of an export: names of tensors, ``config.json``, and the files beside it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A model that is exported, whatever its values.
+    """Description of a model to export, without its values.
 
     Attributes:
-        config: Its ``config.json``.
-        documents: Files that go along: name -> content.
-        ours: It is one of our own; None: a module wraps theirs, and what transformers calls its
-            tensors.
-        kind: Their class, where it is known; None: the one that ``config`` names.
+        config: Content of ``config.json``.
+        documents: Additional files: name -> content.
+        ours: The native model. None: the module wraps a Hugging Face model, whose names it keeps.
+        kind: Class of the Hugging Face model, if it is known; None: the one that ``config`` names.
     """
 
     config: Mapping[str, Json]
@@ -57,18 +56,18 @@ class Described:
         dtype: torch.dtype | None,
         source: str,
     ) -> dict[str, Item]:
-        """Every tensor of theirs, in the order in which they are stored.
+        """Return every Hugging Face tensor, in the order of storage.
 
         Args:
-            entries: Tensors of ours, by their names in a checkpoint.
-            prefix: Name of the model's attribute in the LightningModule, with a dot. Default: what
-                all names begin with.
-            dtype: What floating-point tensors are converted to.
-            source: What has them, for messages.
+            entries: The native tensors, by their names in a checkpoint.
+            prefix: Attribute of the model in the LightningModule, with a dot. Default: the common
+                prefix of all names.
+            dtype: Dtype of the written floating-point tensors; None: as stored.
+            source: Origin of the tensors, for messages.
 
         Raises:
-            CheckpointError: There are none, or they are not those of the model, as Hugging Face
-                makes it of the configuration.
+            CheckpointError: There are no tensors, or they are not those of the model that Hugging
+                Face builds from the configuration.
         """
         names = {name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)}
         prefix = common_prefix(names) if prefix is None else prefix
@@ -78,8 +77,10 @@ class Described:
                 f"{sorted(names)[:_SHOWN]}"
             )
         if self.ours is not None:
+            # ``_our_items`` has compared the tensors with the native model; transformers adds a
+            # second check.
             found = dict(_our_items(self.ours, entries, prefix, dtype, source))
-            if find_spec("transformers") is not None:  # they have been compared with their table
+            if find_spec("transformers") is not None:
                 check_architecture(
                     self.config,
                     {name: item.entry.shape for name, item in found.items()},
@@ -96,31 +97,33 @@ class Described:
         return {name: _item(entries, prefix, views[name], dtype) for name in sorted(views)}
 
     def files(self, items: Mapping[str, Item]) -> dict[str, bytes]:
-        """All but the tensors: name -> content."""
+        """Return all files except those of the tensors: name -> content."""
         kinds = [item.entry.dtype for item in items.values() if item.entry.dtype.is_floating_point]
-        config = {
-            name: value for name, value in self.config.items() if name != "dtype"
-        }  # what some versions call the next
+        # Some versions of transformers call ``torch_dtype`` ``dtype``.
+        config = {name: value for name, value in self.config.items() if name != "dtype"}
         config |= {"torch_dtype": str(kinds[0]).removeprefix("torch.")} if kinds else {}
         return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **self.documents}
 
 
 def described_by_folder(path: Path, state: Mapping[str, Any] | None = None) -> Described:
-    """By a ``config.json``, or the Hugging Face folder that has it, with the files that are there,
-    and the tokenizer that ``state`` names.
+    """Return the description of a model from its ``config.json`` or its folder.
+
+    The files beside the configuration are included, and the tokenizer that ``state`` names.
 
     Raises:
-        CheckpointError: It is missing or damaged.
+        CheckpointError: The configuration is missing or damaged.
     """
     return Described(config=read_config(path), documents=files_beside(path, state))
 
 
 def described_by_state(state: Mapping[str, Any]) -> Described:
-    """By what a checkpoint says of itself: the Hugging Face folder or configuration that its model
-    was built from, or one of ours.
+    """Return the description of a checkpoint's model from the checkpoint's state.
+
+    The state names a native configuration, or the Hugging Face folder or configuration that the
+    model was built from.
 
     Raises:
-        CheckpointError: Of ``model_of_hyper_parameters``; or the folder is not there any more.
+        CheckpointError: As for ``model_of_hyper_parameters``, or the folder no longer exists.
     """
     given = state.get("hyper_parameters", {})
     if isinstance(given.get("path"), str):
@@ -144,13 +147,14 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
 
 
 def described_by_module(model: Any, state: Mapping[str, Any]) -> Described:
-    """By a Hugging Face model, whatever part of it is here. The files of the folder that its
-    configuration was read from go along, with the tokenizer that ``state``, as a checkpoint would
-    have it, says that it was trained with."""
+    """Return the description of a Hugging Face model, of which this rank may hold only a part.
+
+    The export includes the files of the folder that the configuration was read from. ``state`` has
+    the form of a checkpoint's state and names the tokenizer of the training data.
+    """
     config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
-    config |= (
-        {"use_cache": True} if "use_cache" in config else {}
-    )  # it is False while a model is trained
+    # ``use_cache`` is False during training.
+    config |= {"use_cache": True} if "use_cache" in config else {}
     documents = (
         {"generation_config.json": model.generation_config.to_json_string().encode()}
         if model.can_generate()

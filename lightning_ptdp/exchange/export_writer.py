@@ -1,5 +1,7 @@
-"""A Hugging Face folder, written by all who hold a part of the model: where each byte goes follows
-from names, shapes and dtypes alone."""
+"""Writer of a Hugging Face folder, used by all ranks that hold a part of the model.
+
+The position of each byte follows from names, shapes and dtypes alone.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,20 @@ from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
 __all__ = ["FolderPlan", "Item"]
 
 _BLOCK = 1 << 24
-"""Bytes of a rectangle that are in memory a second time, converted and gathered, while they are
-written."""
+"""Number of bytes of a rectangle that are copied to convert and gather them.
+
+A rectangle is written in blocks of this size, so that memory holds one block twice.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One tensor of theirs.
+    """One tensor of a Hugging Face folder.
 
     Attributes:
-        stored: Name of the tensor of ours that it is in, as checkpoints have it.
-        view: Which part of that it is.
-        entry: What it is in the file.
+        stored: Name in a checkpoint of the native tensor that contains it.
+        view: Its part of the native tensor.
+        entry: Its shape and dtype in the file.
     """
 
     stored: str
@@ -42,12 +46,12 @@ class Item:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """Which tensor is in which file, and where.
+    """File and position of every tensor.
 
     Attributes:
-        items: By their names.
-        heads: By a file's name, what is before the values.
-        places: By their names, the file and the byte of it at which the values begin.
+        items: The tensors by name.
+        heads: File name -> the bytes before the values.
+        places: Tensor name -> its file, and the byte of the file at which its values begin.
     """
 
     items: Mapping[str, Item]
@@ -56,8 +60,9 @@ class FolderPlan:
 
     @classmethod
     def of(cls, items: Mapping[str, Item], *, shard_bytes: int) -> FolderPlan:
-        """The tensors in their order, with at most ``shard_bytes`` bytes of them in a file, or one
-        larger tensor.
+        """Return a plan that keeps the order of the tensors.
+
+        Each file has at most ``shard_bytes`` bytes of tensors, or one larger tensor.
 
         Raises:
             CheckpointError: ``shard_bytes`` is not positive, or a dtype cannot be stored.
@@ -84,14 +89,14 @@ class FolderPlan:
         return sum(item.entry.num_bytes for item in self.items.values())
 
     def create(self, folder: Path, documents: Mapping[str, bytes]) -> None:
-        """Make the folder, with everything but the values, for which there is room.
+        """Create the folder and all its content except the values, for which it reserves space.
 
         Args:
-            folder: Is not there yet.
-            documents: The other files: name -> content.
+            folder: A path that does not exist yet.
+            documents: The additional files: name -> content.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: A file cannot be written.
         """
         folder.mkdir()
         if len(self.heads) > 1:
@@ -111,12 +116,13 @@ class FolderPlan:
             os.truncate(folder / file, end)
 
     def fill(self, folder: Path, rectangles: Iterable[LocalRectangle]) -> None:
-        """Write the values of rectangles of ours, a block after the other, where they belong; what
-        is in no item is left out.
+        """Write the values of native rectangles to their positions, one block at a time.
+
+        Rectangles that are in no item are skipped.
 
         Raises:
-            CheckpointError: What another rank has made is not seen here.
-            OSError: It cannot be written.
+            CheckpointError: A file that another rank has created is not visible here.
+            OSError: A file cannot be written.
         """
         ours: dict[str, list[LocalRectangle]] = {}
         for one in rectangles:

@@ -1,5 +1,7 @@
-"""The weights of a Hugging Face folder for a module that wraps the model, or for our own: each rank
-reads its own part, without a conversion before."""
+"""Weights of a Hugging Face folder, for a wrapped Hugging Face model or a native model.
+
+Each rank reads its own part directly from the folder, without converting it to a checkpoint first.
+"""
 
 from __future__ import annotations
 
@@ -46,20 +48,19 @@ Parts = Sequence[tuple[StoredTensor, View]]
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceNames:
-    """Names in a module of the tensors in a folder.
+    """Mapping from the names in a folder to the names in a module.
 
     Attributes:
-        prefix: What stands before all names of the model: the attribute that it is, with a dot.
-        base: The attribute of the model without its head ("transformer"), if this one has a head.
-        own_base: The same attribute, if this is a model without a head: its names are stored
-            without it, or with it beside a head's.
-        aliases: Name of a tied tensor -> the name under which it is known.
-        wrapped: Name of a tensor in the model -> those that it has now, in what an adapter put
-            around its module.
-        known: Names of the module's tensors, as far as it has them here.
-        ignored: What is found in other names that are left out, as regular expressions.
-        views: Name in the files -> what of the model it is, where transformers calls it otherwise
-            in the model or has it in a part.
+        prefix: Attribute of the model in the module, with a dot; the prefix of all its names.
+        base: Attribute of the model without its head ("transformer"), if this model has a head.
+        own_base: The same attribute, if this model has no head. A folder stores its names without
+            the attribute, or with it if the folder's model has a head.
+        aliases: Name of a tied tensor -> the name of the tensor that it is tied to.
+        wrapped: Name of a tensor in the model -> its present names, inside an adapter's wrapper.
+        known: Names of the tensors of the module that this rank holds.
+        ignored: Regular expressions of names to leave out, unless they are in ``known``.
+        views: Name in the files -> the corresponding part of a model's tensor, if the name or the
+            shape differs.
     """
 
     prefix: str = ""
@@ -72,8 +73,10 @@ class HuggingFaceNames:
     views: Mapping[str, View] = field(default_factory=dict)
 
     def of(self, stored: Mapping[str, StoredTensor]) -> dict[str, Parts]:
-        """Return the tensors in ``stored`` by their names in the module, with their positions
-        there; a tied tensor once."""
+        """Return the tensors in ``stored`` by name in the module, with their positions there.
+
+        A tied tensor occurs once.
+        """
         if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
@@ -83,11 +86,12 @@ class HuggingFaceNames:
         parts: dict[str, list[tuple[StoredTensor, View]]] = {}
         for name, value in stored.items():
             view = self.views.get(name, View.whole(name, value.entry.shape))
+            # A whole view keeps the stored shape, which the later comparison of shapes rejects.
             view = (
                 view
                 if view.shape == value.entry.shape
                 else View.whole(view.name, value.entry.shape)
-            )  # to be refused by its shape
+            )
             parts.setdefault(view.name, []).append((value, view))
         named = {
             self.prefix + now: value
@@ -113,15 +117,15 @@ class HuggingFaceNames:
 
 @dataclass(frozen=True)
 class HuggingFaceWeights:
-    """The tensors of a folder, by the names that a module has for them, of which any rectangle can
-    be read."""
+    """Tensors of a folder, by their names in a module; any rectangle can be read."""
 
     stored: Mapping[str, Parts]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
-        """Open the folder ``path``, with the names that its tensors have in a module that wraps the
-        model, each behind ``model/``.
+        """Open the folder ``path`` with the names of a module that wraps the model.
+
+        Each name has the prefix ``model/``.
 
         Raises:
             CheckpointError: Files are missing or damaged.
@@ -160,7 +164,7 @@ class HuggingFaceWeights:
         read_stored(part for wanted in rectangles_of(tensors) for part in self._parts(wanted))
 
     def _parts(self, wanted: LocalRectangle) -> Iterator[tuple[StoredTensor, LocalRectangle]]:
-        """Yield the stored tensors of a rectangle, and where their values go."""
+        """Yield the stored tensors of a rectangle, each with the destination of its values."""
         for stored, view in self.stored[wanted.name]:
             common = view.place.common(wanted.place)
             if common.numel:
@@ -172,14 +176,14 @@ class HuggingFaceWeights:
                 )
 
     def check(self, model: nn.Module, *, may_lack: Sequence[str] = ()) -> None:
-        """Compare names and shapes with those of the whole ``model``, which may be on the meta
-        device.
+        """Compare names and shapes with those of the whole ``model``.
 
         Args:
+            model: The whole model, which may be on the meta device.
             may_lack: Patterns of the model's names that need not be stored.
 
         Raises:
-            CheckpointError: They differ; lists how.
+            CheckpointError: The names or shapes differ. The message lists the differences.
         """
         found = {name.removeprefix("model/"): entry.shape for name, entry in self.tensors.items()}
         first: dict[int, str] = {}
@@ -210,8 +214,12 @@ class HuggingFaceWeights:
 
 @dataclass(frozen=True)
 class OurWeights:
-    """The mapped tensors of a folder, as parts of our own model's: for each of its tensors, whose
-    names begin with ``model/``, the rectangles that it is made of."""
+    """Mapped tensors of a folder, as parts of a native model's tensors.
+
+    Attributes:
+        parts: Name of a native tensor, with the prefix ``model/`` -> the rectangles that it
+            consists of.
+    """
 
     parts: Mapping[str, Sequence[LocalRectangle]]
 
@@ -220,7 +228,7 @@ class OurWeights:
         """Open the folder ``path``.
 
         Raises:
-            CheckpointError: As of ``from_huggingface``.
+            CheckpointError: As for ``from_huggingface``.
         """
         parts: dict[str, list[LocalRectangle]] = {}
         for one in our_rectangles(Path(path), "model/model.")[1]:
@@ -248,13 +256,13 @@ class OurWeights:
 def weights_opener(
     module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
 ) -> Callable[[str | os.PathLike[str]], Stored]:
-    """Return a function that opens a Hugging Face folder for ``module``, which wraps such a model
-    or is one of ours.
+    """Return a function that opens a Hugging Face folder for ``module``.
 
-    If it is cut, ``names`` are those of all parameters.
+    The module wraps a Hugging Face model, or is native. If this rank holds only a part of the
+    module, ``names`` are the names of all parameters.
 
     Raises:
-        CheckpointError: It holds several of theirs.
+        CheckpointError: The module holds several Hugging Face models.
     """
     if any(hasattr(type(child), "base_model_prefix") for child in module.modules()):
         return partial(HuggingFaceWeights.open, names=names_in(module, aliases, names=names))
@@ -268,13 +276,13 @@ def names_in(
     ignored: Sequence[str] = (),
     names: Iterable[str] | None = None,
 ) -> HuggingFaceNames:
-    """Return the names of the tensors of the one Hugging Face model in ``module``, without those
-    that match an ``ignored`` expression.
+    """Return the names of the tensors of the one Hugging Face model in ``module``.
 
-    If the module is cut, ``names`` are those of all parameters.
+    Names that match an ``ignored`` expression are left out. If this rank holds only a part of the
+    module, ``names`` are the names of all parameters.
 
     Raises:
-        CheckpointError: There is none, or several.
+        CheckpointError: The module holds no Hugging Face model, or several.
     """
     found = models_in(module)
     if len(found) != 1:
@@ -305,8 +313,7 @@ def names_in(
 
 
 def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """The Hugging Face models in ``module`` by their names there, without those that are parts of
-    others."""
+    """Return the outermost Hugging Face models in ``module`` by name."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         if hasattr(type(child), "base_model_prefix") and not any(
@@ -317,12 +324,15 @@ def models_in(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _views(model: nn.Module) -> dict[str, View]:
-    """Return the tensors that the model's files name differently or store apart; ``model`` may be a
-    part of the whole."""
+    """Return the tensors that the model's files name differently or store in parts.
+
+    ``model`` may be a part of the whole model.
+    """
     try:
         with torch.device("meta"):
             whole = type(model)(model.config)
-    except TypeError:  # a class of the user's own, which is built in another way
+    except TypeError:
+        # A user's own class may have a different constructor.
         return {}
     views = views_in_files(
         whole, {name: tuple(value.shape) for name, value in whole.state_dict().items()}
@@ -331,8 +341,11 @@ def _views(model: nn.Module) -> dict[str, View]:
 
 
 def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names that peft has moved: a layer with an adapter holds the one that it was, and a module
-    that is trained beside it is there twice."""
+    """Return the names that peft has moved: original name -> present names.
+
+    A layer with an adapter contains the original layer. A module that is trained together with the
+    adapters occurs twice.
+    """
     found: dict[str, list[str]] = {}
     for name in names:
         if (before := plain_name(name)) != name:

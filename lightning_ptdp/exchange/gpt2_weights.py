@@ -1,4 +1,4 @@
-"""GPT-2: our ``GPTConfig.gpt2`` and Hugging Face's ``GPT2LMHeadModel``."""
+"""Correspondence of ``GPTConfig.gpt2`` with Hugging Face's ``GPT2LMHeadModel``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _written(ours: GPTConfig) -> dict[str, object]:
         "activation_function": "gelu_new",
         "embd_pdrop": ours.dropout,
         "attn_pdrop": ours.dropout,
-        # Left out, they would be the end of GPT-2's own vocabulary.
+        # Without these keys, transformers uses the end-of-text token of GPT-2's own vocabulary.
         **(
             {}
             if ours.vocabulary_size > _END_OF_TEXT

@@ -1,4 +1,4 @@
-"""From Hugging Face folders to our checkpoints: what is read from their files is mapped."""
+"""Conversion of Hugging Face folders to checkpoints, from memory-mapped tensors."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def from_huggingface(
     names: Names = "ptdp",
     prefix: str = "model.",
 ) -> None:
-    """Write a checkpoint of ours from a Hugging Face folder; bit for bit the same values.
+    """Write a checkpoint with the values of a Hugging Face folder, bit for bit.
 
     Args:
-        source: The folder.
-        destination: The checkpoint folder to make. It holds weights and no state of training: start
+        source: The Hugging Face folder.
+        destination: The checkpoint folder to create. It holds weights and no training state. Start
             from it with ``init_from`` (``ptdp fit --init_from``) or
             :func:`lightning_ptdp.checkpoint.load_tensors`.
-        names: "ptdp" for our own model of that kind (``LitGPT``, ``LitBert``), "hf" to keep their
-            names, for a LightningModule that wraps the Hugging Face model; then any architecture
-            will do.
-        prefix: Name of the model's attribute in the LightningModule, with a dot.
+        names: "ptdp" for the native model of that kind (``LitGPT``, ``LitBert``). "hf" keeps
+            Hugging Face's names, for a LightningModule that wraps the Hugging Face model of any
+            architecture.
+        prefix: Attribute of the model in the LightningModule, with a dot.
 
     Raises:
-        CheckpointError: The folder is damaged, lacks tensors, is of an unsupported architecture
-            (lists the supported), or has choices that our model does not know. Nothing is left at
-            ``destination``.
+        CheckpointError: The folder is damaged, lacks tensors, has an unsupported architecture (the
+            message lists the supported ones), or has options that the native model lacks. Nothing
+            is left at ``destination``.
     """
     folder = Path(source)
     if names == "hf":
@@ -76,11 +76,12 @@ def from_huggingface(
 
 
 def our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangle]]:
-    """The model of ours that a Hugging Face folder holds, and its mapped tensors as parts of ours;
-    names begin with ``prefix``.
+    """Return the native model of a Hugging Face folder, and the folder's tensors as its parts.
+
+    The tensors are memory-mapped. Their names begin with ``prefix``.
 
     Raises:
-        CheckpointError: As of ``from_huggingface``.
+        CheckpointError: As for ``from_huggingface``.
     """
     config, tensors = read_config(folder), open_huggingface(folder)
     family = family_of_config_json(config, folder / CONFIG_FILE)
@@ -94,7 +95,7 @@ def our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangl
 def _rectangles(
     model: Model, tensors: Mapping[str, torch.Tensor], prefix: str
 ) -> Iterator[LocalRectangle]:
-    """Every tensor of theirs as a rectangle of one of ours."""
+    """Yield every Hugging Face tensor as a rectangle of a native tensor."""
     family = model.family
     bare = not any(name.startswith(family.base) for name in tensors)
     unknown = []
@@ -142,7 +143,7 @@ def _rectangles(
 def _check_complete(
     model: Model, rectangles: list[LocalRectangle], prefix: str, folder: Path
 ) -> None:
-    """Compare with the model that the configuration describes."""
+    """Compare the rectangles with the model that the configuration describes."""
     wanted = model.shapes(stored=len(rectangles))
     twice = [
         place

@@ -1,4 +1,4 @@
-"""Which models are known, and which of them a configuration is of."""
+"""Model families known to the exchange, and the choice of one by a configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _BERT_TIED = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 
-# Names that Hugging Face ties and leaves out of its files: model_type -> alias -> the name that is
-# stored.
+# Names that Hugging Face ties and leaves out of its files: model_type -> alias -> stored name.
 HF_TIED: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
@@ -33,10 +32,10 @@ HF_TIED: Mapping[str, Mapping[str, str]] = {
 
 
 def family_of_config_json(config: Mapping[str, object], file: Path) -> Family:
-    """The family that the ``config.json`` at ``file`` names.
+    """Return the family that the ``config.json`` at ``file`` names.
 
     Raises:
-        CheckpointError: None that is known; lists those that are.
+        CheckpointError: The family is unknown. The message lists the known ones.
     """
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
@@ -51,10 +50,10 @@ def family_of_config_json(config: Mapping[str, object], file: Path) -> Family:
 
 
 def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
-    """The model of a checkpoint of one of ours.
+    """Return the model of a checkpoint of a native model.
 
     Raises:
-        CheckpointError: It is none of ours, or has choices that no model of Hugging Face's has.
+        CheckpointError: The model is not native, or has options that no Hugging Face model has.
     """
     stored = hyper_parameters.get("config")
     if not isinstance(stored, Mapping):

@@ -1,5 +1,7 @@
-"""Llama: our ``GPTConfig.llama`` and Hugging Face's ``LlamaForCausalLM``; with experts,
-``MixtralForCausalLM``."""
+"""Correspondence of ``GPTConfig.llama`` with Hugging Face's Llama and Mixtral.
+
+The classes are ``LlamaForCausalLM`` and, for a model with experts, ``MixtralForCausalLM``.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,11 @@ def _written(ours: GPTConfig) -> dict[str, object]:
 
 
 def _written_with_experts(ours: GPTConfig) -> dict[str, object]:
-    """Theirs chooses by the softmax alone, and normalizes the weights of any number of experts."""
+    """Return Mixtral's further options, after a check for options that Mixtral lacks.
+
+    Mixtral chooses experts by the softmax alone, and normalizes the weights for any number of
+    experts.
+    """
     lacks = {
         "shared_experts": ours.shared_experts > 0,
         "dense_layers": ours.dense_layers > 0,

@@ -1,5 +1,7 @@
-"""A model with adapters as it is without them: each rank adds what it has of B A to what it has of
-the weight, a few rows at a time."""
+"""Weights of a module with peft's adapters merged in.
+
+Each rank adds its part of the product B A to its part of the weight, a few rows at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,10 @@ _BASE = "base_layer.weight"
 def merged_rectangles(
     module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sharding]]
 ) -> list[LocalRectangle]:
-    """This rank's rectangles of a module, with peft's adapters merged into the weights beside which
-    they are.
+    """Return this rank's rectangles of a module, with peft's adapters merged in.
 
     Args:
-        module: What is here of it.
+        module: This rank's part of the module.
         tensors: Its local tensors, by name.
 
     Raises:
@@ -60,15 +61,19 @@ def merged_rectangles(
 
 
 def _stays(wrapper: nn.Module, name: str) -> bool:
-    """Return True if a tensor inside peft's wrapper belongs to the module: a trained copy stands
-    for the original."""
+    """Return True if a tensor inside peft's wrapper belongs to the merged module.
+
+    A trained copy of a module replaces the original.
+    """
     inner = next(copies_of(wrapper), replaced_by(wrapper))
     return name.startswith(f"{inner}.")
 
 
 def _pairs(layer: Any, name: str) -> Iterator[tuple[Tensor, Tensor, float, bool]]:
-    """B, A, their scale, and whether the weight is stored as (in, out), of each adapter of a
-    layer."""
+    """Yield B, A, scale and ``fan_in_fan_out`` of each adapter of a layer.
+
+    ``fan_in_fan_out`` is True if the weight is stored as (in, out).
+    """
     for adapter in adapters_of(layer) or ():
         if adapter not in layer.lora_A or adapter in getattr(layer, "lora_magnitude_vector", {}):
             raise CheckpointError(
@@ -91,8 +96,15 @@ def _sum(
     offset: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> Tensor:
-    """The rectangle of ``shape`` at ``offset`` of the whole weight, which lies in ``piece``, with
-    the adapters."""
+    """Return a rectangle of the whole weight with the adapters added.
+
+    Args:
+        weight: The local weight.
+        piece: The piece of the weight that contains the rectangle.
+        pairs: B, A, scale and ``fan_in_fan_out`` of each adapter.
+        offset: Offset of the rectangle in the whole weight.
+        shape: Shape of the rectangle.
+    """
     begins = [
         local + place - full
         for local, place, full in zip(piece.local, offset, piece.full, strict=True)

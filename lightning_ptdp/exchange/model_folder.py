@@ -1,5 +1,7 @@
-"""Content of a Hugging Face folder: ``config.json``, and the weights as safetensors in one file or
-several with an index."""
+"""Reader of a Hugging Face folder: ``config.json``, and the weights as safetensors.
+
+The weights are in one file, or in several files with an index.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,12 @@ def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Json]:
-    """Return the content of a ``config.json``, or of the one in a folder, after checks of the
-    fields that every model has.
+    """Return the content of a ``config.json``, given as a file or by its folder.
+
+    The fields that every model has are checked.
 
     Raises:
-        CheckpointError: It is missing or damaged.
+        CheckpointError: The file is missing or damaged.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
@@ -64,11 +67,10 @@ def read_config(path: Path) -> dict[str, Json]:
 
 
 def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder, mapped.
+    """Return all tensors of a folder, memory-mapped.
 
     Raises:
-        CheckpointError: Files are missing or damaged, or do not hold what the index or the
-            configuration says.
+        CheckpointError: Files are missing or damaged, or contradict the index or the configuration.
     """
     found = _by_name(folder, open_safetensors)
     _check_dtypes(folder, {value.dtype for value in found.values()})
@@ -76,10 +78,10 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
-    """Return where all tensors of a folder are, from the headers of its files alone.
+    """Return the positions of all tensors of a folder, from the headers of its files alone.
 
     Raises:
-        CheckpointError: As of ``open_huggingface``.
+        CheckpointError: As for ``open_huggingface``.
     """
     found = _by_name(folder, list_safetensors)
     _check_dtypes(folder, {value.entry.dtype for value in found.values()})

@@ -1,16 +1,21 @@
-"""Correspondence of our names and options with Hugging Face's: two tables for a model, read in both
-directions.
+"""Correspondence of native names and options with Hugging Face's: two tables per model.
 
-A row pairs modules; its weight and bias go along. ``*`` stands for a block's number. A matrix that
-we fuse is a row with several of theirs; one that they store as (in, out) is ``transposed``. Nothing
-is computed: a tensor of theirs is a rectangle of one of ours::
+Both tables are read in both directions. "Native" and ``ours`` mean the models of this package,
+``theirs`` means Hugging Face's.
 
-    ours  blocks.3.attention.qkv.weight [q | k | v]        theirs  model.layers.3.self_attn.k_proj.weight
-                                         ^ rows here
+A row pairs modules, with their weights and biases. ``*`` stands for a block's number. A fused
+native matrix is a row with several Hugging Face modules. A matrix that Hugging Face stores as (in,
+out) is ``transposed``. Nothing is computed, because a Hugging Face tensor is a rectangle of a
+native one::
 
-An option that both configurations have is a ``Field``. To add a model, write a module with a
-``Family`` beside ``gpt2_weights.py``, ``llama_weights.py`` and ``bert_weights.py``, and add its
-name to ``known_models.py``."""
+    ours    blocks.3.attention.qkv.weight [q | k | v]
+                                           ^ rows here
+    theirs  model.layers.3.self_attn.k_proj.weight
+
+An option of both configurations is a ``Field``. To add a model, write a module with a ``Family``
+beside ``gpt2_weights.py``, ``llama_weights.py`` and ``bert_weights.py``, and add the family to
+``known_models.py``.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +46,27 @@ __all__ = [
 ]
 
 _MOST_EXTENT = 1 << 28
-"""Largest dimension of a model. The product of two still is a number of elements that torch can
-count."""
+"""Largest dimension of a model.
+
+torch can still count the elements of a tensor with two such dimensions.
+"""
 SIZE, NUMBER, SHARE = integer(1, _MOST_EXTENT), number(0, 1e18), number(0, 1)
 Sizes = Callable[[Any], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One module of ours and what it is called there.
+    """One native module and its Hugging Face counterpart.
 
     Attributes:
-        ours: Name of our module.
-        theirs: Name of their module, or of those whose outputs ours stacks.
-        transposed: They store the weight as (in, out), as ``Conv1D`` does.
-        sizes: From our configuration, how many rows each of ``theirs`` has; needed if there are
-            several.
-        of_experts: Ours is a parameter (E, rows, columns), with that of the experts in its name;
-            the second ``*`` of theirs is the expert's number.
+        ours: Name of the native module.
+        theirs: Name of the Hugging Face module, or the names of the modules whose outputs the
+            native module stacks.
+        transposed: Hugging Face stores the weight as (in, out), as ``Conv1D`` does.
+        sizes: Function from the native configuration to the number of rows of each of ``theirs``;
+            required if there are several.
+        of_experts: The native tensor is a parameter (E, rows, columns), and ``ours`` is its full
+            name. The second ``*`` of ``theirs`` is the number of the expert.
     """
 
     ours: str
@@ -74,15 +82,18 @@ class Row:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Their modules."""
+        """Return the names of the Hugging Face modules."""
         return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Position of one of their tensors in one of ours: all of it, or rows ``start`` to ``start +
-    rows`` of ``full_rows``, in that with the number ``expert`` of ``experts``, if there are several
-    along the first dimension."""
+    """Position of a Hugging Face tensor in a native one.
+
+    The position is the whole tensor, or the rows ``start`` to ``start + rows`` of ``full_rows``. If
+    the first dimension of the native tensor is that of ``experts`` experts, the rows are those of
+    the expert with the number ``expert``.
+    """
 
     ours: str
     transposed: bool
@@ -93,8 +104,10 @@ class Part:
     experts: int | None = None
 
     def at(self, shape: Sequence[int]) -> tuple[Rectangle, tuple[int, ...]]:
-        """Its place in ours, of that shape; and for each dimension of theirs, which of ours it
-        is."""
+        """Return the rectangle in a native tensor of ``shape``, and the order of dimensions.
+
+        The order gives, for each dimension of the Hugging Face tensor, the native dimension.
+        """
         first = 0 if self.experts is None else 1
         begin, extents, dims = [0] * len(shape), list(shape), range(first, len(shape))
         if self.rows is not None:
@@ -109,12 +122,12 @@ class Field:
     """An option of both configurations.
 
     Attributes:
-        theirs: What ``config.json`` calls it.
-        ours: What our configuration calls it.
-        check: What it may be there, and from it what ours is.
-        default: What ours is where the file leaves it out; ``...``: it must be there.
-        written: The attribute of our configuration that is written: what an option that is left
-            open comes to; None: nothing.
+        theirs: Name in ``config.json``.
+        ours: Name in the native configuration.
+        check: Check of the value in ``config.json``, which returns the native value.
+        default: Native value if ``config.json`` lacks the option; ``...``: the option is required.
+        written: Attribute of the native configuration to write, which resolves an option that is
+            left open; "": the attribute ``ours``; None: nothing is written.
     """
 
     theirs: str
@@ -132,34 +145,38 @@ SIZES = (
     Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
     Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
 )
-"""Names of the sizes in all models but the oldest."""
+"""Options that give the sizes, under the names of all models except the oldest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model that both sides have.
+    """A kind of model that both this package and Hugging Face have.
 
     Attributes:
-        model_type: What ``config.json`` calls it.
-        architecture: Their class.
+        model_type: Name in ``config.json``.
+        architecture: Name of the Hugging Face class.
         rows: The table of modules.
         fields: The table of options.
-        base: What their names begin with in that class, and lack in files of the bare model.
-        ignored: Regular expressions of names of theirs that hold no weights (masks, frequencies).
-        tied: Our names that are tied to others, if the configuration ties them: alias -> name.
-        build: Our configuration -> our model; called on the meta device.
-        make: The fields of our configuration -> our configuration.
-        config_class: Its class.
-        choices: Fields of our configuration that make it this model and no other: field -> value.
-        fixed: Options of theirs of which our model knows one value only, theirs by default.
-        checks: What other options of theirs may be that ``further`` reads.
-        further: Their options, checked -> what else our configuration is made of; raises a
-            CheckpointError that names what ours lacks.
-        written: Our configuration -> what is written beside ``fields``; raises a CheckpointError
-            that names what theirs lacks.
-        is_tied: Whether our configuration ties ``tied``; default: always.
-        older: What weights and biases are called in older files of theirs: name there -> name
-            today.
+        base: Prefix of the names in that class, which files of the bare model lack.
+        ignored: Regular expressions of Hugging Face names that hold no weights (masks,
+            frequencies).
+        tied: Native names that are tied if the configuration ties them: alias -> name.
+        build: Function from the native configuration to the native model; called on the meta
+            device.
+        make: Function from the native configuration's fields to the native configuration.
+        config_class: Class of the native configuration.
+        choices: Fields of the native configuration that distinguish this model: field -> value.
+        fixed: Hugging Face options for which the native model supports one value only, which is
+            Hugging Face's default.
+        checks: Checks of the other Hugging Face options that ``further`` reads.
+        further: Function from the checked Hugging Face options to further fields of the native
+            configuration. It raises a CheckpointError that names an option that the native model
+            lacks.
+        written: Function from the native configuration to the options written beside ``fields``. It
+            raises a CheckpointError that names an option that the Hugging Face model lacks.
+        is_tied: Function that returns True if the native configuration ties ``tied``; default:
+            always.
+        older: Names of weights and biases in older Hugging Face files: old name -> present name.
     """
 
     model_type: str
@@ -181,10 +198,10 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, theirs: Mapping[str, Json]) -> Model:
-        """Our model of their configuration; null is as good as missing.
+        """Return the native model of a Hugging Face configuration; null counts as missing.
 
         Raises:
-            ValueError: It is damaged, or a model that ours cannot be.
+            ValueError: The configuration is damaged, or the native model does not support it.
         """
         check_choices(
             self.config_class,
@@ -204,22 +221,22 @@ class Family:
         return Model(self, self.make(**options, **self.further(given)))
 
     def is_ignored(self, theirs: str) -> bool:
-        """Return True if one of their tensors holds no weights."""
+        """Return True if a Hugging Face tensor holds no weights."""
         return any(re.search(pattern, theirs) for pattern in self.ignored)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration of ours, and the family that it is of."""
+    """A native configuration and its family."""
 
     family: Family
     config: Any
 
     def write(self) -> dict[str, object]:
-        """Their configuration.
+        """Return the Hugging Face configuration.
 
         Raises:
-            CheckpointError: A choice that theirs lacks; names it.
+            CheckpointError: The Hugging Face model lacks an option. The message names it.
         """
         options = {
             one.theirs: getattr(self.config, one.written or one.ours)
@@ -230,8 +247,10 @@ class Model:
         return {**named, **options, **self.family.written(self.config)}
 
     def place(self, theirs: str) -> Part | None:
-        """Return the position of one of their tensors in ours, or None if the table does not have
-        it."""
+        """Return the position of a Hugging Face tensor in a native one.
+
+        None means that the table lacks the tensor.
+        """
         module, _, kind = theirs.rpartition(".")
         kind = self.family.older.get(kind, kind)
         for row in self.family.rows:
@@ -257,8 +276,10 @@ class Model:
         return None
 
     def parts(self, ours: str) -> Iterator[tuple[str, Part]]:
-        """Their names for a tensor of ours, in its rows' order, and where they lie in it; none if
-        the table does not have it."""
+        """Yield the Hugging Face names and positions of a native tensor, in order of its rows.
+
+        A tensor that the table lacks yields nothing.
+        """
         module, _, kind = ours.rpartition(".")
         for row in self.family.rows:
             found = re.fullmatch(_pattern(row.ours), ours if row.of_experts else module)
@@ -276,11 +297,11 @@ class Model:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Our tied names: alias -> the name that is stored."""
+        """Return the tied native names: alias -> stored name."""
         return dict(self.family.tied) if self.family.is_tied(self.config) else {}
 
     def shapes(self, *, stored: int | None = None) -> dict[str, tuple[int, ...]]:
-        """Our tensors that are stored.
+        """Return the shapes of the stored native tensors by name.
 
         Raises:
             CheckpointError: The model has more layers than there are ``stored`` tensors, or is too
@@ -306,11 +327,14 @@ class Model:
 
 
 def check_choices(config_class: type, choices: Mapping[str, tuple[object, object]]) -> None:
-    """Compare options of theirs, where they are given, with the only value that our model has: name
-    -> (found, wanted).
+    """Compare given Hugging Face options with the only value that the native model supports.
+
+    Args:
+        config_class: Class of the native configuration.
+        choices: Option -> (given value or None, supported value).
 
     Raises:
-        CheckpointError: They differ; names the option and both values.
+        CheckpointError: The values differ. The message names the option and both values.
     """
     model = config_class.__name__.removesuffix("Config").upper()
     for name, (found, wanted) in choices.items():

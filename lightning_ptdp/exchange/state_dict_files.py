@@ -1,5 +1,7 @@
-"""State dicts in one file: ``.pt``, ``.safetensors``, and the ``.ckpt`` that Lightning writes on
-one device."""
+"""State dicts in one file: ``.pt``, ``.safetensors``, and Lightning's ``.ckpt``.
+
+Lightning writes a ``.ckpt`` file on one device.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ __all__ = [
 ]
 
 _SAFETENSORS = ".safetensors"
-# What another run can use of a Lightning checkpoint; loops and callbacks belong to the optimizer's
-# states, which are keyed by index.
+# Entries of a Lightning checkpoint that another run can use. Loops and callbacks are left out,
+# because they belong to the optimizer states, which are keyed by index.
 _KEPT = (
     "epoch",
     "global_step",
@@ -64,11 +66,11 @@ _KEPT = (
 def open_state_dict(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """The tensors of a file, mapped, and what else a Lightning checkpoint says of itself.
+    """Return the tensors of a file, memory-mapped, and the metadata of a Lightning checkpoint.
 
     Raises:
-        CheckpointError: The file is damaged, holds something else, or classes that
-            ``weights_only=True`` refuses.
+        CheckpointError: The file is damaged, is not a state dict, or has classes that
+            ``weights_only=True`` rejects.
     """
     file = Path(path)
     if file.suffix == _SAFETENSORS:
@@ -96,7 +98,9 @@ def _content(file: Path) -> Any:
 
 
 def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
-    """Return for a single file what ``read_metadata`` returns for a folder; no tensor is read.
+    """Return the metadata of a single file, like ``read_metadata`` for a folder.
+
+    No tensor is read.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -128,8 +132,10 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
 
 
 def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
-    """Read every byte of a single file, compare it with the checksums that ``torch.save`` wrote,
-    and return its ``file_metadata``.
+    """Verify every byte of a single file against the checksums that ``torch.save`` wrote.
+
+    Returns:
+        The ``file_metadata`` of the file.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -143,19 +149,20 @@ def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
 
 
 def is_trained_file(state: Mapping[str, object]) -> bool:
-    """Return True for what a single file says of itself if training under this strategy has written
-    it."""
+    """Return True if training under this strategy has written the file with this ``state``."""
     return PARAMETER_NAMES in state
 
 
 @contextmanager
 def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Path]:
-    """Return a context with a checkpoint folder of the same weights: ``source`` itself, or what is
-    made of a single file for that time.
+    """Return a context with a checkpoint folder that has the weights of ``source``.
+
+    The folder is ``source`` itself, or a temporary conversion of a single file.
 
     Args:
         source: A checkpoint folder, or a Lightning ``.ckpt`` file.
-        beside: The path beside which the folder is made, on a file system with room for it.
+        beside: The temporary folder has the same parent as this path, whose file system must have
+            room for it.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -174,15 +181,15 @@ def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str])
 def from_state_dict(
     source: str | os.PathLike[str], destination: str | os.PathLike[str], *, prefix: str = ""
 ) -> None:
-    """Write a checkpoint of ours from a ``.pt``, ``.safetensors`` or Lightning ``.ckpt`` file; bit
-    for bit the same values.
+    """Write a checkpoint with the values of a single file, bit for bit.
 
     Args:
-        source: The file. Names that share their memory in it are tied.
-        destination: The checkpoint folder to make. It holds weights and hyperparameters, no state
-            of training.
-        prefix: Put in front of every name: the attribute that holds the model in the
-            LightningModule, with a dot.
+        source: A ``.pt``, ``.safetensors`` or Lightning ``.ckpt`` file. Names that share their
+            memory in it are tied.
+        destination: The checkpoint folder to create. It holds weights and hyperparameters, and no
+            training state.
+        prefix: Prefix added to every name: the attribute of the model in the LightningModule, with
+            a dot.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -204,7 +211,7 @@ def from_state_dict(
 
 
 def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return further names of the tensors that share their memory -> the first name."""
+    """Return the further names of tensors that share their memory -> the first name."""
     found: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, value in tensors.items():
@@ -222,14 +229,16 @@ def to_state_dict(
     prefix: str = "",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model of a checkpoint of ours as one state dict: ``.safetensors`` tensor by tensor,
-    any other suffix by ``torch.save``.
+    """Write the model of a checkpoint as one state dict.
+
+    A ``.safetensors`` file is written tensor by tensor, and a file with any other suffix by
+    ``torch.save``.
 
     Args:
         source: The checkpoint folder.
-        destination: The file; replaced if it is there.
-        prefix: Taken away from the names; tensors whose names do not begin with it are left out.
-        dtype: What floating-point tensors are converted to; default: as they are.
+        destination: The file. An existing file is replaced.
+        prefix: Prefix removed from the names. Tensors without it are left out.
+        dtype: Dtype of the written floating-point tensors; default: as stored.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or no name begins with ``prefix``.
@@ -273,13 +282,13 @@ def to_state_dict(
 
 
 def common_prefix(names: set[str]) -> str:
-    """The attribute that all names are in, with its dot; "" if there is none."""
+    """Return the attribute that all names begin with, with its dot, or "" if there is none."""
     first = {name.partition(".")[0] for name in names if "." in name}
     return f"{next(iter(first))}." if len(first) == 1 and all("." in name for name in names) else ""
 
 
 def weights_only_state(hyper_parameters: Mapping[str, object]) -> dict[str, object]:
-    """Lightning's state of a checkpoint that was never trained."""
+    """Return Lightning's state for a checkpoint without training."""
     state: dict[str, object] = {
         "epoch": 0,
         "global_step": 0,
@@ -289,5 +298,5 @@ def weights_only_state(hyper_parameters: Mapping[str, object]) -> dict[str, obje
 
 
 def converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a stored tensor if floating-point tensors are converted to ``wanted``."""
+    """Return ``wanted`` for a floating-point dtype, if given, else the stored dtype."""
     return wanted if wanted is not None and stored.is_floating_point else stored

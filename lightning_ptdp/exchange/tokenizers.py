@@ -1,4 +1,4 @@
-"""The files of a tokenizer, and how a model generates, that go along with an export."""
+"""Files of an export beside its model: the tokenizer's, and the settings of generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.base.untrusted import read_bytes, read_files
 from lightning_ptdp.checkpoint import reading
 
-if TYPE_CHECKING:  # imported when it is used
+if TYPE_CHECKING:  # imported lazily
     from lightning_ptdp.data import Tokenizer
 
 __all__ = ["files_beside", "tokenizer_folder", "tokenizer_of"]
@@ -36,13 +36,14 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dict[str, bytes]:
-    """Return the files of a tokenizer and of generation beside a ``config.json``, by name.
+    """Return the files of the tokenizer and of generation beside a ``config.json``, by name.
 
-    The tokenizer and the chat template are those of the data where ``state`` (of a checkpoint)
-    names them.
+    If ``state`` (of a checkpoint) names the tokenizer and the chat template of the data, these are
+    returned instead.
 
     Raises:
-        CheckpointError: A file is a pipe or larger than a tokenizer's, or a link to another folder.
+        CheckpointError: A file is a pipe, is larger than a tokenizer's, or is a link to another
+            folder.
     """
     folder = config if config.is_dir() else config.parent
     trained = tokenizer_of(state or {})
@@ -56,15 +57,16 @@ def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dic
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
-    """By name, files from which transformers reads the tokenizer that a model was trained with;
-    nothing where its folder is not there any more.
+    """Return files by name from which transformers reads the tokenizer of the training data.
 
-    It gives the same ids, but for the character U+2581, which it takes for a space, and for a text
-    that spells a special piece. With that of a BERT a text becomes [CLS] text [SEP], and a pair
-    [CLS] text [SEP] text [SEP], as in training.
+    The result is empty if the tokenizer's folder no longer exists.
+
+    transformers gives the same ids, except for the character U+2581, which it takes for a space,
+    and for a text that spells a special piece. With a BERT tokenizer, a text becomes [CLS] text
+    [SEP], and a pair becomes [CLS] text [SEP] text [SEP], as in training.
 
     Args:
-        state: Of the checkpoint.
+        state: State of the checkpoint.
     """
     folder = tokenizer_folder(state)
     if folder is None or not Path(folder).is_dir():
@@ -95,11 +97,15 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
     described = {
         name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in written.items()
     }
-    return described | {"tokenizer.model": tokenizer.model}  # for what reads sentencepiece's
+    # Some readers need sentencepiece's file.
+    return described | {"tokenizer.model": tokenizer.model}
 
 
 def _document(tokenizer: Tokenizer) -> dict[str, Json]:
-    """The format of the tokenizers package: what sentencepiece merges first has the lower id."""
+    """Return the tokenizer in the format of the tokenizers package.
+
+    Sentencepiece gives lower ids to pieces that it merges earlier.
+    """
     ids = {piece: index for index, piece in enumerate(tokenizer.pieces)}
     merges = [
         [piece[:cut], piece[cut:]]
@@ -149,7 +155,7 @@ def _document(tokenizer: Tokenizer) -> dict[str, Json]:
 
 
 def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
-    """Special pieces around a text, and between two."""
+    """Return a template with special pieces around a text, and between the texts of a pair."""
 
     def part(kind: str, name: str, segment: int = 0) -> Json:
         return {kind: {"id": name, "type_id": segment}}
@@ -166,7 +172,7 @@ def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
 
 
 def tokenizer_folder(state: Mapping[str, object]) -> str | None:
-    """The prepared folder that a checkpoint's data module names."""
+    """Return the prepared folder that a checkpoint's data module names."""
     given = state.get("datamodule_hyper_parameters")
     if not isinstance(given, Mapping):
         return None
