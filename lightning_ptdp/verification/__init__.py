@@ -1,4 +1,4 @@
-"""Verification: this module, this data, this layout against one process."""
+"""Verification of a module, its data and a layout against one process."""
 
 from lightning_ptdp.verification.api import verify
 from lightning_ptdp.verification.report import Cause, Report

@@ -1,5 +1,7 @@
-"""``verify``: train a module in a layout and in one process, compare, and find out why they
-differ."""
+"""``verify``: comparison of a training in a layout with one in one process.
+
+A difference is narrowed down by trainings in smaller layouts.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ from lightning_ptdp.verification.training import Subject, VerificationError
 __all__ = ["verify"]
 
 _DOUBLE_EPS, _HALF_EPS = 1e-10, 1e-4
-"""Machine epsilons between those of the dtypes."""
+"""Machine epsilons between those of float64, float32 and the half-precision dtypes."""
 _FAR = 1e3
-"""A difference of so many tolerances is no rounding."""
+"""A difference of more than this number of tolerances is not rounding."""
 
 
 def verify(
@@ -43,26 +45,26 @@ def verify(
 ) -> Report:
     """Train a module for some steps in a layout and in one process, and compare everything.
 
-    Both begin with the same values and read the same samples: one process reads the batches of all
-    replicas at once. The trainings run in forked processes; the module, the strategy and the data
-    here stay as they are, and nothing is written to the Trainer's folders.
+    Both trainings begin with the same values and read the same samples: one process reads the
+    batches of all replicas at once. The trainings run in forked processes. The caller's module,
+    strategy and data do not change, and nothing is written to the Trainer's folders.
 
     Args:
         module: A LightningModule.
         train_dataloaders: Training data, or a data module, as for ``Trainer.fit``.
-        val_dataloaders: Validation data, without a data module.
-        datamodule: All data.
+        val_dataloaders: Validation data, if there is no data module.
+        datamodule: A data module with all data.
         strategy: A ``PTDPStrategy`` with the layout.
-        steps: Optimizer steps.
-        blocks: Verify with so many blocks of each repeated container; default: all, or as many as
-            one process can hold.
-        limit_s: Limit of each training in seconds.
+        steps: Number of optimizer steps.
+        blocks: Number of blocks to keep of each repeated container; default: all, or as many as one
+            process can hold.
+        limit_s: Time limit of each training, in seconds.
         trainer: Arguments of Lightning's Trainer, such as devices, precision, callbacks and
-            gradient_clip_val. devices defaults to the fewest that the layout needs.
+            gradient_clip_val. devices defaults to the smallest number that the layout needs.
 
     Raises:
-        ValueError: The degrees do not fit, or cannot be verified here.
-        VerificationError: A training failed, was refused or was late.
+        ValueError: The degrees do not fit, or cannot be verified on this machine.
+        VerificationError: A training failed, was refused, or exceeded its time limit.
     """
     if unknown := trainer.keys() - signature(strategy._names.Trainer).parameters.keys():
         raise ValueError(f"{', '.join(sorted(unknown))}: no option of verify or of the Trainer")
@@ -86,7 +88,7 @@ def verify(
         steps = min(steps, trainer["max_steps"])
     own = replace(config, keyed_dropout=True, compile="none", compile_options=None, verify=None)
     case = Case(name="the layout", config=own, devices=devices, blocks=blocks)
-    _ = case.layout  # raises if the degrees do not fit
+    _ = case.layout  # Raises if the degrees do not fit.
     data = (train_dataloaders, val_dataloaders, datamodule)
     if hasattr(train_dataloaders, "train_dataloader"):
         data = (None, None, train_dataloaders)
@@ -108,9 +110,10 @@ class _Verification:
     """The trainings of one verification.
 
     Attributes:
-        case: The layout; after its first training it reads what that captured.
+        subject: Module, data and Trainer options to verify.
+        case: The layout. After its first training it replays the captured batches.
         whole: Batches of one process.
-        notes: Of the report.
+        notes: Notes of the report.
     """
 
     subject: Subject
@@ -134,7 +137,8 @@ class _Verification:
             ranks = self.subject.train(self.case)
         trained = self._in_double(Comparison(ranks, self._one_process(self.case)))
         compared = trained.compared
-        if self.whole.parts > 1:  # what is logged of a step is that of its last batch
+        # The logged values of a step are those of its last batch only.
+        if self.whole.parts > 1:
             logged = {one.name for one in compared if one.kind == "logged value"}
             compared = [one for one in compared if one.name not in logged]
         report = Report(
@@ -188,7 +192,7 @@ class _Verification:
         return self.subject.train(case.only("", 1, [self.whole]))[0]
 
     def _in_double(self, trained: Comparison) -> Comparison:
-        """Repeat in float64 what could be rounding, or could hide behind it."""
+        """Repeat the training in float64 if rounding may cause or hide differences."""
         eps, differences = trained.expected.eps, trained.differences
         near = bool(differences) and all(one.excess <= _FAR for one in differences)
         if not near and eps < _HALF_EPS:
@@ -216,14 +220,19 @@ class _Verification:
         return trained.allowing(double.expected)
 
     def _beyond_noise(self, double: Comparison) -> Comparison:
-        """Allow what float32's rounding may change: modules in float64 often compute parts in
-        float32."""
+        """Allow differences that float32 rounding causes in one process.
+
+        Modules in float64 often compute parts in float32.
+        """
         return double.allowing(self._one_process(replace(self.case, disturbed=True)))
 
     # ---- reasons ---------------------------------------------------------------------------------
 
     def _explained(self, report: Report, trained: Comparison) -> Report:
-        """Return the report with reasons, without values that one process does not give twice."""
+        """Return the report with causes.
+
+        Values that differ between two runs of one process are removed from it.
+        """
         alone = trained.expected
         unsteady = Comparison([self._one_process(self.case)], alone).differences
         repeats = {one.kind for one in unsteady} <= {"logged value", "metric"}
@@ -259,9 +268,8 @@ class _Verification:
         if first.kind == "loss" and first.step == 0 and "m" not in first_of:
             self._name_microbatch(trained.found, losses, count)
         each = len(alone.numbers["loss", 0, ""][""])
-        batch = self.whole.lists["train", 0][: each * first.step + each or 1][
-            -1
-        ]  # a step of -1 is before the first
+        # A step of -1 is before the first step.
+        batch = self.whole.lists["train", 0][: each * first.step + each or 1][-1]
         evidence = Evidence(
             first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats
         )

@@ -1,5 +1,4 @@
-"""Batches that the replicas of a layout read, joined to those of one process, and read again by
-other layouts."""
+"""Captured batches of a layout's replicas, to replay in one process and in other layouts."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ class Captured:
 
     Attributes:
         lists: ("train", epoch) or ("validation", loader) -> batches.
-        length: Batches in a whole epoch of training; infinite if the loader has no length.
-        parts: Batches that make one of the layout.
+        length: Number of batches in a whole training epoch; infinite if the loader has no length.
+        parts: Number of batches that make up one batch of the layout.
     """
 
     lists: dict[tuple[str, int], list[Nested]] = field(default_factory=dict)
@@ -30,10 +29,10 @@ class Captured:
 
 
 def combine(replicas: Sequence[Captured], *, joined: bool) -> Captured:
-    """Return the batches of all replicas, each joined to one, or one after the other.
+    """Return the batches of all replicas, joined to one batch each or in sequence.
 
     Raises:
-        ValueError, RuntimeError: They cannot be joined.
+        ValueError, RuntimeError: The batches cannot be joined.
     """
     lists: dict[tuple[str, int], list[Nested]] = {}
     for key in replicas[0].lists:
@@ -49,15 +48,15 @@ class Replay:
     """A loader of captured batches.
 
     Args:
-        batches: Returns those of an epoch.
-        length: Their number; infinite if it is not known.
+        batches: Function that returns the batches of an epoch.
+        length: Number of these batches; infinite if it is unknown.
     """
 
     def __init__(self, batches: Callable[[], Iterable[Nested]], length: Any) -> None:
         self._batches, self._length = batches, length
 
     def __len__(self) -> int:
-        return self._length  # infinity is a TypeError, as it is for any loader without a length
+        return self._length  # Infinity raises a TypeError, like any loader without a length.
 
     def __iter__(self) -> Iterator[Nested]:
         return iter(self._batches())

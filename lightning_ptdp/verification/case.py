@@ -1,4 +1,4 @@
-"""One training of a verification: a layout, and what is changed in it to find a cause."""
+"""One training of a verification: a layout, and the changes to it that isolate a cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AXES = {
     "m": "num_microbatches micro_batch_size",
     " ": "recompute recompute_layers",
 }
-"""Options by the axis that they belong to; all others hold in one process too."""
+"""Options by the axis that they belong to. All other options apply to one process too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class Case:
     """A training.
 
     Attributes:
-        name: In error messages.
-        config: The strategy's options.
+        name: Name in error messages.
+        config: Options of the strategy.
         devices: Number of processes.
-        batches: Read by each replica; empty: the user's loaders are read.
-        precision: The Trainer's.
-        frozen: Whether random numbers are replaced by constants.
-        blocks: Number of blocks that are kept of each repeated container; None: all.
-        disturbed: Whether the weights begin with other values, as far away as float32 rounds.
+        batches: Batches that each replica reads; empty: the user's loaders are read.
+        precision: Precision of the Trainer.
+        frozen: True if random numbers are replaced by constants.
+        blocks: Number of blocks to keep of each repeated container; None: all.
+        disturbed: True if the initial weights are changed by about the rounding of float32.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The degrees on the devices."""
+        """Return the layout on the devices."""
         return self.config.layout(self.devices)
 
     def only(self, axes: str, devices: int, batches: Sequence[Captured], **options: Any) -> Case:
@@ -76,7 +76,7 @@ def smaller_layouts(
     Args:
         case: The whole layout.
         whole: Batches of one process.
-        microbatches: Of one batch of a replica.
+        microbatches: Number of microbatches in one batch of a replica.
     """
     layout = case.layout
     replicas = layout.num_replicas

@@ -1,5 +1,8 @@
-"""Reasons for a difference, from where it is, which axes alone have it, and what the step was seen
-to do."""
+"""Causes of a difference between a layout and one process.
+
+A cause follows from the place of the difference, from the axes that show it alone, and from the
+observed actions of the training step.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,10 @@ class Evidence:
         first: The first difference.
         first_of: Axes that differ alone -> their first difference.
         alone: Record of one process.
-        losses: Of the microbatches of the first step, in one process with as many as the layout has
-            in all.
-        batch: The last batch of one process's first step that differs.
-        repeats: Whether one process gives the same twice.
+        losses: Losses of the first step's microbatches, in one process with as many microbatches as
+            the whole layout has.
+        batch: The last batch of the first differing step in one process.
+        repeats: True if two runs of one process give the same values.
     """
 
     first: Difference
@@ -62,7 +65,7 @@ class Evidence:
 
 
 def find_causes(evidence: Evidence) -> Iterator[Cause]:
-    """Yield the known causes that explain the difference, the likeliest first."""
+    """Yield the known causes that explain the difference, the most likely first."""
     first, seen, differing = evidence.first, evidence.alone, evidence.first_of
     if first.kind == "random numbers" or not evidence.repeats:
         yield _cause("random numbers", seen.random)

@@ -25,12 +25,15 @@ KINDS = (
     "logged value",
     "metric",
 )
-"""In the order of a step."""
+"""Kinds of compared values, in the order of a step."""
 _NOISE = 8
-"""A value may be so many times further from one process than float64 is."""
+"""A tolerance is at least this multiple of the error of the comparison ``noise``."""
 _FLOOR = 1e-3
-"""A tensor is compared with its own size, but at least with this part of the model's; a number with
-at least this."""
+"""Smallest divisor of a relative error.
+
+A tensor's error is relative to the tensor's own size, but at least to this fraction of the model's.
+A number's error is relative to the number, but at least to this value.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,13 @@ class Difference:
 
     Attributes:
         kind: One of ``KINDS``.
-        step: From 0; -1 before the first.
+        step: Number of the step, from 0; -1 before the first.
         name: Parameter, buffer, metric or option.
-        point: Hook behind which a gradient is compared.
-        error: Relative.
+        point: Hook after which a gradient is compared.
+        error: Relative error.
         tolerance: Largest error of equal values.
         place: Rank and its coordinates.
-        text: Both values, where they are numbers.
+        text: Both values, if they are numbers.
     """
 
     kind: str
@@ -82,26 +85,29 @@ class Difference:
 class Comparison:
     """Comparison of the ranks of a layout with one process.
 
-    Tolerances, all relative, are those that another order of sums explains. Values are losses and
-    logged values; gradients and buffers are compared by norm; so is the way that a weight went, but
-    optimizers such as Adam divide a gradient by itself, and so its rounding.
+    All tolerances are relative, and cover the effect of another order of summation. Losses and
+    logged values are compared by value. Gradients and buffers are compared by the norm of their
+    difference. Weights are compared by the norm of their change since the start, with a larger
+    tolerance: optimizers such as Adam divide a gradient by itself, and thereby amplify its
+    rounding.
 
     Args:
-        found: Of the layout's ranks.
-        expected: Of one process.
+        found: Records of the layout's ranks.
+        expected: Record of one process.
         noise: The same comparison of one process with itself, in another precision or from
-            disturbed weights; enlarges the tolerances.
+            disturbed weights; it enlarges the tolerances.
 
     Attributes:
-        compared: Everything that is compared, in the order of the training, the largest difference
-            of equal ones first.
+        compared: All compared values, in the order of the training. Of one step, kind and hook, the
+            largest difference is first.
     """
 
     def __init__(
         self, found: Sequence[Record], expected: Record, noise: Sequence[Difference] = ()
     ) -> None:
         self.found, self.expected = found, expected
-        eps = max(expected.eps, 1e-8)  # modules in float64 often compute parts in float32
+        # Modules in float64 often compute parts in float32.
+        eps = max(expected.eps, 1e-8)
         value, tensor = min(128 * eps, 0.05), min(1024 * eps, 0.5)
         self._tolerances = dict.fromkeys(("loss", "logged value", "metric"), value)
         self._tolerances |= {
@@ -111,9 +117,8 @@ class Comparison:
         }
         self._insignificant = min(10 * tensor, 0.01)
         rounded = sorted((one for one in noise if one.tolerance), key=lambda one: one.error)
-        self._noise = {
-            (one.kind, one.name): _NOISE * one.error for one in rounded
-        }  # that of a single step is chance
+        # The largest noise over all steps counts, because that of a single step is random.
+        self._noise = {(one.kind, one.name): _NOISE * one.error for one in rounded}
         self._significant: dict[str, Tensor] = {}
         parts = [
             self._exact(),
@@ -125,12 +130,14 @@ class Comparison:
 
     @property
     def differences(self) -> list[Difference]:
-        """The values that differ, the first in the training first."""
+        """Return the values that differ, in the order of the training."""
         return [one for one in self.compared if one.differs]
 
     def allowing(self, other: Record) -> Comparison:
-        """Return the comparison with tolerances that cover what one process gives under a change
-        that is none."""
+        """Return the comparison with tolerances that cover the differences of ``other``.
+
+        ``other`` is a record of one process under a change that has no effect except rounding.
+        """
         return Comparison(self.found, self.expected, Comparison([other], self.expected).compared)
 
     def _difference(
@@ -141,8 +148,11 @@ class Comparison:
         return Difference(kind, step, name, point, error, tolerance, place, text)
 
     def _exact(self) -> Iterator[Difference]:
-        """Options are those of one process. Ranks that read the same samples read the same batches,
-        and draw the same numbers."""
+        """Compare the optimizer options, batches and random numbers, which must be equal.
+
+        The options must be those of one process. Ranks that read the same samples must read the
+        same batches, and draw the same random numbers.
+        """
         first: dict[tuple[object, ...], str] = {}
         for rank in self.found:
             for (kind, name), value in rank.exact.items():
@@ -180,15 +190,17 @@ class Comparison:
                 yield self._difference(key, name, math.inf, text="is on no rank")
 
     def _mark(self, gradients: Mapping[str, Held]) -> None:
-        """An element whose gradient is rounding is divided by itself by some optimizers: it is not
-        compared from here on."""
+        """Exclude elements with insignificant gradients from later comparisons of weights.
+
+        The gradient of such an element is rounding, and some optimizers divide it by itself.
+        """
         floor = _FLOOR * _rms(gradients)
         for name, held in gradients.items():
             counts = held[0][1].abs() >= self._insignificant * max(_rms({name: held}), floor)
             self._significant[name] = self._significant.get(name, counts) & counts
 
     def _ways(self, weights: Mapping[str, Held]) -> dict[str, Held]:
-        """Return how far significant elements went since the start."""
+        """Return the change of the significant elements since the start."""
         start = self.expected.tensors["initial value", -1, ""]
         return {
             name: [
@@ -204,8 +216,10 @@ class Comparison:
         }
 
     def _numbers(self, key: Key) -> Iterator[Difference]:
-        """Compare the mean over the replicas: a value that is logged without sync_dist=True is each
-        replica's own."""
+        """Compare the mean over the replicas.
+
+        A value that is logged without sync_dist=True is specific to each replica.
+        """
         expected = self.expected.numbers[key]
         found: dict[str, Pairs] = {}
         for rank in self.found:
@@ -221,7 +235,7 @@ class Comparison:
         for name in sorted(expected.keys() & found.keys()):
             values, weights = (set(each) for each in zip(*found[name], strict=True))
             if key[0] != "loss" and self.expected.counted and len(values) > len(weights) == 1:
-                continue  # means over unknown numbers of tokens
+                continue  # These are means over unknown numbers of tokens.
             value, other = _mean(found[name]), _mean(expected[name])
             error = _error(_scalar(value), _scalar(other), _FLOOR)
             yield self._difference(key, name, error, text=f"is {value:.8g} instead of {other:.8g}")
@@ -251,7 +265,10 @@ def _cut(whole: Tensor, offset: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _error(held: Held, expected: Held, floor: float) -> float:
-    """Relative norm of the difference; of what is expected at least ``floor`` an element counts."""
+    """Return the norm of the difference relative to the norm of ``expected``.
+
+    Each expected element counts with at least ``floor``.
+    """
     off = size = 0.0
     for offset, value in held:
         value = value.double()

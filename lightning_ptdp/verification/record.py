@@ -1,4 +1,4 @@
-"""Record of one training on one rank: what a callback sees between the steps."""
+"""Record of one training on one rank, and the callback that fills it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ __all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
 Key = tuple[str, int, str]
-"""(kind, step, hook of the step behind which a gradient is kept); the step before the first is
--1."""
+"""(kind, step, hook after which a gradient is kept). The step before the first is -1."""
 Pairs = list[tuple[float, float]]
-"""(value, tokens or 1) of each batch of a step."""
+"""(value, number of tokens or 1) of each batch of a step."""
 _ROUNDING = torch.finfo(torch.float32).eps
 
 
@@ -32,19 +31,19 @@ class Record:
 
     Attributes:
         place: Rank and coordinates, in words.
-        replica: Which replica it belongs to.
-        context: Which part of the sequence it reads.
+        replica: Number of the replica that the rank belongs to.
+        context: Number of the part of the sequence that the rank reads.
         steps: Number of optimizer steps.
         tensors: Parameters or buffers by name.
         numbers: Losses, logged values and metrics by name.
-        losses: Of the microbatches of the first step's last batch, where this rank has them.
-        exact: ("batch" or "random numbers", which) -> checksum, equal on ranks that read the same
-            samples; ("optimizer option", parameter) -> options of its group.
-        random: Lines that draw random numbers with torch, or other generators that were used.
+        losses: Losses of the microbatches of the first step's last batch, if this rank has them.
+        exact: ("batch" or "random numbers", identifier) -> checksum, equal on ranks that read the
+            same samples; ("optimizer option", parameter) -> options of its group.
+        random: Lines that draw random numbers with torch, and names of other generators in use.
         parameters: Lines of the step that read parameters of modules that are not being called.
         written: Attributes and buffers that a step changed.
         batches: Batches of the replica, if they are captured.
-        counted: Whether the step returned ``num_tokens``.
+        counted: True if the step returned ``num_tokens``.
         eps: Machine epsilon of the coarsest dtype of weights and arithmetic.
     """
 
@@ -68,9 +67,9 @@ class Recorder:
     """Mixin of a Lightning callback that records a training and ends it after some steps.
 
     Args:
-        record: Filled by the hooks; batches are kept where the training has none yet.
+        record: The record that the hooks fill. Batches are captured if the training has none yet.
         case: The training.
-        steps: Optimizer steps.
+        steps: Number of optimizer steps.
     """
 
     def __init__(self, record: Record, case: Case, steps: int) -> None:
@@ -154,7 +153,7 @@ class Recorder:
         self.record.batches.length = trainer.num_training_batches
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Keep values for the logger, which gets those of a step behind it."""
+        """Keep the values of the logger, which receives those of a step after the step."""
         self._keep_numbers(
             "metric" if self._trainer.validating or not self.record.steps else "logged value",
             metrics,
@@ -184,8 +183,7 @@ class Recorder:
             self.record.tensors.setdefault(key, {})[name] = _held(tensor, sharding)
 
     def _optimized(self) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
-        """Yield (group, name, tensor, its position in the full parameter) of everything that the
-        optimizer steps on."""
+        """Yield the optimizer's tensors: (group, name, tensor, position in the full parameter)."""
         names, placed = self._strategy._optimizer_records()
         for group in self._strategy.optimizers[0].param_groups:
             for tensor in group["params"]:
@@ -198,6 +196,6 @@ def _held(tensor: Tensor, placed: Any) -> Held:
 
 
 def digest(value: Nested) -> str:
-    """Return the hash value of a batch's tensors, which is the same in all forked processes."""
+    """Return the hash value of a batch's tensors, which is equal in all forked processes."""
     flat = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in iterate_tensors(value)]
     return str(hash(tuple(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)))

@@ -1,4 +1,4 @@
-"""Result of a verification: a table, a picture, and the reasons for a difference."""
+"""Result of a verification: a table, a plot, and the causes of a difference."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A reason for a difference.
+    """A cause of a difference.
 
     Attributes:
         name: "random numbers", "parameters in the step", "gradients changed by hand", "optimizer
             groups", "optimizer", "buffers", "label shift", "uneven labels", "sum over samples",
             "coupled samples", "logged values" or "hidden state".
-        text: What was seen, and what helps.
+        text: Observation and remedy.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Report:
     """Comparison of a layout with one process.
 
     Attributes:
-        layout: In short form.
+        layout: The layout in short form.
         steps: Number of optimizer steps.
-        compared: Everything that was compared, in the order of the training.
-        axes: (axes, result) of smaller layouts; tried after a difference only.
-        causes: Reasons for a difference, the likeliest first.
-        notes: How the comparison was made, where that was not as asked.
+        compared: All compared values, in the order of the training.
+        axes: (axes, result) of smaller layouts, which are trained only after a difference.
+        causes: Causes of a difference, the most likely first.
+        notes: Deviations of the comparison from the request.
     """
 
     layout: str
@@ -57,7 +57,7 @@ class Report:
 
     @property
     def differences(self) -> list[Difference]:
-        """The values that differ, the first in the training first."""
+        """Return the values that differ, in the order of the training."""
         return [one for one in self.compared if one.differs]
 
     def __str__(self) -> str:
@@ -91,8 +91,9 @@ class Report:
         return columns(rows, words=(0, 4))
 
     def draw(self, path: str | Path) -> None:
-        """Write a picture (PNG): the largest error of each kind in each step, as a multiple of its
-        tolerance.
+        """Write a plot (PNG) of the largest error of each kind in each step.
+
+        Errors are shown as multiples of their tolerances.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.

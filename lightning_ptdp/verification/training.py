@@ -1,4 +1,4 @@
-"""A training of the user's module in one layout, recorded."""
+"""A recorded training of the user's module in one layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_ptdp.verification.watch import StepWatch
 __all__ = ["Subject", "VerificationError"]
 
 _LEFT_OUT = "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches reload_dataloaders_every_n_epochs barebones"
-"""The Trainer's options that do not change a step, besides those that are ours."""
+"""Options of the Trainer that the verification ignores, because they do not change a step."""
 _WRITERS = (
     "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport "
     "SaveOnSignal SaveResolvedConfig StepProgress "
@@ -37,13 +37,13 @@ _WRITERS = (
 )
 _NEVER = 10**9
 _BYTES = 16
-"""A parameter's value, gradient and two states of an optimizer, in float32."""
+"""Bytes of a parameter: its value, its gradient and two optimizer states, in float32."""
 _SHOWN = 2000
-"""Characters of a log."""
+"""Number of characters of a log that an error shows."""
 
 
 class VerificationError(PTDPError, RuntimeError):
-    """A training of the verification failed, or a layout differs from one process."""
+    """Failure of a verification's training, or difference between a layout and one process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,13 @@ class Subject:
     """Module, data and Trainer options to verify.
 
     Attributes:
-        module: The LightningModule; trained in forked processes only.
+        module: The LightningModule, which is trained in forked processes only.
         strategy: A strategy with the layout.
         data: Training loaders, validation loaders and data module; each may be None.
-        steps: Optimizer steps of a training.
+        steps: Number of optimizer steps of a training.
         trainer: Arguments of the Trainer.
-        folder: For records and logs.
-        limit_s: Of one training, in seconds.
+        folder: Folder of records and logs.
+        limit_s: Time limit of one training, in seconds.
     """
 
     module: Any
@@ -72,7 +72,7 @@ class Subject:
         """Return the record of each rank.
 
         Raises:
-            VerificationError: The training failed, was refused or was late.
+            VerificationError: The training failed, was refused, or exceeded its time limit.
         """
         self._run(self._train_rank, case.devices, case, name=f"training {case.name}")
         return [
@@ -87,13 +87,15 @@ class Subject:
     def _run(
         self, function: Callable[..., object], count: int, *args: object, name: str
     ) -> dict[int, Any]:
-        """Return the results of ``function(rank, *args)`` in forked processes, which are
-        Lightning's ranks."""
+        """Return the results of ``function(rank, *args)`` in forked processes.
+
+        The processes are Lightning's ranks.
+        """
         port = str(find_free_network_port())
 
         def call(rank: int, tell: Tell) -> object:
             tell(name)
-            vars(sys).pop("ps1", None)  # nobody types here
+            vars(sys).pop("ps1", None)  # The forked process is not interactive.
             with open(self.folder / f"{rank}.txt", "wb") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
@@ -101,7 +103,7 @@ class Subject:
                 os.environ.update(
                     LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
                 )
-            torch.set_num_threads(1)  # OpenMP's threads of the parent do not exist here
+            torch.set_num_threads(1)  # The parent's OpenMP threads do not exist in this process.
             try:
                 return function(rank, *args)
             except Exception:
@@ -119,10 +121,11 @@ class Subject:
         return outcome.results
 
     def _measure(self, rank: int) -> bool:
+        # A model whose ``configure_model`` reads weights is assumed to fit.
         with (
             torch.device("meta"),
             suppress(Exception),
-        ):  # a model that reads its weights is taken to fit
+        ):
             self.module.configure_model()
         needed = _BYTES * sum(parameter.numel() for parameter in self.module.parameters())
         available = psutil.virtual_memory().available
@@ -185,7 +188,8 @@ class Subject:
             "logger": logger,
             "default_root_dir": str(self.folder),
             "limit_val_batches": self.steps,
-            "val_check_interval": _NEVER,  # validated when the recorder ends the training
+            # The Trainer validates when the recorder ends the training.
+            "val_check_interval": _NEVER,
             "check_val_every_n_epoch": None,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
@@ -196,7 +200,7 @@ class Subject:
 
 
 def _shorten(module: Any, case: Case) -> None:
-    """Keep the first blocks only, also of what ``configure_model`` builds."""
+    """Keep the first blocks only, also of modules that ``configure_model`` builds."""
     build = module.configure_model
 
     def built() -> None:

@@ -1,5 +1,7 @@
-"""Observation of the user's step: random numbers, parameters that are read, and state that is
-written."""
+"""Observation of the user's training step.
+
+It records random numbers, parameters that the step reads, and state that it writes.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +36,19 @@ _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__f
 
 
 class StepWatch(TorchFunctionMode):
-    """Watches one module's ``training_step``.
+    """Observer of one module's ``training_step``.
 
     Args:
         module: The LightningModule, whose step is replaced.
-        record: Takes the observations.
-        frozen: Whether random numbers are replaced by constants, equal for all samples, and
-            modules' dropout is switched off.
+        record: The record to fill.
+        frozen: True to replace random numbers by constants that are equal for all samples, and to
+            switch off the dropout of modules.
     """
 
     def __init__(self, module: Any, record: Record, *, frozen: bool) -> None:
         super().__init__()
         self._module, self._record, self._frozen = module, record, frozen
-        # Metrics are written in every step.
+        # Metrics change in every step, so their modules are not watched.
         self._owners = [
             replace(find_owners(child)[0], name=name)
             for name, child in module.named_modules()
@@ -111,7 +113,7 @@ def _switch_dropout_off(module: nn.Module) -> None:
 
 
 def _caller(end: object) -> tuple[str, bool]:
-    """Return the user's line that called torch, and whether a module is being called."""
+    """Return the user's line that called torch, and True if a module is being called."""
     frame: FrameType | None = sys._getframe(2)
     place, inside = "", False
     while frame is not None and frame.f_code is not end:
@@ -124,8 +126,10 @@ def _caller(end: object) -> tuple[str, bool]:
 
 
 def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a random function; its result becomes one row, repeated for all samples, that depends on
-    the row's size only."""
+    """Call a random function, and replace its result by one row, repeated for all samples.
+
+    The row depends on its size only.
+    """
     kwargs.pop("generator", None)
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
@@ -133,7 +137,8 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
     if not drawn.dim():
         return drawn
     row = drawn[0].clone()
-    if "randn" in name or "normal" in name:  # torch draws other numbers with another size
+    # torch draws different numbers for a different size.
+    if "randn" in name or "normal" in name:
         row = torch.linspace(-1, 1, row.numel()).view_as(row)
     with torch.no_grad():
         return drawn.copy_(
@@ -142,7 +147,7 @@ def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[s
 
 
 def _generators() -> dict[str, int]:
-    """Return the states' hash values, which are the same in all forked processes."""
+    """Return the hash values of the states, which are equal in all forked processes."""
     numpy = pickle.dumps(np.random.get_state())
     torch_ = torch.get_rng_state().numpy().tobytes()
     return {"torch": hash(torch_), "random": hash(random.getstate()), "numpy": hash(numpy)}
