@@ -1,19 +1,23 @@
-"""Checkpoints that belong to the model and not to the layout.
+"""Checkpoints that are independent of the layout.
 
-A checkpoint is Lightning's single file where one rank holds all of it (single_file.py), else a
-folder. A folder holds rectangles of the full, single-process tensors, so that every layout reads
-the checkpoints of all others. The data files are safetensors; any of its readers opens them::
+A checkpoint is Lightning's single file if one rank holds the whole model (single_file.py), else a
+folder. A folder stores tensors as rectangles of the full, single-process tensors under global names,
+so that any layout can read a checkpoint of any other layout. The data files are safetensors. All
+other content is in small files::
 
     last.ckpt/
-      metadata.json    format, layout, package versions, shape and dtype of every tensor, size and sha256 of the files
-      index.json       which rectangle is in which file, and where
-      state.pt         loops, callbacks, schedulers, hyperparameters: ``torch.load(..., weights_only=True)`` reads it
-      README.txt       how to read this folder
-      rank0-0.safetensors …  rectangles, in one file or more a rank
-      rank0-0.crc …    checksums of their blocks
+      metadata.json          format, layout, package versions, shape and dtype of every tensor,
+                             size and sha256 of the files
+      index.json             file and position of every rectangle
+      state.pt               loops, callbacks, schedulers, hyperparameters, readable by
+                             ``torch.load(..., weights_only=True)``
+      README.txt             instructions for reading this folder
+      rank0-0.safetensors …  the rectangles, one file or more per rank
+      rank0-0.crc …          checksums of their blocks
 
-A folder appears under its name complete or not at all, and an error on one rank is the same error
-on every rank."""
+A folder appears under its name only when it is complete. An error on one rank is the same error on
+every rank.
+"""
 
 from lightning_ptdp.checkpoint.background import BackgroundSaver
 from lightning_ptdp.checkpoint.checkpoint_error import (

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the loop waits for the copy to host memory only."""
+"""Saving during training: the training loop waits only for the copy to host memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _TELL_S = 2.0
 
 
 class BackgroundSaver:
-    """One save at a time in a thread of its own, agreed on over a process group of its own; used by
-    all ranks alike. The end of the process waits for it, however it comes, unless by a signal that
-    Python does not see.
+    """Saver of one checkpoint at a time, in its own thread and with its own process group.
 
-    The copies' memory (as much as this rank holds of the model and the optimizer) is kept from one
-    save to the next; under CUDA it is pinned, so that the copy runs at the bus's speed.
+    All ranks must use it alike. The end of the process waits for the save, unless a signal that
+    Python does not see ends the process.
+
+    The memory of the copies (as much as this rank holds of the model and the optimizer) is kept
+    between saves. Under CUDA it is pinned, so that the copy runs at the speed of the bus.
 
     Args:
-        limit: Of every wait for another rank; a save has to end within twice that.
-        keeper: What the training knows of its folders; None: nothing yet.
+        limit: Limit of every wait for another rank; a save must end within twice this time.
+        keeper: The training's knowledge of its folders; None: none yet.
     """
 
     def __init__(self, *, limit: timedelta, keeper: Keeper | None = None) -> None:
@@ -52,8 +53,8 @@ class BackgroundSaver:
         self._lock = threading.Lock()
         self._then: list[Callable[[], object]] = []
         self._target = Path()
-        # Python joins no daemon thread, and other threads without a limit; processes of
-        # multiprocessing know no atexit.
+        # At exit, Python does not join daemon threads, and joins other threads without a time
+        # limit. Processes of multiprocessing do not run atexit functions.
         self._at_exit = util.Finalize(None, self._finish, exitpriority=_EXIT_PRIORITY)
 
     def save(
@@ -65,19 +66,22 @@ class BackgroundSaver:
         metadata: Mapping[str, Json],
         then: Callable[[], object],
     ) -> None:
-        """As :func:`save_checkpoint`, but returns when everything is copied; waits for the save
-        before.
+        """Save like :func:`save_checkpoint`, but return as soon as everything is copied.
+
+        The call first waits for the previous save.
 
         Args:
-            path: The folder to make.
-            tensors: As of :func:`save_checkpoint`; may be changed as soon as this returns.
-            state: Likewise.
-            metadata: Likewise.
-            then: Called in the thread when the checkpoint is complete.
+            path: The folder to create.
+            tensors: As for :func:`save_checkpoint`; they may be changed as soon as this call
+                returns.
+            state: As for :func:`save_checkpoint`.
+            metadata: As for :func:`save_checkpoint`.
+            then: Function that the thread calls when the checkpoint is complete.
 
         Raises:
-            CheckpointError: The save before failed, or this one cannot work; the same on all ranks.
-            RuntimeError: As :meth:`wait`.
+            CheckpointError: The previous save failed, or this one cannot succeed. Raised on all
+                ranks.
+            RuntimeError: As for :meth:`wait`.
         """
         self.wait()
         self._target = Path(os.path.abspath(path))
@@ -94,8 +98,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def after(self, action: Callable[[], object]) -> None:
-        """Call ``action`` when the save that is running is complete (not if it fails); at once if
-        none is."""
+        """Call ``action`` when the current save is complete, or at once if no save is running.
+
+        ``action`` is not called if the save fails.
+        """
         with self._lock:
             if self._is_writing:
                 self._then.append(action)
@@ -104,14 +110,15 @@ class BackgroundSaver:
             action()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Wait until nothing is being saved.
+        """Wait until the current save has ended.
 
         Raises:
-            CheckpointError: The save failed, or does not end within the limit; what was there
-                before is whole.
+            CheckpointError: The save failed, or did not end within the limit. The previous
+                checkpoint is whole.
             RuntimeError: Another rank was lost meanwhile (the error of torch's communication).
         """
-        # Twice: the thread's own waits for other ranks began later than this one, and say more.
+        # The limit is doubled, because the thread began its own waits for other ranks later than
+        # this one, and their errors say more.
         thread, limit = self._thread, limit or 2 * self._limit
         if thread is None:
             return
@@ -128,17 +135,18 @@ class BackgroundSaver:
             raise error
 
     def close(self) -> None:
-        """Wait, and give the memory and the group back.
+        """Wait for the current save, and release the memory and the process group.
 
         Raises:
-            CheckpointError: As :meth:`wait`; and RuntimeError.
+            CheckpointError: As for :meth:`wait`.
+            RuntimeError: As for :meth:`wait`.
         """
         self.wait()
         self._copies = {}
         self.give_up()
 
     def give_up(self) -> None:
-        """Do not wait at the end of the process."""
+        """Do not wait for the current save at the end of the process."""
         self._at_exit.cancel()
 
     def _finish(self) -> None:
@@ -193,6 +201,7 @@ class BackgroundSaver:
                         return
                     action = self._then.pop(0)
                 action()
-        except BaseException as error:  # raised by the next wait, on the main thread
+        except BaseException as error:
+            # The next ``wait`` raises the error in the main thread.
             with self._lock:
                 self._error, self._is_writing = error, False

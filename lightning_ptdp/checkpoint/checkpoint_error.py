@@ -1,4 +1,4 @@
-"""The exceptions of this room, and how another one is told in its message."""
+"""Exceptions of this package, and the description of other exceptions in their messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ __all__ = ["CheckpointError", "MissingCheckpointError", "explain", "reading"]
 
 
 class CheckpointError(PTDPError, ValueError):
-    """A checkpoint cannot be written, is damaged, or does not fit what is asked of it; the message
-    says which and why."""
+    """Error of a checkpoint that cannot be written, is damaged, or does not fit the request.
+
+    The message says which, and why.
+    """
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint of that name."""
+    """Error of a checkpoint that does not exist."""
 
 
 @contextmanager
 def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
-    """Around what reads a file and compares it: what is wrong with it is a ``CheckpointError`` that
-    names it, and ``says`` so."""
+    """Return a context that turns errors of reading a file into a ``CheckpointError``.
+
+    Args:
+        file: The file that the message names.
+        says: Words that describe the file if its content is wrong.
+    """
     try:
         yield
     except CheckpointError:
@@ -36,11 +42,12 @@ def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """An error in one line: ours speak for themselves, others need their type, and the error that
-    they came from.
+    """Return an error as one line of text.
 
-    (``torch.save`` on a full disk raises about positions in an archive; that the disk is full is in
-    the error before it.)"""
+    A ``CheckpointError`` is its message. Any other error has its type, and the error at the root of
+    its chain: on a full disk, ``torch.save`` raises an error about positions in an archive, and
+    only the error before it says that the disk is full.
+    """
     if isinstance(error, CheckpointError):
         return str(error)
     root = error

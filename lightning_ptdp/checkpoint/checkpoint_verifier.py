@@ -1,4 +1,4 @@
-"""Verification that every byte of a checkpoint is as it was written."""
+"""Verification of every byte of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def verify_checkpoint(
 
     Args:
         path: The checkpoint folder.
-        part: Which share of the files of tensors is read here; every rank may take one.
+        part: Number of the share of the tensor files to read here; every rank may read one share.
         parts: Number of shares. The small files are always read.
 
     Returns:
         The checkpoint's metadata.
 
     Raises:
-        CheckpointError: Something is missing or damaged; names every file of which that is true.
+        CheckpointError: Files are missing or damaged. The message names all of them.
     """
     folder = Path(path)
     metadata = read_metadata(folder)

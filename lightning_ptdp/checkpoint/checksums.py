@@ -1,13 +1,14 @@
-"""Checksums of a data file, block by block, so that a part of it can be read and checked alone.
+"""Checksums of the blocks of a data file, so that any part can be read and checked alone.
 
-CRC-32 is the hash: it is in the standard library (zlib), runs at some GB/s on one core without
-holding the interpreter's lock (where sha256 without special instructions runs at a tenth of that),
-and notices every damage that is confined to 32 bits and all but 2^-32 of any other. It is no
-defence against intent; nor is anything that lies beside the data.
+The hash is CRC-32. It is in the standard library (zlib), and runs at some GB/s on one core without
+the interpreter's lock; sha256 without special instructions runs at a tenth of that. It detects
+every damage that is confined to 32 bits, and all but 2^-32 of any other. It does not protect
+against intent, and neither does anything else that is stored beside the data.
 
-``rank0-0.safetensors`` has its sums in ``rank0-0.crc``: an array of (offset of the block, CRC-32 of it),
-both little-endian. The values of a tensor, if they are at least a block, begin a block of their
-own: a part of a tensor that begins at a round place is read without what comes before it."""
+The sums of ``rank0-0.safetensors`` are in ``rank0-0.crc``: an array of (offset of the block, CRC-32
+of it), both little-endian. The values of a tensor of at least one block begin a new block. A part of a
+tensor that begins at a multiple of the block size is therefore read without the bytes before it.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +44,13 @@ DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
 Array = np.ndarray[Any, Any]
 _ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
 _MOST_BLOCK = 4 * BLOCK
-# on average of a block: what is around the values of a tensor is more, and makes two blocks of
-# three
+# Lower bound of the average number of bytes in a block. The archive's bytes around a tensor's
+# values are more than this, and they are two of every three blocks.
 _FEWEST_BYTES = 256
 
 
 class SummingFile:
-    """A data file that is being written, and the sums of its blocks."""
+    """A data file that is being written, with the sums of its blocks."""
 
     def __init__(self, stream: IO[bytes], sync: files.EarlySync) -> None:
         self._stream, self._sync = stream, sync
@@ -57,7 +58,7 @@ class SummingFile:
         self.sums: list[tuple[int, int]] = []
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append what is small; it shares a block with what is before and behind it."""
+        """Append a few bytes, which share a block with the bytes before and after them."""
         self._crc = zlib.crc32(content, self._crc)
         self._stream.write(content)
         self.position += len(content)
@@ -65,11 +66,12 @@ class SummingFile:
             self.end_block()
 
     def write_blocks(self, pieces: Iterable[memoryview]) -> None:
-        """Append the values of a tensor. The first piece begins a block, unless all of them are
-        less than one.
+        """Append the values of a tensor.
+
+        The first piece begins a block, unless all pieces together are smaller than a block.
 
         Args:
-            pieces: All but the last are a multiple of BLOCK bytes.
+            pieces: Pieces of the values. All but the last are a multiple of BLOCK bytes.
         """
         for piece in pieces:
             if len(piece) < BLOCK:
@@ -83,7 +85,7 @@ class SummingFile:
             self._sync.reached(self.position)
 
     def end_block(self) -> None:
-        """The next write begins a block."""
+        """End the current block, so that the next write begins a new one."""
         if self.position > self._start:
             self.sums.append((self._start, self._crc))
         self._start, self._crc = self.position, 0
@@ -91,7 +93,7 @@ class SummingFile:
 
 @contextmanager
 def summing(path: Path) -> Iterator[SummingFile]:
-    """A data file to write; its sums are written beside it when it is whole."""
+    """Return a context with a data file to write; its sums are written beside it at the end."""
     with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
         file = SummingFile(stream, sync)
         yield file
@@ -106,8 +108,8 @@ class BlockSums:
     """Content of ``rank0-0.crc`` for a file of n blocks.
 
     Attributes:
-        starts: Where the blocks begin, and behind them the file's size; (n + 1) int64.
-        crcs: Their CRC-32; (n) uint32.
+        starts: Positions at which the blocks begin, and the size of the file; (n + 1) int64.
+        crcs: CRC-32 of the blocks; (n) uint32.
     """
 
     starts: Array
@@ -115,11 +117,11 @@ class BlockSums:
 
 
 def parse_sums(content: bytes, *, size: int) -> BlockSums:
-    """The content of a ``.crc`` file, of a data file of ``size`` bytes.
+    """Return the content of a ``.crc`` file, for a data file of ``size`` bytes.
 
     Raises:
-        Misfit: It cannot be that file's: what is not in small blocks from its beginning to its end
-            could not be checked piece by piece.
+        Misfit: The content does not belong to that file. Its blocks must be small and cover the
+            file from its beginning to its end, so that every part can be checked.
     """
     if len(content) % _ENTRY.itemsize:
         raise Misfit(f"has {len(content)} bytes, which are not whole entries")
@@ -149,11 +151,11 @@ def most_sums_bytes(size: int) -> int:
 
 
 class SummedFile:
-    """A data file of which only what was checked is handed out.
+    """A data file that returns only checked bytes.
 
     Attributes:
         path: The file.
-        size: Of it in bytes.
+        size: Size of the file in bytes.
     """
 
     def __init__(self, stream: io.FileIO, path: Path, sums: BlockSums) -> None:
@@ -166,17 +168,18 @@ class SummedFile:
         return int(self._starts[np.searchsorted(self._starts, position, side="right")])
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Bytes [start, stop); whole blocks are read and compared with their sums.
+        """Return the bytes [start, stop); whole blocks are read and compared with their sums.
 
         Args:
             start: First byte.
-            stop: Behind the last byte.
-            into: Memory of that many bytes, which is read into and returned if they are whole
-                blocks. Otherwise what is returned is used again by the next call.
+            stop: Byte after the last one.
+            into: Memory of that many bytes. If the range consists of whole blocks, they are read
+                into this memory, which is returned. Otherwise the next call reuses the returned
+                memory.
 
         Raises:
-            CheckpointError: The file is damaged there, or ends before; names the file and the first
-                bad byte's block.
+            CheckpointError: The file is damaged in this range, or too short. The message names the
+                file and the first damaged block.
         """
         if not 0 <= start <= stop <= self.size:
             raise CheckpointError(
@@ -206,7 +209,7 @@ class SummedFile:
         return content if content is into else content[start - begin : stop - begin]
 
     def check(self, *, step: int = 1 << 20) -> None:
-        """Read and compare everything, ``step`` bytes at a time.
+        """Read and compare the whole file, ``step`` bytes at a time.
 
         Raises:
             CheckpointError: The file is damaged.
@@ -218,8 +221,10 @@ class SummedFile:
             start = stop
 
     def _memory(self, size: int) -> memoryview:
-        """The same for every read: what is still in the processor's cache is faster than what is
-        fresh."""
+        """Return ``size`` bytes of the same memory for every read.
+
+        This memory is faster than new memory while it is in the processor's cache.
+        """
         if len(self._scratch) < size:
             self._scratch = np.empty(size, dtype=np.uint8)
         return self._scratch.data[:size]
@@ -238,6 +243,6 @@ class SummedFile:
 
 @contextmanager
 def open_summed(path: Path, sums: BlockSums) -> Iterator[SummedFile]:
-    """Open a data file to be read with its sums."""
+    """Return a context with a data file to read and compare with its sums."""
     with open(path, "rb", buffering=0) as stream:
         yield SummedFile(stream, path, sums)

@@ -40,18 +40,20 @@ __all__ = [
 ]
 
 EXPORT_MARK = ".lightning-ptdp"
-"""Empty file in an exported folder. Only folders that have it are replaced: any other may be the
-only copy of a model."""
+"""Empty file in an exported folder.
+
+Only folders that have it are replaced, because any other folder may be the only copy of a model.
+"""
 _PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
 _TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
 _SYNC_BYTES = 1 << 25
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path, also where it is given as ``file:///…``.
+    """Return a path, which may be given as ``file:///…``.
 
     Raises:
-        CheckpointError: It is a URL of something else than a mounted file system.
+        CheckpointError: The path is the URL of something other than a mounted file system.
     """
     text = os.fspath(path)
     protocol, found, rest = text.partition("://")
@@ -65,13 +67,13 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 def sha256(content: bytes) -> str:
-    """Hexadecimal digest."""
+    """Return the hexadecimal sha256 digest."""
     return hashlib.sha256(content).hexdigest()
 
 
 @contextmanager
 def open_synced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write; at the end waits until the disk has it."""
+    """Return a context with a file to write, which ends when the disk has the file."""
     with open(path, "wb") as stream:
         yield stream
         stream.flush()
@@ -79,8 +81,7 @@ def open_synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 class EarlySync:
-    """Sends what there is of a large file to the disk while more of it is being written: at its end
-    there is little to wait for.
+    """Background sync of a large file during writing, which shortens the sync at its end.
 
     Args:
         stream: The file.
@@ -88,44 +89,42 @@ class EarlySync:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._synced = stream, 0
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="sync"
-        )  # starts its thread when it is asked to
+        # The pool starts its thread at the first sync.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._running: Future[None] | None = None
 
     def reached(self, position: int) -> None:
-        """Tell that the file has ``position`` bytes.
+        """Report that the file has ``position`` bytes.
 
         Raises:
-            OSError: The disk did not take what was there before.
+            OSError: The disk did not accept earlier bytes.
         """
         if position - self._synced < _SYNC_BYTES or (
             self._running is not None and not self._running.done()
         ):
             return
         self.wait()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # Python is ending, and starts no thread any more: the last sync does it all
+        # While Python is exiting, it starts no threads; the final sync then does all the work.
+        with contextlib.suppress(RuntimeError):
             self._running = self._pool.submit(os.fsync, self._stream.fileno())
         self._synced = position
 
     def wait(self) -> None:
-        """Wait for what runs.
+        """Wait for the current sync.
 
         Raises:
-            OSError: As :meth:`reached`.
+            OSError: As for :meth:`reached`.
         """
         if self._running is not None:
             self._running.result()
 
     def close(self) -> None:
-        """Wait, whatever comes of it, and end the thread."""
+        """Wait for the current sync, ignore its result, and end the thread."""
         self._pool.shutdown()
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder (a renamed file can be lost otherwise)."""
+    """Wait until the disk has the names in a folder; a renamed file can be lost otherwise."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -134,54 +133,58 @@ def sync_folder(path: Path) -> None:
 
 
 def part_name(target: Path, kind: str = _PART) -> Path:
-    """A fresh name beside ``target``: to write under, or to move what is there to."""
+    """Return a new temporary name beside ``target``, to write to or to move ``target`` to."""
     return Path(f"{target}.{kind}-{uuid.uuid4().hex[:12]}")
 
 
 def lock_name(path: Path) -> Path:
-    """The file that is locked while the process lives whose save writes under this name."""
+    """Return the file that a process locks while it saves under this temporary name."""
     return path if path.suffix == _LOCK else path.with_name(path.name + _LOCK)
 
 
 def leftovers(target: Path) -> list[Path]:
-    """Return the temporary names beside ``target`` of saves and removals that were cut off or still
-    run, and their locks."""
+    """Return the temporary names beside ``target``, and their locks.
+
+    They belong to saves and removals that were interrupted or are still running.
+    """
     if not target.parent.is_dir():
         return []
     return sorted(entry for entry in target.parent.iterdir() if leftover_of(entry) == target)
 
 
 def leftover_of(path: Path) -> Path | None:
-    """Return the target of a save of which ``path`` is a temporary name; None for other names."""
+    """Return the target of a save with the temporary name ``path``; None for other names."""
     name = _TEMPORARY.fullmatch(path.name)
     return path.with_name(name[1]) if name is not None else None
 
 
 def kind_of(path: Path) -> str:
-    """ "tmp" for the name of what is being written, "old" of what was there before it, "gone" of
-    what is being removed, however whole it still is; "" for other names."""
+    """Return the kind of a temporary name, or "" for any other name.
+
+    The kinds are "tmp" for content that is being written, "old" for content that is being replaced,
+    and "gone" for content that is being removed, even if it is still whole.
+    """
     name = _TEMPORARY.fullmatch(path.name)
     return name[2] if name is not None else ""
 
 
 def settled(path: Path) -> Path:
-    """``path``, or the name that it has by now if it was a temporary one."""
+    """Return ``path``, or its present name if it was a temporary name."""
     target = leftover_of(path)
     return path if target is None or path.exists() else target
 
 
 def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lambda _: None) -> None:
-    """Put ``part`` in the place of ``target``; what was there is moved aside first and removed
-    last.
+    """Replace ``target`` by ``part``; the old content is moved aside first and removed last.
 
-    A crash at any point leaves the old or the new one whole, under its name or, between the two
+    A crash at any point leaves the old or the new content whole: under its name or, between the two
     renames, beside it.
 
     Args:
-        part: What is complete under its temporary name.
-        target: The name that it shall have.
-        follow: Is given where one of the two stands, before the other one is renamed: a link that
-            is moved there always leads to one.
+        part: Temporary name of the complete content.
+        target: The final name.
+        follow: Function that is called with the path of one whole content before the other one is
+            renamed, so that a link that is moved to this path is always valid.
     """
     aside = part_name(target, _OLD) if os.path.lexists(target) else None
     try:
@@ -190,7 +193,7 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
             try:
                 os.rename(target, aside)
                 follow(aside)
-            except FileNotFoundError:  # another training in this folder has just removed it
+            except FileNotFoundError:  # Another training in this folder has just removed it.
                 aside = None
         os.rename(part, target)
     except OSError:
@@ -211,11 +214,12 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A temporary name to write under; at the end it is put in the place of ``target``, after an
-    error nothing is left of it.
+    """Return a context with a temporary name, which replaces ``target`` at the end.
+
+    After an error, nothing is left of it.
 
     Raises:
-        CheckpointError: The disk does not take it.
+        CheckpointError: The disk does not accept it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = part_name(target)
@@ -229,8 +233,10 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder so that at no instant a part of it stands under its name; another training
-    may have done that already."""
+    """Remove a folder such that its name never has only a part of it.
+
+    Another training may have removed it already.
+    """
     gone = part_name(path, _GONE)
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
@@ -238,8 +244,10 @@ def discard(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there and if we may: what is removed here is
-    never needed again."""
+    """Remove a file, a link or a folder, if it exists and permissions allow it.
+
+    Errors are ignored, because the removed content is never needed again.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -248,7 +256,7 @@ def remove(path: Path) -> None:
 
 
 def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: bool = False) -> None:
-    """Refuse to replace a folder that is not a checkpoint, and a file unless ``or_file``.
+    """Check that a folder to replace is a checkpoint or export; files need ``or_file``.
 
     Raises:
         CheckpointError: ``path`` is a URL, a file, or a folder with content but without the file
@@ -272,15 +280,17 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
 def check_apart(
     target: str | os.PathLike[str], read: Iterable[str | os.PathLike[str]], *, what: str = ""
 ) -> None:
-    """Refuse to write over, into or around a file or folder that is read. Links are followed.
+    """Check that the path to write is not, contains or is inside a path that is read.
+
+    Links are followed.
 
     Args:
         target: Path to write.
-        read: Paths that are read; those that do not exist are skipped.
+        read: Paths that are read. Paths that do not exist are skipped.
         what: Option that gives ``target``, for the message.
 
     Raises:
-        CheckpointError: ``target`` is one of them, is inside of one, or contains one.
+        CheckpointError: ``target`` is one of these paths, is inside one, or contains one.
     """
     written = Path(os.path.realpath(target))
     for source in map(Path, read):
@@ -294,12 +304,11 @@ def check_apart(
 
 
 def existing_paths(values: object) -> Iterator[Path]:
-    """Yield the strings and paths in nested lists and mappings that name an existing file or
-    folder."""
+    """Yield the strings and paths in nested lists and mappings that name an existing path."""
     if isinstance(values, Mapping):
         values = list(values.values())
     if isinstance(values, str | os.PathLike):
-        with contextlib.suppress(ValueError):  # a text with a null character
+        with contextlib.suppress(ValueError):  # The text may contain a null character.
             if os.path.lexists(values):
                 yield Path(values)
     elif isinstance(values, list | tuple):

@@ -1,4 +1,4 @@
-"""``index.json``: the file and the byte at which each rectangle of each tensor begins."""
+"""``index.json``: file and position of every rectangle of every tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 __all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
 
 _FORMAT = "lightning-ptdp index"
-_SMALLEST = 48  # bytes of a rectangle in a header of safetensors, and less
+_SMALLEST = 48  # bytes; a rectangle needs more in a header of safetensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class StoredRectangle:
 
     Attributes:
         file: The data file that holds it.
-        begin: Where its values begin there, in bytes; they lie row by row, without gaps.
-        place: Where it is in the full tensor.
+        begin: Byte of the file at which its values begin; they are stored row by row without gaps.
+        place: Position in the full tensor.
     """
 
     file: str
@@ -54,13 +54,14 @@ class StoredRectangle:
 
 
 class Index:
-    """Positions of a checkpoint's tensors in its files. The entry of a tensor is checked when it is
-    read.
+    """Positions of a checkpoint's tensors in its files.
+
+    The entry of a tensor is checked when it is read.
 
     Args:
-        file: What was read, for messages.
-        metadata: The checkpoint's.
-        files: Names of data files, to which the rectangles refer by number.
+        file: File of the index, for messages.
+        metadata: Metadata of the checkpoint.
+        files: Names of the data files, to which the rectangles refer by number.
         tensors: Rectangles of every tensor, as lists of [file, begin, offset, shape].
     """
 
@@ -84,7 +85,7 @@ class Index:
             )
 
     def _rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
-        """The rectangles of a tensor, each inside of it and of its file.
+        """Return the rectangles of a tensor, each of them inside the tensor and its file.
 
         Raises:
             CheckpointError: The index is damaged.
@@ -156,7 +157,7 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
     file = folder / INDEX_FILE
     stored = sum(entry.size for entry in metadata.files.values())
     dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
-    # A rectangle is three lists with offset, extent, file and place, a comma behind each.
+    # A rectangle is three lists with offset, extent, file and position, each followed by a comma.
     most = (
         (8 + 2 * dimensions) * (stored // _SMALLEST + 1)
         + 2 * len(metadata.tensors)
@@ -173,10 +174,10 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
 
 
 def check_index(folder: Path, metadata: CheckpointMetadata) -> None:
-    """Check that what the index lists makes up every tensor.
+    """Check that the rectangles in the index cover every tensor.
 
     Raises:
-        CheckpointError: It does not.
+        CheckpointError: A tensor is not covered.
     """
     index = open_index(folder, metadata)
     for name, entry in metadata.tensors.items():

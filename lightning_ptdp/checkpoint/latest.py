@@ -1,10 +1,10 @@
-"""The newest complete checkpoint of a folder: how it is marked, and how it is found when the mark
-or the checkpoint is damaged.
+"""The newest complete checkpoint of a folder: the ``latest`` link, and the search for it.
 
-``latest`` is a link beside the checkpoints that is moved, in one step, when one has been written
-whole, and that leads to a whole one at every instant, also while the one that it leads to is
-replaced or removed. It is a convenience and not the truth: what counts is which folders hold a
-whole ``metadata.json``, and when they say that they were written."""
+``latest`` is a link beside the checkpoints. It is moved atomically when a checkpoint is complete,
+and leads to a complete one at every instant, even while its checkpoint is being replaced or
+removed. The link is only a convenience. The authority is the set of folders with a whole
+``metadata.json``, and the times in these files.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ OnDamage = Literal["previous", "refuse"]
 
 
 def mark_latest(checkpoint: Path) -> None:
-    """Point ``latest``, beside a complete checkpoint, to it. Something else of that name is left
-    alone."""
+    """Point ``latest``, beside a complete checkpoint, to it.
+
+    A ``latest`` that is not a link is kept.
+    """
     link = checkpoint.parent / LATEST
     if os.path.lexists(link) and not link.is_symlink():
         return
@@ -49,7 +51,8 @@ def mark_latest(checkpoint: Path) -> None:
         any(_pointed(link, checkpoint.name) for _ in range(_TRIES))
         for cut_off in link.parent.glob(f".{LATEST}-*"):
             files.remove(cut_off)
-    except OSError as error:  # a file system without links; the checkpoint itself is whole
+    except OSError as error:
+        # Some file systems do not support links. The checkpoint itself is whole.
         warnings.warn(
             f"{link} cannot be made ({error}): continue with "
             f"newest_checkpoint({str(link.parent)!r})",
@@ -72,8 +75,10 @@ def _pointed(link: Path, name: str) -> bool:
 
 
 def latest_follows(target: Path) -> Callable[[Path], None]:
-    """Return a function that moves a ``latest`` which leads to ``target``, or to the remains of a
-    save of it, to a given path; any other ``latest`` stays."""
+    """Return a function that moves ``latest`` to a given path, if it leads to ``target``.
+
+    ``latest`` may also lead to a temporary name of ``target``. Any other ``latest`` is kept.
+    """
     led = _led_to(target.parent)
     if led is None or target not in (led, files.leftover_of(led)):
         return lambda _: None
@@ -81,8 +86,10 @@ def latest_follows(target: Path) -> Callable[[Path], None]:
 
 
 def latest_leaves(checkpoint: Path) -> None:
-    """Before ``checkpoint`` is removed: a ``latest`` that leads to it is moved to the newest
-    complete one of the others."""
+    """Move a ``latest`` that leads to ``checkpoint`` to the newest other complete checkpoint.
+
+    Call this before ``checkpoint`` is removed.
+    """
     if _led_to(checkpoint.parent) != checkpoint:
         return
     left = [other for other in complete_checkpoints(checkpoint.parent) if other != checkpoint]
@@ -99,14 +106,16 @@ def _led_to(folder: Path) -> Path | None:
 
 
 def leads_nowhere(folder: Path) -> bool:
-    """Return True if ``latest`` leads to a name that no longer exists, because a rename was cut
-    off."""
+    """Return True if ``latest`` leads to a missing name, because a rename was interrupted."""
     led = _led_to(folder)
     return led is not None and not led.exists()
 
 
 def written_at(path: Path) -> float | None:
-    """When a checkpoint was written, in seconds since 1970; None if its metadata are not whole."""
+    """Return the time at which a checkpoint was written, in seconds since 1970.
+
+    None means that its metadata is not whole.
+    """
     try:
         return read_metadata(path).created
     except CheckpointError:
@@ -114,15 +123,15 @@ def written_at(path: Path) -> float | None:
 
 
 def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
-    """The checkpoints in a folder whose metadata is whole and whose files are there, the newest
-    first.
+    """Return the complete checkpoints in a folder, the newest first.
 
-    What an interrupted save left under a temporary name counts where it is complete: between two
-    renames it is all there is.
+    A checkpoint is complete if its metadata is whole and its files exist. A complete checkpoint
+    under the temporary name of an interrupted save counts too, because between two renames it may
+    be the only one.
 
     Args:
-        folder: Where to look; need not exist.
-        recursive: Look below it too, as where every run has a folder of its own.
+        folder: Folder to search; need not exist.
+        recursive: Search subfolders too, for example if every run has its own folder.
     """
     found: list[tuple[float, Path]] = []
     for path, names, held in os.walk(folder):
@@ -138,8 +147,10 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder or below it, or None: ``trainer.fit(...,
-    ckpt_path=newest_checkpoint("runs"))``."""
+    """Return the newest complete checkpoint in a folder or its subfolders, or None.
+
+    Example: ``trainer.fit(..., ckpt_path=newest_checkpoint("runs"))``.
+    """
     return next(iter(complete_checkpoints(folder, recursive=True)), None)
 
 
@@ -149,19 +160,18 @@ def choose_checkpoint(
     on_damage: OnDamage = "previous",
     verify: Callable[[Path], object] = verify_checkpoint,
 ) -> Path:
-    """The checkpoint to continue from: ``path`` if every byte of it is as it was written, else the
-    one before it.
+    """Return the checkpoint to continue from: ``path`` if it is undamaged, else an older one.
 
     Args:
         path: A checkpoint, the ``latest`` beside checkpoints, or a folder of checkpoints, which
-            means its newest.
-        on_damage: What to do about a damaged one: use the newest whole one written before it in the
-            same folder, with a warning, or refuse.
-        verify: Raises a CheckpointError if a checkpoint is damaged.
+            means its newest one.
+        on_damage: Action for a damaged checkpoint. "previous": use the newest whole checkpoint in
+            the same folder that was written before it, with a warning. "refuse": raise an error.
+        verify: Function that raises a CheckpointError if a checkpoint is damaged.
 
     Raises:
-        CheckpointError: It is damaged and ``on_damage`` is "refuse", or no other is whole; a
-            MissingCheckpointError if there is none.
+        CheckpointError: The checkpoint is damaged, and ``on_damage`` is "refuse" or no older one is
+            whole. A MissingCheckpointError if the checkpoint does not exist.
     """
     if on_damage not in get_args(OnDamage):
         raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
@@ -186,7 +196,7 @@ def choose_checkpoint(
 
 
 def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
-    """The checkpoint that is meant, and how to find those that were written before it."""
+    """Return the requested checkpoint, and a function that returns the older ones."""
     folder = given if is_folder_of_checkpoints(given) else given.parent
     if folder == given or (given.name == LATEST and _tells_nothing(given)):
         found = complete_checkpoints(folder)
@@ -203,32 +213,37 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
         ]
         if first.exists():
             return others
-        left = files.leftovers(
-            first
-        )  # a name that is not there is a mistake, unless a save of it was cut off
+        # A missing name is a mistake, unless a save under this name was interrupted.
+        left = files.leftovers(first)
         return [other for other in others if other in left]
 
     return first, earlier
 
 
 def _tells_nothing(latest: Path) -> bool:
-    """Return True if ``latest`` is no link (the file system has none, or a copy made a folder of
-    it, which no save moves), leads to nothing, or leads to the temporary name of a save that was
-    cut off."""
+    """Return True if ``latest`` does not identify a checkpoint.
+
+    ``latest`` is not a link (the file system has none, or a copy turned it into a folder, which no
+    save moves), leads to a missing path, or leads to the temporary name of an interrupted save.
+    """
     led = _led_to(latest.parent)
     return led is None or not led.exists() or files.leftover_of(led) is not None
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:
-    """A folder of checkpoints: not one itself, not even a torn one, which has no metadata but looks
-    like one."""
+    """Return True for a folder of checkpoints that is not a checkpoint itself.
+
+    A torn checkpoint, which has no metadata, is not a folder of checkpoints either.
+    """
     if not path.is_dir() or (path / METADATA_FILE).exists():
         return False
     return any((entry / METADATA_FILE).is_file() for entry in path.iterdir())
 
 
 def _is_older(candidate: Path, than: Path) -> bool:
-    """Return True if ``candidate`` was written before a damaged checkpoint, as far as the latter
-    shows its time."""
+    """Return True if ``candidate`` was written before a damaged checkpoint.
+
+    If the damaged checkpoint does not show its time, every candidate counts as older.
+    """
     limit, time = written_at(than), written_at(candidate)
     return limit is None or (time is not None and time <= limit)

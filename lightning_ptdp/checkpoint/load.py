@@ -1,4 +1,4 @@
-"""Reading tensors of a checkpoint into any layout."""
+"""Loading of a checkpoint's tensors into any layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 5
 
 
 class Stored(Protocol):
-    """Tensors on disk, of which any rectangle can be read."""
+    """Tensors on disk; any rectangle of them can be read."""
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
@@ -39,34 +39,34 @@ def load_tensors(
     rename: Mapping[str, str] | None = None,
     open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
 ) -> list[str]:
-    """Fill local tensors in place from a checkpoint of any layout; collective over the default
-    process group, if there is one.
+    """Fill local tensors in place from a checkpoint of any layout.
 
-    Every rank reads only the stored rectangles that overlap its own. Values are converted to the
-    target's dtype; local elements that no rectangle of the sharding covers (padding) keep their
-    values.
+    The function is collective over the default process group, if there is one. Every rank reads
+    only the stored rectangles that overlap its own. Values are converted to the target's dtype.
+    Local elements that no rectangle of the sharding covers (padding) keep their values.
 
     Args:
         path: The checkpoint folder.
-        tensors: This rank's local tensors with their shardings under global names; may differ
+        tensors: This rank's local tensors with their shardings, under global names. They may differ
             between ranks, or be empty.
-        strict: Whether a name that the checkpoint lacks is an error; otherwise that tensor is left
-            as it is.
-        prefix: With ``strict``, a tensor of the checkpoint whose name begins with this and that
-            *no* rank asks for is an error too (a checkpoint of 12 layers does not load into a model
-            of 6).
-        rename: What names of ``tensors`` are called in the checkpoint: ``{"model/model.":
-            "model/net."}``. A key that ends with a dot or a slash stands for all names that begin
-            with it; the longest key that fits decides.
-        open_stored: What makes of ``path`` what is read; by default a checkpoint folder.
+        strict: True if a name that the checkpoint lacks is an error; otherwise that tensor is
+            unchanged.
+        prefix: With ``strict``, a tensor of the checkpoint whose name begins with this prefix and
+            that *no* rank requests is an error too (a checkpoint of 12 layers does not load into a
+            model of 6).
+        rename: Names of ``tensors`` -> their names in the checkpoint: ``{"model/model.":
+            "model/net."}``. A key that ends with a dot or a slash applies to all names that begin
+            with it. The longest matching key is used.
+        open_stored: Function from ``path`` to the stored tensors; by default it opens a checkpoint
+            folder.
 
     Returns:
         The names of ``tensors`` that the checkpoint lacks; empty if ``strict``.
 
     Raises:
-        CheckpointError: On every rank, if on any: the checkpoint is damaged, names are missing or
-            unexpected, full shapes differ, a floating-point tensor meets an integer one, or what is
-            stored does not cover a tensor.
+        CheckpointError: The checkpoint is damaged, names are missing or unexpected, full shapes
+            differ, a floating-point tensor meets an integer one, or the stored rectangles do not
+            cover a tensor. If one rank fails, all ranks raise it.
     """
     doing = f"loading the checkpoint {path}"
     stored = {name: renamed(name, rename or {}) for name in tensors}
@@ -108,7 +108,7 @@ def _check_distinct(stored: Mapping[str, str]) -> None:
 
 
 def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool) -> set[str]:
-    """Names that the checkpoint lacks; everything else fits."""
+    """Return the names that the checkpoint lacks, after a check that all other tensors fit."""
     missing = {name for name in tensors if name not in entries}
     if missing and strict:
         raise CheckpointError(f"{_shown(missing)} not in the checkpoint")
@@ -130,8 +130,10 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
 
 
 def _convertible(entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    """By value: float to float, integer to integer; a fraction that silently becomes an integer is
-    a mistake."""
+    """Return True if the dtypes can be converted: float to float, or integer to integer.
+
+    A conversion of fractions to integers would be a silent error.
+    """
     same_kind = entry.dtype.is_floating_point == tensor.is_floating_point()
     return same_kind and entry.dtype.is_complex == tensor.is_complex()
 

@@ -1,5 +1,4 @@
-"""Rectangles of the full tensors that a rank holds; storage knows no other description of
-shardings."""
+"""Rectangles of the full tensors that a rank holds: the only form of shardings in storage."""
 
 from __future__ import annotations
 
@@ -17,19 +16,18 @@ __all__ = ["LocalRectangle", "Placed", "Tensors", "cut_strips", "rectangles_of"]
 
 
 class Placed(Protocol):
-    """Position of a local tensor in its full one: a ``Sharding``, or a sharded optimizer's part of
-    one."""
+    """Position of a local tensor in its full one: a ``Sharding`` or an optimizer's shard."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the full tensor."""
+        """Return the shape of the full tensor."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the local tensor."""
+        """Return the shape of the local tensor."""
 
     def held(self, local: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """(offset in the full tensor, view of ``local``) of every rectangle that is here."""
+        """Yield (offset in the full tensor, view of ``local``) of every local rectangle."""
 
 
 Tensors = Mapping[str, tuple[torch.Tensor, Placed]]
@@ -44,11 +42,11 @@ class LocalRectangle:
     Attributes:
         name: Global name of the full tensor.
         full_shape: Shape of the full tensor.
-        offset: Where the rectangle begins in the full tensor.
-        values: A view of the local tensor with the rectangle's extent: writing to it writes to the
-            local tensor. To save what is not in memory: a tensor on the meta device, whose values
-            ``read`` gives when they are written.
-        read: From the offset and the shape of a part of the rectangle, its values.
+        offset: Position in the full tensor at which the rectangle begins.
+        values: A view of the local tensor with the rectangle's extent. Writing to it writes to the
+            local tensor. To save values that are not in memory: a tensor on the meta device;
+            ``read`` returns the values when they are written.
+        read: Function from the offset and the shape of a part of the rectangle to its values.
     """
 
     name: str
@@ -59,7 +57,7 @@ class LocalRectangle:
 
     @classmethod
     def whole(cls, name: str, values: torch.Tensor) -> LocalRectangle:
-        """All of a tensor."""
+        """Return the rectangle of a whole tensor."""
         return cls(
             name=name, full_shape=tuple(values.shape), offset=(0,) * values.dim(), values=values
         )
@@ -70,21 +68,22 @@ class LocalRectangle:
         return Rectangle.at(self.offset, self.values.shape)
 
     def within(self, place: Rectangle) -> LocalRectangle:
-        """The part of it at ``place`` of the full tensor."""
+        """Return the part of the rectangle at ``place`` of the full tensor."""
         return replace(
             self, offset=place.begin, values=self.values[place.seen_from(self.offset).slices]
         )
 
     def to_write(self) -> torch.Tensor:
-        """The values, wherever they are and however they lie there."""
+        """Return the values, on any device and with any strides."""
         return (
             self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))
         )
 
 
 def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
-    """The rectangles of local tensors; local elements that are in none of the sharding's (padding)
-    are in none.
+    """Return the rectangles of local tensors.
+
+    Local elements that no rectangle of the sharding covers (padding) are left out.
 
     Raises:
         CheckpointError: A tensor does not have its sharding's local shape.
@@ -106,14 +105,17 @@ def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
 
 
 def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]:
-    """The rectangles of large matrices cut along dimension 1 where their full tensors' eighths
-    meet, if an eighth is a MiB or more (else quarters, else halves).
+    """Yield the rectangles, those of large matrices cut into strips along dimension 1.
 
-    Rows lie one after the other in a file, so that any rows are read alone; columns would be small
-    runs of every row. With the strips a rank of up to eight that split a matrix by columns reads
-    its own only. Where a full tensor is cut does not depend on who holds it. A matrix that is twice
-    as tall as it is wide, or more, is not cut: such are vocabularies and layers that widen, which
-    ranks split by rows (arXiv 1909.08053, section 3), and strips cost the save a copy."""
+    The cuts are at the eighths of the full tensor if an eighth has at least one MiB, else at the
+    quarters or halves. They do not depend on the ranks that hold the tensor.
+
+    A file stores a matrix row by row. Any rows can be read alone, but columns are small runs of
+    every row. With strips, up to eight ranks that split a matrix by columns read only their own
+    part. A matrix at least twice as tall as wide is not cut: vocabularies and widening layers have
+    such a shape, and ranks split them by rows (arXiv 1909.08053, section 3). Strips cost the save a
+    copy.
+    """
     for whole in rectangles:
         rows, columns = whole.full_shape[:2] if len(whole.full_shape) > 1 else (1, 1)
         full_bytes = math.prod(whole.full_shape) * whole.values.element_size()

@@ -1,4 +1,4 @@
-"""``metadata.json``: what a checkpoint holds, readable without torch, and how damage is noticed."""
+"""``metadata.json``: description of a checkpoint, readable without torch, with digests."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 """The dtypes that a checkpoint can store, by name."""
 
+# torch's limit of dimensions, and a number of elements whose bytes can be counted in 64 bits.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = (
     64,
     2**56,
-)  # torch's limit; and what any number of bytes of it is told in 64 bits
+)
 _MOST_SMALL = 1 << 28
-_LAST_SECOND = 253402300799.0  # of the year 9999
+_LAST_SECOND = 253402300799.0  # end of the year 9999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +96,10 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Size of a file in bytes, and its sha256 (None for a file of tensors, whose sums by block are
-    in a file of their own)."""
+    """Size of a file in bytes, and its sha256.
+
+    The sha256 is None for a file of tensors, which has its block sums in another file.
+    """
 
     size: int
     sha256: str | None = None
@@ -107,12 +110,13 @@ class CheckpointMetadata:
     """The content of ``metadata.json``.
 
     Attributes:
-        run: What the writer said of itself: the layout, for instance.
+        run: Facts about the run from the writer, such as the layout.
         packages: Versions of Python and of the packages that wrote the checkpoint.
         tensors: Every full tensor by its global name.
         files: Every other file of the folder by its name.
-        created: When it was written, in seconds since 1970, later than what was in its folder by
-            then, whatever the clock said (save_folders.py): orders checkpoints.
+        created: Time of writing in seconds since 1970, which orders checkpoints. It is later than
+            that of every older checkpoint in the folder, even if the clock was set back
+            (save_folders.py).
         format_version: Version of the format.
     """
 
@@ -125,22 +129,21 @@ class CheckpointMetadata:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """The model's names that are not stored, because they are tied to one that is: name ->
-        stored name."""
+        """Return the model's names that are tied to a stored one: name -> stored name."""
         return self.run.get("aliases", {})
 
     def names(self, prefix: str) -> set[str]:
-        """Global names that begin with ``prefix``."""
+        """Return the global names that begin with ``prefix``."""
         return {name for name in self.tensors if name.startswith(prefix)}
 
 
 def write_metadata(
     folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float
 ) -> None:
-    """Write ``metadata.json``, with a digest of itself, into a folder that holds everything else.
+    """Write ``metadata.json``, with a digest of itself, into an otherwise complete folder.
 
     Raises:
-        CheckpointError: It could not be read back.
+        CheckpointError: The content could not be read back.
     """
     found = {}
     for path in sorted(folder.iterdir()):
@@ -151,9 +154,8 @@ def write_metadata(
         {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            "created": min(
-                created, _LAST_SECOND
-            ),  # what is in the folder may say that it is from the end of days
+            # A checkpoint in the folder may have a time in the far future.
+            "created": min(created, _LAST_SECOND),
             "run": run,
             "packages": {
                 "python": platform.python_version(),
@@ -174,7 +176,7 @@ def write_metadata(
 
 
 def check_json(run: Mapping[str, Json]) -> None:
-    """Raise a CheckpointError that names the key of ``run`` that JSON cannot hold."""
+    """Raise a CheckpointError that names the key of ``run`` that JSON cannot represent."""
     for key, value in run.items():
         try:
             json.dumps({key: value}, allow_nan=False)
@@ -189,11 +191,12 @@ def check_json(run: Mapping[str, Json]) -> None:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
-    """Read and check ``metadata.json``: that it is whole, of a known version, and that the files it
-    lists are there.
+    """Return the content of ``metadata.json`` after checks.
+
+    The file must be whole and of a known version, and the files that it lists must exist.
 
     Raises:
-        CheckpointError: ``path`` is not a checkpoint, is damaged, is of a newer format, or lacks
+        CheckpointError: ``path`` is not a checkpoint, is damaged, has a newer format, or lacks
             files.
     """
     folder = Path(path)
@@ -207,8 +210,9 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
 def read_verified(
     folder: Path, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL
 ) -> bytes:
-    """Content of a small file, of at most ``most`` bytes (None: however many), compared with its
-    digest.
+    """Return the content of a small file, compared with its digest.
+
+    The file may have at most ``most`` bytes (None: any number).
 
     Raises:
         CheckpointError: The file is missing or damaged.
@@ -231,10 +235,10 @@ def read_verified(
 
 
 def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSums:
-    """The checksums of a file of tensors, as :func:`open_summed` takes them.
+    """Return the checksums of a file of tensors, for :func:`open_summed`.
 
     Raises:
-        CheckpointError: The file that holds them is missing or damaged.
+        CheckpointError: The file of checksums is missing or damaged.
     """
     if name not in metadata.files:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
@@ -245,7 +249,7 @@ def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSum
 
 
 def _content(folder: Path) -> dict[str, Json]:
-    """The JSON object of a folder, which is whole and of a version that is known."""
+    """Return the JSON object of a folder, which must be whole and of a known version."""
     file = folder / METADATA_FILE
     if not file.is_file():
         raise (CheckpointError if folder.exists() else MissingCheckpointError)(
@@ -271,7 +275,7 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
     """Return the content of ``metadata.json`` if it is consistent.
 
     Raises:
-        Misfit: It cannot.
+        Misfit: The content is not consistent.
     """
     fields = _FIELDS(content)
     del fields["format"]
@@ -290,7 +294,7 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
 
 
 def _run(value: Json) -> dict[str, Json]:
-    """Facts about the run, of which those that we read ourselves are what they should be."""
+    """Return the facts about the run, after checks of those that this package reads."""
     record(
         others=True,
         aliases=optional(map_of(text())),
@@ -354,8 +358,10 @@ def _check_file(file: Path, size: int) -> None:
 
 
 def _plain(value: Json) -> Json:
-    """As it comes back from the file: keys are strings, tuples are lists; what the digest is taken
-    of."""
+    """Return a value as it is read back from the file: keys are strings, tuples are lists.
+
+    The digest is computed from this form.
+    """
     return json.loads(json.dumps(value, allow_nan=False))
 
 

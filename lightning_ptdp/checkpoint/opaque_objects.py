@@ -1,5 +1,8 @@
-"""Hyperparameters that are objects: left out of the plain state by name, and kept as bytes that
-only a reader who trusts them unpickles."""
+"""Hyperparameters that are objects.
+
+They are left out of the plain state, which has their names, and stored as bytes. They are unpickled
+only for a caller that trusts the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ _MOST_BYTES = 1 << 24
 
 
 def left_out(hyperparameters: object) -> dict[str, str]:
-    """Return the class names of hyperparameters that are no plain values, by their keys; the key ""
-    stands for all together."""
+    """Return the class names of hyperparameters that are not plain values, by key.
+
+    The key "" represents all hyperparameters together.
+    """
     if not isinstance(hyperparameters, dict):
         return {} if _is_plain(hyperparameters) else {"": _kind(hyperparameters)}
     return {
@@ -56,8 +61,10 @@ def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_objects(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with the objects that :func:`separate_objects` took out; unpickles them,
-    which runs what they say."""
+    """Return the state with the objects that :func:`separate_objects` took out.
+
+    The objects are unpickled, which executes their content.
+    """
     kept = {key: value for key, value in state.items() if key not in (LEFT_OUT, _OBJECTS)}
     if not state.get(_OBJECTS):
         return kept
@@ -77,8 +84,10 @@ def _is_plain(value: object) -> bool:
 
 
 def _dumped(value: object) -> bytes:
-    """Return the pickled value; nothing if it cannot be pickled, or is too large for what stands
-    beside the tensors."""
+    """Return the pickled value, or nothing if it cannot be pickled or is too large.
+
+    Large objects do not belong beside the tensors.
+    """
     stream = io.BytesIO()
     try:
         torch.save(value, stream)

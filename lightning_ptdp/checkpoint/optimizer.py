@@ -1,12 +1,14 @@
 """Optimizer states under the names of their parameters, never under indices.
 
-Two layouts hold different parameters, in a different order: index 3 of one is not index 3 of the
-other (nor need it be after the model was edited). So ``exp_avg`` of the first optimizer is stored
-as ``optimizer/0/exp_avg/<parameter>``, cut like the parameter; a Python number, such as a step
-count kept as int, as ``optimizer/0/step:number/<parameter>``, so that it comes back as a number.
+Two layouts hold different parameters in a different order, so that index 3 of one is not index 3 of
+the other. An edited model may differ in the same way. Therefore ``exp_avg`` of the first optimizer
+is stored as ``optimizer/0/exp_avg/<parameter>``, sharded like the parameter. A Python number, such
+as an int step count, is stored as ``optimizer/0/step:number/<parameter>``, so that it is read back
+as a number.
 
-LBFGS keeps one history of all parameters together, flattened in the optimizer's order: it is stored
-as it is, for ranks that hold all."""
+LBFGS keeps one history of all parameters together, flattened in the optimizer's order. It is stored
+unchanged, for ranks that hold all parameters.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,17 @@ __all__ = [
 
 Names = Mapping[torch.nn.Parameter, str]
 Group = dict[str, Any]
-"""Hyperparameters of a parameter group by name, and its parameters, or their global names, as
-``"params"``."""
+"""Hyperparameters of a parameter group by name.
+
+``"params"`` holds its parameters or their global names.
+"""
 
 History = dict[int, Any]
 """An optimizer's state that belongs to all parameters together, as in its ``state_dict``."""
 
 _NUMBER = ":number"
-# How this machine computes the update, not what the update is: kept from the optimizer at hand when
-# a checkpoint is loaded.
+# These options say how this machine computes the update, not what the update is. Loading a
+# checkpoint keeps those of the present optimizer.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
@@ -59,19 +63,19 @@ def optimizer_tensors(
     index: int = 0,
     extra: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]] | None = None,
 ) -> dict[str, tuple[torch.Tensor, Placed]]:
-    """This rank's optimizer state as :func:`save_checkpoint` takes it.
+    """Return this rank's optimizer state for :func:`save_checkpoint`.
 
     Args:
-        optimizer: Any whose states are tensors of the parameter's shape, 0-d tensors, numbers or
-            None (which is left out).
+        optimizer: An optimizer whose states are tensors of the parameter's shape, 0-d tensors,
+            numbers or None (which is left out).
         names: Global name of every local parameter of the optimizer.
-        shardings: The parameters' records, by global name.
-        index: Which of the module's optimizers this is.
-        extra: Further states of parameters, which the optimizer does not know of.
+        shardings: Records of the parameters, by global name.
+        index: Number of the optimizer among the module's optimizers.
+        extra: Further states of parameters that are not in the optimizer.
 
     Raises:
-        CheckpointError: A parameter has no name, or a state has another shape or type; names
-            optimizer, state and parameter.
+        CheckpointError: A parameter has no name, or a state has another shape or type. The message
+            names optimizer, state and parameter.
     """
     found = {}
     for parameter, name in _named(optimizer, names).items():
@@ -105,21 +109,21 @@ def keeps_history(optimizer: Optimizer) -> bool:
 
 
 def optimizer_history(optimizer: Optimizer) -> History:
-    """The state of an optimizer that keeps one of all parameters together, for ``load_history``."""
+    """Return the state of an optimizer with a history of all parameters, for ``load_history``."""
     history: History = optimizer.state_dict()["state"]
     return history
 
 
 def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
-    """Restore an optimizer's history, if it keeps one.
+    """Restore an optimizer's history, if it has one.
 
     Args:
-        optimizer: Its groups are restored.
-        saved: What was saved of the optimizer that the checkpoint was written with; its
-            ``"history"``, if that kept one.
+        optimizer: An optimizer whose groups are already restored.
+        saved: Saved content of the checkpoint's optimizer, with ``"history"`` if that has a
+            history.
 
     Raises:
-        CheckpointError: Only one of the two keeps one.
+        CheckpointError: Only one of the two optimizers has a history.
     """
     if keeps_history(optimizer) != ("history" in saved):
         keeps = "keeps" if "history" in saved else "does not keep"
@@ -133,23 +137,25 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
 
 
 def optimizer_groups(optimizer: Optimizer, names: Names) -> list[Group]:
-    """Hyperparameters of every parameter group, with the global names of its local parameters as
-    ``"params"``."""
+    """Return the hyperparameters of every parameter group.
+
+    ``"params"`` holds the global names of the group's local parameters.
+    """
     _named(optimizer, names)
     groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     for group in groups:
-        group.pop(
-            "param_names", None
-        )  # the user's, which say the same and would differ between ranks
+        # The user's names have the same content, and would differ between ranks.
+        group.pop("param_names", None)
     return groups
 
 
 def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
-    """One list of groups from every rank's (pipeline ranks hold different parameters): the same
-    hyperparameters, all the names.
+    """Return the merged groups of all ranks: the same hyperparameters, and all names.
+
+    Pipeline ranks hold different parameters.
 
     Raises:
         CheckpointError: The ranks differ in the number of groups or in a hyperparameter.
@@ -186,26 +192,29 @@ def load_optimizer(
     index: int = 0,
     open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
 ) -> None:
-    """Restore an optimizer from a checkpoint of any layout; collective over the default process
-    group, if there is one.
+    """Restore an optimizer from a checkpoint of any layout.
 
-    State tensors are made as the checkpoint lists them, in its dtypes, on the parameters' devices
-    (0-d ones, which are step counts, on the CPU unless the group is ``capturable`` or ``fused``).
-    Hyperparameters are restored group by group, in order; ``foreach``, ``fused``, ``capturable``
-    and ``differentiable`` stay as they are.
+    The function is collective over the default process group, if there is one.
+
+    State tensors are created as the checkpoint lists them, in its dtypes, on the parameters'
+    devices. 0-d tensors, which are step counts, are created on the CPU unless the group is
+    ``capturable`` or ``fused``. Hyperparameters are restored group by group, in order; ``foreach``,
+    ``fused``, ``capturable`` and ``differentiable`` are unchanged.
 
     Args:
         path: The checkpoint folder.
         optimizer: The optimizer to fill; its old state is dropped.
         names: Global name of every local parameter of the optimizer.
-        shardings: The parameters' records, by global name.
+        shardings: Records of the parameters, by global name.
         groups: The saved groups of all ranks, from :func:`merge_groups`.
-        index: Which of the module's optimizers this is.
-        open_stored: What makes of ``path`` what is read; by default a checkpoint folder.
+        index: Number of the optimizer among the module's optimizers.
+        open_stored: Function from ``path`` to the stored tensors; by default it opens a checkpoint
+            folder.
 
     Raises:
-        CheckpointError: On every rank, if on any: the groups do not fit, or the tensors cannot be
-            loaded (see :func:`load_tensors`). The optimizer is then as it was.
+        CheckpointError: The groups do not fit, or the tensors cannot be loaded (see
+            :func:`load_tensors`). If one rank fails, all ranks raise it, and the optimizer is
+            unchanged.
     """
     with same_outcome(f"loading optimizer {index} from the checkpoint {path}"):
         named = _named(optimizer, names)
@@ -215,9 +224,8 @@ def load_optimizer(
     targets = {name: (value, place) for name, (_, _, value, place) in states.items()}
     load_tensors(path, targets, prefix=_prefix(index), open_stored=lambda _: stored)
     optimizer.state.clear()
-    places = {
-        parameter: place for place, parameter in enumerate(named)
-    }  # an optimizer keeps its states in this order
+    # An optimizer keeps its states in this order.
+    places = {parameter: place for place, parameter in enumerate(named)}
     for parameter, key, value, _ in sorted(states.values(), key=lambda state: places[state[0]]):
         optimizer.state[parameter][key.removesuffix(_NUMBER)] = (
             value.item() if key.endswith(_NUMBER) else value
@@ -234,18 +242,19 @@ def load_indexed_optimizer(
     shardings: Mapping[str, Placed],
     of_groups: Sequence[Sequence[str]],
 ) -> None:
-    """Restore an optimizer in any layout from the ``state_dict`` of one that held the whole model;
-    collective like :func:`load_optimizer`.
+    """Restore an optimizer in any layout from a ``state_dict`` of the whole model's optimizer.
+
+    The function is collective like :func:`load_optimizer`.
 
     Args:
         state: The saved state.
         optimizer: The optimizer to fill.
         names: Global name of every local parameter of the optimizer.
-        shardings: The parameters' records, by global name.
+        shardings: Records of the parameters, by global name.
         of_groups: Names of the saved parameters, group by group.
 
     Raises:
-        CheckpointError: As :func:`load_optimizer`.
+        CheckpointError: As for :func:`load_optimizer`.
     """
     with same_outcome("reading the optimizer's state"):
         stored, groups = optimizer_by_name(state, of_groups, prefix=_prefix(0), number=_NUMBER)
@@ -264,8 +273,10 @@ def _prefix(index: int) -> str:
 
 
 def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
-    """The optimizer's parameters with their names, in its order; nothing of its state belongs to
-    anything else."""
+    """Return the optimizer's parameters with their names, in its order.
+
+    Every state must belong to one of these parameters.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         if parameter not in names:
@@ -290,8 +301,10 @@ def _empty_states(
     shardings: Mapping[str, Placed],
     index: int,
 ) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]]:
-    """Parameter, state key and tensor to fill, for all that the checkpoint has of this rank's
-    parameters, by its name there."""
+    """Return parameter, state key, tensor to fill and position of this rank's stored states.
+
+    The result is keyed by the names in the checkpoint.
+    """
     parameters = {name: parameter for parameter, name in named.items()}
     with_scalars = [
         group["params"]
@@ -345,7 +358,8 @@ def _restore_group(group: Group, saved: Group) -> None:
         if key == "params" or key in _IMPLEMENTATION:
             continue
         here = group.get(key)
-        if isinstance(here, torch.Tensor):  # a captured or compiled step reads this very tensor
+        # A captured or compiled step reads this very tensor.
+        if isinstance(here, torch.Tensor):
             here.fill_(value)
         else:
             group[key] = (

@@ -1,8 +1,8 @@
-"""Reader of a pickle's content that executes nothing: no name is looked up, no object made, nothing
-called.
+"""Reader of a pickle's content that executes nothing.
 
-Python's own reader runs what a file tells it, and sets aside as much memory as a file asks for.
-Here objects come back as records of what would have been called with what, for the reader to judge.
+No name is looked up, no object is created, and nothing is called. Python's own reader executes the
+file's instructions, and allocates as much memory as the file requests. This reader returns objects
+as records of the calls and their arguments, for the caller to judge.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ __all__ = ["Made", "Name", "Pairs", "Persistent", "read_pickle"]
 
 @dataclass(frozen=True)
 class Name:
-    """A class or function that the pickle names: ``"torch.Size"``."""
+    """Name of a class or function in a pickle: ``"torch.Size"``."""
 
     text: str
 
 
 @dataclass(eq=False)
 class Made:
-    """Description of a call of ``maker`` with ``arguments``, with the state and the items that
-    would be set on the result."""
+    """Description of a call of ``maker`` with ``arguments``.
+
+    ``state`` and ``items`` would be set on the result.
+    """
 
     maker: Any
     arguments: Any
@@ -37,20 +39,21 @@ class Made:
 
 @dataclass(frozen=True, eq=False)
 class Persistent:
-    """Something that the pickle leaves to its reader, such as a tensor's storage."""
+    """Value that a pickle leaves to its reader, such as a tensor's storage."""
 
     id: Any
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dictionary, whose keys nobody has hashed yet."""
+    """A dictionary whose keys have not been hashed yet."""
 
 
 def read_pickle(content: bytes) -> object:
-    """The value that a pickle of protocol 2 to 4 describes.
+    """Return the value that a pickle of protocol 2 to 4 describes.
 
     Raises:
-        Misfit: It is cut off or damaged, or of a kind that neither torch nor this package writes.
+        Misfit: The pickle is truncated or damaged, or of a kind that neither torch nor this package
+            writes.
     """
     reader, at = _Reader(), 0
     try:
@@ -107,8 +110,10 @@ class _Reader:
         self.stack.append(Name(f"{module}.{member}"))
 
     def fill(self, kind: type[list[Any]], items: list[Any] | tuple[object, ...]) -> None:
-        """Put items into the list or dictionary on top of the stack, or into an object that is
-        filled like one."""
+        """Put items into the container on top of the stack.
+
+        The container is a list, a dictionary, or an object that is filled like one.
+        """
         into = self.stack[-1]
         if isinstance(into, Made):
             into.items = kind() if into.items is None else into.items

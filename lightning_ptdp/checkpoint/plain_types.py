@@ -1,15 +1,17 @@
-"""Types for which plain values stand in a checkpoint: paths, enum members, named tuples, NumPy's
-arrays and numbers, …
+"""Types that a checkpoint stores as plain values, and the notes that restore them.
 
-``state.pt`` holds plain values, which ``torch.load(..., weights_only=True)`` reads anywhere. Beside
-them it holds a note for each value that had another type::
+Such types are paths, enum members, named tuples, NumPy's arrays and numbers, and others.
+``state.pt`` holds plain values, which ``torch.load(..., weights_only=True)`` reads anywhere. It
+also holds a note for each value that had another type::
 
     {"root": Path("runs"), "mode": Mode.FAST}
-    {"root": "runs", "mode": "fast"}, [((0,), "path", ""), ((1,), "enum", "package.modes:Mode", "FAST")]
+    {"root": "runs", "mode": "fast"},
+    [((0,), "path", ""), ((1,), "enum", "package.modes:Mode", "FAST")]
 
-A note may name a class. It is looked up among the modules that are imported already, nothing is
-imported or called for it, and only enums, named tuples and subclasses of built-in containers are
-taken."""
+A note may name a class. It is looked up only among the modules that are already imported. Nothing
+is imported or called for it, and only enums, named tuples and subclasses of built-in containers are
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,11 @@ TYPES = "lightning_ptdp_types"
 _SHOWN = 5
 
 Note = tuple[Any, ...]
-"""Place of a value, which kind of type it had, and what else is needed to make it.
+"""Position of a value, the kind of its original type, and further data to restore it.
 
-A place counts the entries of the containers on the way: i for the value of entry i, ~i for the key
-of entry i of a dictionary. """
+A position has one number for each container on the path: i for the value of entry i, ~i for the key
+of entry i of a dictionary.
+"""
 Place = tuple[int, ...]
 
 KEPT = (
@@ -61,11 +64,12 @@ _NUMBERS = "biufc"
 
 
 def plain_value(value: object, key: str, notes: list[Note], place: Place = ()) -> Any:
-    """Return a copy of ``value`` in types that ``weights_only=True`` reads, and add notes on the
-    types that they stand for.
+    """Return a copy of ``value`` in types that ``weights_only=True`` reads.
+
+    Notes on the original types are added to ``notes``.
 
     Raises:
-        CheckpointError: A value has a type that cannot be noted; the message names its key.
+        CheckpointError: A value has a type that cannot be noted. The message names its key.
     """
     if type(value) in KEPT or type(value) in _registered():
         return value
@@ -84,7 +88,7 @@ def plain_value(value: object, key: str, notes: list[Note], place: Place = ()) -
 
 
 def _scalar(value: object) -> tuple[Any, ...] | None:
-    """Return what stands for a value that holds no others, and its note."""
+    """Return the plain value of a value that is not a container, and its note."""
     if isinstance(value, PurePath):
         return str(value), "path", "" if isinstance(value, Path) else type(value).__name__
     if isinstance(value, enum.Enum):
@@ -176,8 +180,10 @@ def _is_found(kind: type) -> bool:
 
 
 def _class(name: str) -> type | None:
-    """Return the class of a name if it is there already and may be made of a plain value without a
-    call of its own."""
+    """Return the class of a name if it is imported and safe to instantiate from a plain value.
+
+    No code of the class may run on instantiation.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -190,20 +196,19 @@ def _class(name: str) -> type | None:
         or hasattr(found, "__del__")
     ):
         return None
-    keeps_more = issubclass(
-        found, (collections.OrderedDict, collections.defaultdict)
-    )  # than a dictionary's entries
+    # Such a class holds more than a dictionary's entries.
+    keeps_more = issubclass(found, (collections.OrderedDict, collections.defaultdict))
     return None if keeps_more else found
 
 
 def restore_types(value: Any, notes: Sequence[Note]) -> tuple[Any, list[Note]]:
-    """Give values the types that the notes say.
+    """Return a value with the types that the notes describe.
 
     Returns:
-        The value, and the notes on classes that are not imported here, whose values stay plain.
+        The value, and the notes on classes that are not imported, whose values remain plain.
 
     Raises:
-        Misfit: A note is none of ours, or does not fit its value.
+        Misfit: A note has an unknown form, or does not fit its value.
     """
     by_place: dict[Place, list[Note]] = {}
     inside: set[Place] = set()
@@ -232,8 +237,11 @@ def restore_types(value: Any, notes: Sequence[Note]) -> tuple[Any, list[Note]]:
 
 
 def with_types(checkpoint: Mapping[str, Any], where: object) -> dict[str, Any]:
-    """Return a checkpoint, or the state of one, with the types of which it holds notes; ``where``
-    is its path.
+    """Return a checkpoint, or the state of one, with the types that its notes describe.
+
+    Args:
+        checkpoint: The checkpoint or its state.
+        where: Its path, for messages.
 
     Raises:
         Misfit: The notes are damaged.
@@ -280,7 +288,7 @@ def _pairs(
 
 
 class _NotImported(Exception):
-    """A class that a note names is not there."""
+    """A class that a note names is not imported."""
 
 
 def _looked_up(name: str) -> type:
@@ -319,8 +327,7 @@ def _number(value: Any, dtype: str) -> Any:
 
 
 def _instance(value: Any, name: str) -> Any:
-    """Return an instance of a subclass of a built-in container, without a call of its
-    constructor."""
+    """Return an instance of a container's subclass, without calling its constructor."""
     kind = _looked_up(name)
     base = next(
         (base for base in _CONTAINERS if issubclass(kind, base) and isinstance(value, base)), None

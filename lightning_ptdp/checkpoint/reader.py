@@ -1,4 +1,7 @@
-"""Rectangles of a checkpoint's tensors, read from those that are stored and checked."""
+"""Reader of rectangles of a checkpoint's tensors.
+
+The stored rectangles and the requested ones may differ. Everything that is read is checked.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,20 @@ from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 __all__ = ["TensorReader"]
 
 _Part = tuple[StoredRectangle, LocalRectangle, Rectangle]
-"""A stored rectangle, a wanted rectangle, and their intersection in the full tensor."""
+"""A stored rectangle, a requested rectangle, and their intersection in the full tensor."""
 
 
 class TensorReader:
-    """A checkpoint of which any rectangle of any tensor can be read, in one process; holds its
-    index, not its tensors. It reads what is asked for and no more, and checks it.
+    """Reader of any rectangle of any tensor of a checkpoint, in one process.
+
+    It holds the checkpoint's index, not its tensors. It reads only the requested rectangles, and
+    checks them.
 
     Args:
         path: The checkpoint folder.
 
     Raises:
-        CheckpointError: It is not a checkpoint, or its index is damaged.
+        CheckpointError: The folder is not a checkpoint, or its index is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -47,11 +52,13 @@ class TensorReader:
     def read(
         self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor by its global name, on the CPU in its stored dtype: all of it, or the rectangle
-        of ``shape`` at ``offset``.
+        """Return a tensor by its global name, on the CPU in its stored dtype.
+
+        Without ``offset`` and ``shape``, the whole tensor is returned, else the rectangle of
+        ``shape`` at ``offset``.
 
         Raises:
-            CheckpointError: What was read is damaged.
+            CheckpointError: The bytes that were read are damaged.
         """
         entry = self.tensors[name]
         values = torch.empty(entry.shape if shape is None else tuple(shape), dtype=entry.dtype)
@@ -63,11 +70,12 @@ class TensorReader:
         return values
 
     def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors by their global names, as :meth:`read` gives them; read in the order in
-        which they are stored.
+        """Return whole tensors by their global names, as :meth:`read` does.
+
+        They are read in the order of storage.
 
         Raises:
-            CheckpointError: What was read is damaged.
+            CheckpointError: The bytes that were read are damaged.
         """
         values = {
             name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
@@ -82,7 +90,7 @@ class TensorReader:
         """Fill checked tensors, converted to the dtype of each.
 
         Raises:
-            CheckpointError: As :meth:`read_into`.
+            CheckpointError: As for :meth:`read_into`.
         """
         self.read_into(rectangles_of(tensors))
 
@@ -90,8 +98,8 @@ class TensorReader:
         """Fill this process's rectangles from the stored ones that overlap them; not collective.
 
         Raises:
-            CheckpointError: Reading failed, what was read is damaged, or the stored rectangles do
-                not cover what is asked for.
+            CheckpointError: Reading failed, the bytes that were read are damaged, or the stored
+                rectangles do not cover the requested ones.
         """
         by_file: dict[str, list[_Part]] = {}
         for wanted in rectangles:

@@ -1,5 +1,4 @@
-"""Rectangles of the full tensors on all ranks: whether they cover the tensors, and which rank
-writes those that several hold."""
+"""Rectangles of the full tensors on all ranks: check of coverage and choice of writers."""
 
 from __future__ import annotations
 
@@ -35,18 +34,20 @@ class Held(NamedTuple):
 
 
 def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorEntry]:
-    """Check that all ranks mean the same tensor by a name, and that what they have of it makes it
-    up; the same rectangle on several ranks counts once.
+    """Check that the ranks' rectangles cover every tensor, and agree on shapes and dtypes.
+
+    The same rectangle on several ranks counts once.
 
     Args:
-        ranks: What each rank holds.
-        doing: What it is for, for the message: ``"to save"``.
+        ranks: Rectangles that each rank holds.
+        doing: Purpose, for the message: ``"to save"``.
 
     Returns:
         The tensors by name.
 
     Raises:
-        CheckpointError: Names the tensor, and the ranks or the region.
+        CheckpointError: The ranks disagree, or a tensor is not covered. The message names the
+            tensor, and the ranks or the region.
     """
     known: dict[str, tuple[TensorEntry, int]] = {}
     found: dict[str, set[Rectangle]] = {}
@@ -65,9 +66,11 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
 
 
 def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]]]:
-    """For each rank the rectangles that it writes, by name and place: each is written by one of
-    those that hold it, and the ranks write about the same amount. A pure function, which all ranks
-    compute alike."""
+    """Return for each rank the rectangles that it writes, by name and position.
+
+    One of the ranks that hold a rectangle writes it, and all ranks write about the same amount. The
+    function is pure, so that all ranks compute the same result.
+    """
     holders: dict[tuple[str, Rectangle], list[int]] = {}
     sizes: dict[tuple[str, Rectangle], int] = {}
     for rank, one in ((rank, one) for rank, held in enumerate(ranks) for one in held):
@@ -75,9 +78,8 @@ def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]
         sizes[one.name, one.place] = one.num_bytes
     shares: list[set[tuple[str, Rectangle]]] = [set() for _ in ranks]
     load = [0] * len(ranks)
-    for what in sorted(
-        holders, key=lambda what: (len({*holders[what]}), -sizes[what], what)
-    ):  # who has no choice first
+    # Rectangles with only one holder are assigned first.
+    for what in sorted(holders, key=lambda what: (len({*holders[what]}), -sizes[what], what)):
         rank = min(holders[what], key=lambda rank: (load[rank], rank))
         shares[rank].add(what)
         load[rank] += sizes[what]

@@ -1,5 +1,7 @@
-"""Rectangles of a tensor, and whether some of them make it up: every element in one of them, and in
-no more than one."""
+"""Rectangles of a tensor, and the check that some of them cover it.
+
+A set of rectangles covers a tensor if every element is in exactly one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 
 __all__ = ["Rectangle", "check_cover"]
 
-_MOST_CUT = 8  # dimensions; a corner is one of 2 to this power
+_MOST_CUT = 8  # dimensions; a rectangle has 2 to this power corners
 _MOST_NAMED = 200
 
 
@@ -22,8 +24,8 @@ class Rectangle(NamedTuple):
     """A part of a tensor.
 
     Attributes:
-        begin: Where it begins, for each dimension.
-        end: Where it ends.
+        begin: Position at which it begins, for each dimension.
+        end: Position at which it ends, for each dimension.
     """
 
     begin: tuple[int, ...]
@@ -36,17 +38,17 @@ class Rectangle(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its extents."""
+        """Return the extents."""
         return tuple(map(operator.sub, self.end, self.begin))
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Return the number of elements."""
         return math.prod(max(extent, 0) for extent in self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Its index in the tensor."""
+        """Return the index in the tensor."""
         return tuple(map(slice, self.begin, self.end))
 
     def common(self, other: Rectangle) -> Rectangle:
@@ -56,14 +58,16 @@ class Rectangle(NamedTuple):
         )
 
     def seen_from(self, origin: Sequence[int]) -> Rectangle:
-        """The same in a tensor that begins at ``origin`` of this one."""
+        """Return the same rectangle in a tensor that begins at ``origin`` of this one."""
         return Rectangle(
             tuple(map(operator.sub, self.begin, origin)), tuple(map(operator.sub, self.end, origin))
         )
 
     def around(self, hole: Rectangle) -> Iterator[Rectangle]:
-        """Yield the rest of this rectangle around a rectangle inside: for each dimension the part
-        before and the part after it."""
+        """Yield the rest of this rectangle around a rectangle inside it.
+
+        For each dimension, the rest has a part before and a part after the inner rectangle.
+        """
         begin, end = list(self.begin), list(self.end)
         for dim, (first, last) in enumerate(zip(*hole, strict=True)):
             for low, high in ((begin[dim], first), (last, end[dim])):
@@ -80,17 +84,17 @@ class Rectangle(NamedTuple):
 def check_cover(
     name: str, shape: Sequence[int], rectangles: Iterable[Rectangle], doing: str
 ) -> None:
-    """Check that ``rectangles`` make up the tensor ``name`` of ``shape``.
+    """Check that ``rectangles`` cover the tensor ``name`` of ``shape``, each element once.
 
     Args:
-        name: For the message.
-        shape: The whole.
-        rectangles: Of it.
-        doing: What they are for, for the message: ``"to save"``.
+        name: Name of the tensor, for the message.
+        shape: Shape of the tensor.
+        rectangles: Rectangles of the tensor.
+        doing: Purpose of the rectangles, for the message: ``"to save"``.
 
     Raises:
-        CheckpointError: An element is in none of them, in two, or one reaches beyond the whole;
-            names the region.
+        CheckpointError: An element is in no rectangle or in two, or a rectangle reaches beyond the
+            tensor. The message names the region.
     """
     whole = Rectangle.at((0,) * len(shape), shape)
     given = [rectangle for rectangle in rectangles if rectangle.numel]
@@ -125,12 +129,14 @@ def check_cover(
 
 
 def _make_up(whole: Rectangle, given: Sequence[Rectangle]) -> bool:
-    """Return True if every element is in exactly one rectangle and none reaches beyond, at a cost
-    linear in their number.
+    """Return True if the rectangles ``given`` cover ``whole``, each element exactly once.
 
-    How many rectangles an element is in, as a function on the grid, is known from its mixed
-    differences, which are zero but at corners: the corners of the rectangles, with their signs,
-    must be those of the whole."""
+    No rectangle may reach beyond the whole. The cost is linear in the number of rectangles.
+
+    The number of rectangles that contain an element is a function on the grid. It is determined by
+    its mixed differences, which are zero except at corners. Therefore the corners of the
+    rectangles, with their signs, must be those of the whole.
+    """
     cut = [
         dim
         for dim, full in enumerate(zip(*whole, strict=True))

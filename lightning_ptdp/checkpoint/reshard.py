@@ -1,4 +1,4 @@
-"""A checkpoint written again: in fewer or more files, in another dtype, without the optimizer."""
+"""Rewriting of a checkpoint: other number of files, other dtype, or without optimizer."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def reshard_checkpoint(
     dtype: torch.dtype | None = None,
     weights_only: bool = False,
 ) -> None:
-    """Write a checkpoint again, tensor by tensor, in one process.
+    """Rewrite a checkpoint, tensor by tensor, in one process.
 
-    Any layout reads any checkpoint as it is, so that this is for what is easier to move, publish or
-    read as a few large files. The source is verified while it is read.
+    Any layout reads any checkpoint unchanged. Rewriting serves to move, publish or read a
+    checkpoint as a few large files. The source is verified while it is read.
 
     Args:
         source: The checkpoint folder.
-        destination: The folder to make; another checkpoint there is replaced.
+        destination: The folder to create. Another checkpoint there is replaced.
         num_files: Number of data files, written in as many threads.
-        dtype: What the model's floating-point tensors are converted to; the optimizer's stay as
-            they are.
-        weights_only: Leave out the optimizer and the schedulers: a smaller checkpoint, to start
-            from but not to continue.
+        dtype: Dtype of the model's floating-point tensors; default: as stored. The optimizer's
+            tensors are unchanged.
+        weights_only: Leave out the optimizer and the schedulers. The checkpoint is smaller; a
+            training can start from it but not continue.
 
     Raises:
-        CheckpointError: The source is damaged, or an argument makes no sense; nothing is left at
-            the destination.
+        CheckpointError: The source is damaged, or an argument is invalid. Nothing is left at the
+            destination.
     """
     if num_files < 1:
         raise CheckpointError(f"num_files={num_files} must be a positive integer")

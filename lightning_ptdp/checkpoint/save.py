@@ -1,4 +1,4 @@
-"""Writing a checkpoint."""
+"""Writer of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint folder; collective over the default process group, if there is one.
 
-    Everything is written under a temporary name beside ``path`` and renamed at the end: ``path``
-    holds the old checkpoint or the new one, whole. It must be on a file system that all ranks
-    share.
+    All content is written under a temporary name beside ``path`` and renamed at the end, so that
+    ``path`` always holds the whole old or the whole new checkpoint. It must be on a file system
+    that all ranks share.
 
     Args:
-        path: The folder to make; a checkpoint or a file that is there is replaced.
+        path: The folder to create. An existing checkpoint or file is replaced.
         tensors: This rank's local tensors under their global names
             (``"model/blocks.0.attn.qkv.weight"``). A rectangle that several ranks hold is written
-            once; together the ranks must hold every element of every tensor.
-        state: What else belongs to the checkpoint; rank 0's is written. For its types see
+            once. Together, the ranks must hold every element of every tensor.
+        state: Further content of the checkpoint. Rank 0's is written. For its types see
             :func:`portable`.
-        metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if there,
-            maps names of tied parameters to the names that they are stored under (both without
-            ``model/``): :func:`read_full` gives them back.
-        keeper: What the training knows of its folders; None: it has only this checkpoint.
+        metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if present,
+            maps names of tied parameters to their stored names (both without ``model/``);
+            :func:`read_full` returns both.
+        keeper: The training's knowledge of its folders; None: this is its only checkpoint.
 
     Raises:
-        CheckpointError: On every rank, if anything failed on any; what was at ``path`` is
-            untouched, nothing else is left.
+        CheckpointError: A rank failed. Raised on every rank. The content of ``path`` is unchanged,
+            and nothing else is left.
     """
     with same_outcome(_doing(path)):
         rectangles = rectangles_of(tensors)
@@ -89,13 +89,22 @@ def write_checkpoint(
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
-    """As :func:`save_checkpoint`, from rectangles: those of one process may come from anywhere,
-    such as a file that is mapped, and are asked for their values one after the other. A rank writes
-    ``num_files`` files, in as many threads. What is as old as another checkpoint says so with its
-    ``created``.
+    """Write a checkpoint like :func:`save_checkpoint`, from rectangles.
+
+    A single process may pass rectangles from any source, such as a memory-mapped file. Their values
+    are read one rectangle after the other.
+
+    Args:
+        path: As for :func:`save_checkpoint`.
+        rectangles: This rank's rectangles.
+        state: As for :func:`save_checkpoint`.
+        metadata: As for :func:`save_checkpoint`.
+        keeper: As for :func:`save_checkpoint`.
+        num_files: Number of files that a rank writes, in as many threads.
+        created: Time of another checkpoint that this one is a copy of; default: now.
 
     Raises:
-        CheckpointError: As :func:`save_checkpoint`.
+        CheckpointError: As for :func:`save_checkpoint`.
     """
     content = checked_content(path, state=state, metadata=metadata)
     target = Path(os.path.abspath(path))
@@ -113,18 +122,17 @@ def write_checkpoint(
 def checked_content(
     path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]
 ) -> bytes:
-    """Rank 0's ``state.pt``, everywhere else nothing; collective.
+    """Return the content of ``state.pt`` on rank 0, and nothing elsewhere; collective.
 
     Raises:
-        CheckpointError: On every rank: the state or the metadata cannot be stored, or ``path``
-            cannot be replaced.
+        CheckpointError: The state or the metadata cannot be stored, or ``path`` cannot be replaced.
+            Raised on every rank.
     """
     with same_outcome(_doing(path)):
         if not is_rank_zero():
             return b""
-        files.check_replaceable(
-            path, marker=METADATA_FILE, or_file=True
-        )  # such as Lightning's, of the same name
+        # A file of the same name, such as Lightning's, may be replaced.
+        files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
         check_json(metadata)
         return dump_state(state)
     raise AssertionError("same_outcome raises what it catches")
@@ -141,11 +149,12 @@ def save_rectangles(
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
-    """Write rectangles and a checked state; collective over ``group`` (None: all ranks), which
-    spans all ranks.
+    """Write rectangles and a checked state.
+
+    The function is collective over ``group``, which must span all ranks (None: the default group).
 
     Raises:
-        CheckpointError: As :func:`save_checkpoint`.
+        CheckpointError: As for :func:`save_checkpoint`.
     """
     doing = _doing(target)
     part = from_rank_zero(lambda: files.part_name(target), group)

@@ -1,8 +1,9 @@
-"""Ranks that succeed together or fail together.
+"""Agreement of ranks, so that all of them succeed or all of them fail.
 
-A save is entered by every rank. If one of them raised and left, the others would wait in the next
-collective until its time limit; so every step that can fail ends with an exchange of outcomes.
-Everything here works without a process group too."""
+Every rank enters a save. If one rank raised and left, the others would wait in the next collective
+until its time limit. Therefore every step that can fail ends with an exchange of outcomes. All
+functions also work without a process group.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _SHOWN = 3
 
 
 def own_rank() -> int:
-    """Return the rank of this process among all."""
+    """Return the global rank of this process."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -32,8 +33,10 @@ def is_rank_zero() -> bool:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """``value`` of every rank, by rank; collective over ``group``, which spans all ranks (None: the
-    default group)."""
+    """Return the ``value`` of every rank, by rank.
+
+    The function is collective over ``group``, which must span all ranks (None: the default group).
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -51,16 +54,17 @@ def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None
 
 @contextmanager
 def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block on every rank so that all of them raise if one does. It ends with a collective,
-    so it is also a barrier.
+    """Run a block on every rank so that all of them raise if one does.
+
+    The block ends with a collective, which is also a barrier.
 
     Args:
-        doing: What the block does, for the message: ``"saving the checkpoint last.ckpt"``.
-        group: Who agrees: a group of all ranks (None: the default group).
+        doing: Action of the block, for the message: ``"saving the checkpoint last.ckpt"``.
+        group: Group of all ranks that agree (None: the default group).
 
     Raises:
-        CheckpointError: The block raised on some rank; the message is the same everywhere and names
-            the ranks.
+        CheckpointError: The block raised on a rank. The message is the same on all ranks and names
+            those that failed.
         RuntimeError: A rank was lost in the block or afterwards (the error of torch's
             communication).
     """
@@ -70,7 +74,7 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
         yield
     except Exception as error:
         if is_communication_error(error):
-            raise  # whoever is lost will not come to an agreement
+            raise  # A lost rank cannot take part in an agreement.
         cause, reasons = error, {own_rank(): explain(error)}
     everyone = gather(reasons, group)
     failures = {rank: reason for part in everyone for rank, reason in part.items()}

@@ -1,11 +1,11 @@
-"""State of the folders to which a training saves: the newest checkpoint, and the remains of saves
-that were cut off.
+"""State of a training's folders: the newest checkpoint, and interrupted saves.
 
 Checkpoints are ordered by ``created``. It is the clock's time, but always later than that of every
-checkpoint that was in the folder, or
-in the folder of the one that training goes on from: so the one that was written later counts as
-newer although the clock was set back, or is that of another machine. Only between trainings in
-different folders, of which none goes on from the other, the clock alone decides."""
+checkpoint in the folder, or in the folder of the checkpoint that training continues from. A
+checkpoint that is written later therefore counts as newer even if the clock was set back or is that
+of another machine. The clock alone decides only between trainings in different folders of which
+none continues from the other.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
 
 
 class Keeper:
-    """Used by rank 0 alone."""
+    """Knowledge of a training's folders, used by rank 0 alone."""
 
     def __init__(self) -> None:
         self._abandoned = Abandoned()
@@ -49,12 +49,14 @@ class Keeper:
         self._newest = 0.0
 
     def go_on_from(self, checkpoint: Path) -> None:
-        """Make everything that is saved from now on newer than what is beside ``checkpoint``."""
+        """Make all later checkpoints newer than those in the folder of ``checkpoint``."""
         self._look(checkpoint.parent)
 
     def time_of_next(self, folder: Path) -> float:
-        """When the checkpoint that is being written to ``folder`` counts as written, in seconds
-        since 1970."""
+        """Return the time of the checkpoint that is being written to ``folder``.
+
+        The time is in seconds since 1970.
+        """
         self._look(folder)
         self._newest = max(time.time(), math.nextafter(self._newest, math.inf))
         return self._newest
@@ -64,14 +66,15 @@ class Keeper:
 
         Raises:
             CheckpointError: A living process saves under the same name.
-            OSError: Nothing can be written.
+            OSError: The folder cannot be written to.
         """
         target = files.leftover_of(claim.part)
         assert target is not None
         target.parent.mkdir(parents=True, exist_ok=True)
         self.tidy(target.parent)
         with one_at_a_time(target.parent, limit_s=_TURN_S):
-            # before looking around: where there are no turns, at least one sees the other
+            # Claim before the search: on file systems without locks, at least one process sees the
+            # other.
             claim.take()
             others = [
                 path
@@ -80,7 +83,8 @@ class Keeper:
             ]
             writer = next(filter(None, map(writer_of, others)), None)
             if writer is not None:
-                # in this turn, so that the next in line does not see who has given up
+                # Release in this turn, so that the next process does not see a claim that was given
+                # up.
                 claim.release()
         if writer is not None:
             raise CheckpointError(
@@ -90,8 +94,11 @@ class Keeper:
             )
 
     def tidy(self, folder: Path) -> None:
-        """Finish the complete saves in ``folder`` whose process is gone before they had their name,
-        and remove what else such processes left. What cannot be changed is left as it is."""
+        """Finish or remove the saves in ``folder`` of processes that have ended.
+
+        A complete save gets its final name, and the rest is removed. Content that cannot be changed
+        is skipped.
+        """
         if not folder.is_dir():
             return
         found: dict[Path, list[Path]] = {}
@@ -124,7 +131,10 @@ class Keeper:
 
 
 def _settle(target: Path, entries: list[Path]) -> None:
-    """Give the newest whole one its name, unless what has it is newer; remove the others."""
+    """Give the newest whole checkpoint its final name, and remove the other entries.
+
+    A present checkpoint of that name is kept if it is newer.
+    """
     there = written_at(target)
     kinds = ("tmp", "old") if there is None else ("tmp",)
     whole = {
@@ -148,7 +158,7 @@ def _settle(target: Path, entries: list[Path]) -> None:
 
 
 def _looks_like_a_checkpoint(entry: Path) -> bool:
-    """Return True if a save made this entry, and not a user who chose such a name."""
+    """Return True if a save made this entry; a user may have chosen such a name too."""
     if not entry.is_dir() or entry.is_symlink():
         return False
     return all(

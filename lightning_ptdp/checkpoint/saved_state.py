@@ -1,8 +1,8 @@
-"""``state.pt``: everything of a Lightning checkpoint that is not a sharded tensor, readable without
-trusting it.
+"""``state.pt``: all of a Lightning checkpoint that is not a sharded tensor, safe to load.
 
-``torch.load(..., weights_only=True)`` refuses arbitrary classes, because unpickling them runs code.
-What it would refuse is noticed when it is written, not when somebody needs it back."""
+``torch.load(..., weights_only=True)`` refuses arbitrary classes, because unpickling them executes
+code. Values that it would refuse are detected when they are written, not when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ __all__ = ["dump_state", "portable", "read_state", "read_state_file"]
 
 
 def portable(value: object, key: str = "state") -> Any:
-    """Return a copy of ``value`` in types that ``weights_only=True`` reads; tensors become plain
-    ones on the CPU.
+    """Return a copy of ``value`` in types that ``weights_only=True`` reads.
 
-    ``dump_state`` stores notes on the types of paths, enum members, named tuples, other containers,
-    and NumPy's numbers and arrays, which ``read_state`` gives back. Objects of classes registered
-    with ``torch.serialization.add_safe_globals`` are kept.
+    Tensors become plain ones on the CPU. ``dump_state`` stores notes on the types of paths, enum
+    members, named tuples, other containers, and NumPy's numbers and arrays, and ``read_state``
+    restores these types. Objects of classes registered with
+    ``torch.serialization.add_safe_globals`` are kept.
 
     Raises:
-        CheckpointError: A value has another type; the message names its key.
+        CheckpointError: A value has another type. The message names its key.
     """
     return plain_value(value, key, [])
 
 
 def dump_state(state: dict[str, Any]) -> bytes:
-    """Bytes of ``state.pt``; they have been read back once.
+    """Return the bytes of ``state.pt``, after they have been read back once.
 
     Raises:
-        CheckpointError: A value cannot be stored; the message names its key.
+        CheckpointError: A value cannot be stored. The message names its key.
     """
-    unread: dict[str, list[Note]] = state.get(
-        TYPES, {}
-    )  # where this was read, their classes were not imported
+    # Notes on classes that were not imported when this state was read.
+    unread: dict[str, list[Note]] = state.get(TYPES, {})
     content, types = {}, {}
     for key, value in separate_objects(
         {key: value for key, value in state.items() if key != TYPES}
@@ -70,7 +69,8 @@ def dump_state(state: dict[str, Any]) -> bytes:
     if types:
         content[TYPES] = types
     for key, value in content.items():
-        try:  # an object of a registered class may hold what weights_only refuses
+        # An object of a registered class may hold values that ``weights_only`` refuses.
+        try:
             dumped = _dump(value)
             check_saved(io.BytesIO(dumped))
             _load(dumped)
@@ -86,8 +86,11 @@ def dump_state(state: dict[str, Any]) -> bytes:
 
 
 def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> dict[str, Any]:
-    """The Lightning state of a checkpoint, tensors where ``map_location`` (of ``torch.load``) puts
-    them; needs no process group.
+    """Return the Lightning state of a checkpoint; needs no process group.
+
+    Args:
+        path: The checkpoint folder.
+        map_location: Devices of the tensors, as for ``torch.load``.
 
     Raises:
         CheckpointError: ``path`` is not a whole checkpoint, or its state is damaged or refused.
@@ -105,10 +108,10 @@ def read_state(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> di
 
 
 def read_state_file(folder: Path, metadata: CheckpointMetadata) -> bytes:
-    """The checked bytes of ``state.pt``.
+    """Return the checked bytes of ``state.pt``.
 
     Raises:
-        CheckpointError: It is missing or damaged, or would be larger in memory than it is.
+        CheckpointError: The file is missing or damaged, or would be larger in memory than on disk.
     """
     if STATE_FILE in metadata.files:
         with reading(folder / STATE_FILE), open(folder / STATE_FILE, "rb") as stream:

@@ -1,8 +1,9 @@
-"""Lightning's single file, for layouts in which one rank holds the whole model: written like
-Lightning's own, read into any layout.
+"""Lightning's single file, for layouts in which one rank holds the whole model.
 
-Its optimizer states are keyed by position. The names of the parameters stand beside them, so that a
-layout which holds only a part of the parameters finds its own."""
+The file is written like Lightning's own, and any layout can read it. Its optimizer states are keyed
+by position. The file also stores the names of the parameters, so that a layout that holds only a
+part of the parameters finds its own states.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint so that ``path`` holds the old one or the new one, whole, also after a
-    power failure.
+    """Write a checkpoint so that ``path`` always holds the whole old or the whole new one.
+
+    This also holds after a power failure.
 
     Raises:
-        CheckpointError: The disk does not take it, or ``path`` is a folder with other content.
+        CheckpointError: The disk does not accept the file, or ``path`` is a folder with other
+            content.
     """
     files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
     checkpoint = _plain_where_possible(checkpoint)
@@ -42,7 +45,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
         try:
             _save(checkpoint, part)
         except (AttributeError, TypeError, pickle.PicklingError) as error:
-            # As in Lightning: what the user's objects are made of must not cost the weights.
+            # Like Lightning, save the weights even if the user's objects cannot be pickled.
             rest = {key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS}
             if len(rest) == len(checkpoint):
                 raise CheckpointError(f"writing {path} failed: {error}") from error
@@ -54,8 +57,10 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def _plain_where_possible(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with notes on types that ``weights_only=True`` would refuse; objects
-    stay, as in Lightning's own."""
+    """Return the checkpoint with notes on types that ``weights_only=True`` would refuse.
+
+    Objects are kept, as in Lightning's own file.
+    """
     found, types = dict(checkpoint), {}
     for key, value in checkpoint.items():
         if key in _TENSORS or type(value) is not dict:
@@ -85,13 +90,13 @@ def _save(content: Mapping[str, Any], path: Path) -> None:
 
 
 class InMemory:
-    """Whole tensors in memory, of which a rank takes its rectangles.
+    """Whole tensors in memory, from which a rank copies its rectangles.
 
     Args:
-        values: By global name.
+        values: The tensors by global name.
 
     Attributes:
-        tensors: Their shapes and dtypes.
+        tensors: Shapes and dtypes of the tensors.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -116,17 +121,18 @@ class InMemory:
 def optimizer_by_name(
     state: Mapping[str, Any], names: Sequence[Sequence[str]], *, prefix: str, number: str
 ) -> tuple[InMemory, list[dict[str, Any]]]:
-    """Return the tensors of an optimizer's ``state_dict`` under the names of their parameters, and
-    its groups with these names.
+    """Return the tensors of an optimizer's ``state_dict`` by parameter name, and its groups.
+
+    The groups have the names of their parameters too.
 
     Args:
-        state: From ``optimizer.state_dict()``.
-        names: Of the parameters of each group, in order.
-        prefix: Begins the tensors' names.
-        number: Ends the name of a state that is a Python number.
+        state: Result of ``optimizer.state_dict()``.
+        names: Names of the parameters of each group, in order.
+        prefix: Prefix of the tensors' names.
+        number: Suffix of the key of a state that is a Python number.
 
     Raises:
-        CheckpointError: There are other parameters than names.
+        CheckpointError: The parameters do not match the names.
     """
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in names]:

@@ -1,4 +1,4 @@
-"""A rectangle out of one stored tensor, reading little more than its bytes.
+"""Reader of a rectangle of one stored tensor, which reads little more than its bytes.
 
 A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches are
 read.
@@ -20,11 +20,13 @@ __all__ = ["ReadFile", "read_rectangle", "runs"]
 
 
 class ReadFile(Protocol):
-    """A file of which any bytes can be read."""
+    """A file with random access to its bytes."""
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Bytes [start, stop), in ``into`` if that is returned; otherwise what is returned may be
-        used again by the next call."""
+        """Return the bytes [start, stop).
+
+        If the returned memory is not ``into``, the next call may reuse it.
+        """
 
 
 def read_rectangle(
@@ -36,14 +38,18 @@ def read_rectangle(
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> None:
-    """Fill ``target`` with the rectangle at ``offset`` of the tensor of ``shape`` whose values are
-    at byte ``begin`` of ``file``.
+    """Fill ``target`` with a rectangle of a stored tensor.
 
     Args:
-        target: Has the rectangle's shape; any dtype, device and strides.
+        file: The file.
+        target: Tensor of the rectangle's shape, with any dtype, device and strides.
+        begin: Byte of the file at which the stored tensor's values begin.
+        dtype: Dtype of the stored tensor.
+        shape: Shape of the stored tensor.
+        offset: Position of the rectangle in the stored tensor.
 
     Raises:
-        CheckpointError: A byte that was read is damaged; the target may then be filled in part.
+        CheckpointError: A byte that was read is damaged. The target may then be partly filled.
     """
     if not target.numel():
         return
@@ -58,13 +64,12 @@ def read_rectangle(
 def _read_rows(
     file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int
 ) -> None:
-    """Whole rows, a piece after the other, each checked and copied while it is in the processor's
-    cache."""
+    """Read whole rows in pieces, each checked and copied while in the processor's cache."""
     row = math.prod(target.shape[1:]) * dtype.itemsize
     count = rows_at_once(row)
     begin, last = first, first + len(target)
     while begin < last:
-        end = min((begin // count + 1) * count, last)  # where a block of the file ends
+        end = min((begin // count + 1) * count, last)  # end of a block of the file
         rows = target[begin - first : end - first]
         own = (
             as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
@@ -72,9 +77,8 @@ def _read_rows(
         content = file.read(data + begin * row, data + end * row, into=own)
         if content is not own:
             values = np.frombuffer(content, dtype=np.uint8)
-            values = (
-                values.copy() if values.ctypes.data % dtype.itemsize else values
-            )  # small ones lie anywhere in a block
+            # Small tensors begin anywhere in a block, so their values may not be aligned.
+            values = values.copy() if values.ctypes.data % dtype.itemsize else values
             rows.copy_(torch.from_numpy(values).view(dtype).view(rows.shape))
         begin = end
 
@@ -87,8 +91,10 @@ def _read_runs(
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> None:
-    """Parts of rows, of a few rows at a time. They are put where they lie in whole rows, from which
-    they are copied."""
+    """Read parts of rows, a few rows at a time.
+
+    The parts are placed at their positions in whole rows, and copied from there.
+    """
     row = math.prod(shape[1:]) * dtype.itemsize
     count = min(rows_at_once(row), len(target))
     whole = np.empty(count * row, dtype=np.uint8)
@@ -118,8 +124,10 @@ def runs(
     itemsize: int,
     gap: int = BLOCK,
 ) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a rectangle in a tensor stored row by row, ascending; gaps of less than
-    ``gap`` bytes (a block, which would be read anyway) are in them."""
+    """Yield the byte ranges of a rectangle in a tensor stored row by row, ascending.
+
+    A range includes gaps of less than ``gap`` bytes; the default is a block, which is read anyway.
+    """
     inner = len(shape)
     while inner > 0 and size[inner - 1] == shape[inner - 1]:
         inner -= 1

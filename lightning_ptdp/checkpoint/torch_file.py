@@ -1,9 +1,9 @@
-"""Files of ``torch.save`` that somebody else may have written: looked through before torch loads
-them.
+"""Checks of untrusted files of ``torch.save`` before torch loads them.
 
-``weights_only=True`` runs no code of a file, but sets aside whatever memory it asks for: a record
-that unpacks to more than the disk holds, a ``bytearray(10**12)``, a tensor of 10^13 elements that
-all are one, lists that hold lists twice, 60 times over."""
+``weights_only=True`` executes no code of a file, but allocates as much memory as the file requests.
+Examples are a record that unpacks to more than the disk holds, a ``bytearray(10**12)``, a tensor of
+10^13 elements that are all one stored element, and lists that hold lists twice, 60 levels deep.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ _TENSORS = {
         "tensor_v3": 6,
     }.items()
 }
-"""Functions that make a tensor of a storage, offset, size and stride, and which of their arguments
-is its dtype, if one is."""
+"""Functions that create a tensor from a storage, offset, size and stride.
+
+Each has the position of the dtype among its arguments, or None.
+"""
 _SAFE = frozenset(
     f"torch._utils._rebuild_{name}"
     for name in ("parameter", "parameter_with_state", "sparse_tensor")
 )
 _GREEDY = re.compile(r"torch\._utils\..*|torch\.((cuda|sparse|storage)\.)*\w*(Tensor|Storage)")
-"""Functions of torch that ``weights_only=True`` lets a file call and that allocate what the file
-says; it refuses unknown names."""
+"""Functions of torch that allocate as much memory as a file requests.
+
+``weights_only=True`` allows a file to call them; it refuses unknown names.
+"""
 _ITEM_SIZES = {
     **dict.fromkeys(
         (
@@ -73,10 +77,11 @@ def why_unread(error: BaseException) -> str:
 
 
 def check_saved(stream: IO[bytes]) -> None:
-    """Check that what a file holds is no larger than it is, and of the kinds that we load.
+    """Check that a file's content is no larger than the file, and of kinds that are loaded.
 
     Raises:
-        Misfit: It is not, or no whole file of ``torch.save``.
+        Misfit: The content is larger or of another kind, or the file is not a whole file of
+            ``torch.save``.
     """
     size = stream.seek(0, 2)
     try:
@@ -102,8 +107,7 @@ def check_saved(stream: IO[bytes]) -> None:
             content = archive.read(name)
     except Misfit:
         raise
-    # A RuntimeError is zipfile's, for archives that are encrypted or of a version that it does not
-    # know.
+    # zipfile raises a RuntimeError for archives that are encrypted or of an unknown version.
     except (zipfile.BadZipFile, ValueError, KeyError, RuntimeError, EOFError, OSError) as error:
         raise Misfit(f"is not a whole file of torch.save: {error}") from error
     content_check = _Check(base=name.removesuffix("data.pkl"), records=records)
@@ -114,8 +118,13 @@ def check_saved(stream: IO[bytes]) -> None:
 
 @dataclass
 class _Check:
-    """Attributes: ``base``, what names of records begin with; ``records``, their sizes;
-    ``tensors``, bytes of each that differs."""
+    """Check of a file's content.
+
+    Attributes:
+        base: Prefix of the names of records.
+        records: Sizes of the records in bytes.
+        tensors: Bytes of each distinct tensor.
+    """
 
     base: str
     records: dict[str, int]
@@ -123,7 +132,7 @@ class _Check:
     _done: dict[int, int] = field(default_factory=dict)
 
     def visit(self, value: object, depth: int) -> int:
-        """Return the number of values if nothing in it were shared."""
+        """Return the number of values if nothing in ``value`` were shared."""
         if not isinstance(value, list | tuple | Made):
             return 1
         if depth > _MOST_DEPTH:
@@ -144,7 +153,7 @@ class _Check:
             value.maker.text if isinstance(value.maker, Name) else "",
             value.arguments,
         )
-        maker = maker.replace("__builtin__.", "builtins.", 1)  # as protocol 2 calls it
+        maker = maker.replace("__builtin__.", "builtins.", 1)  # name in protocol 2
         if type(arguments) is not tuple:
             raise Misfit(f"calls {maker} without arguments")
         if maker in _TENSORS:
@@ -216,5 +225,5 @@ def _is_sizes(value: object) -> bool:
 
 
 def _item_size(storage: str) -> int:
-    """Bytes of an element of a class of storages; 0 if it is none."""
+    """Return the bytes of an element of a class of storages; 0 if it is no such class."""
     return _ITEM_SIZES.get(storage.removeprefix("torch.").removesuffix("Storage"), 0)

@@ -1,5 +1,7 @@
-"""A checkpoint as one process sees Lightning's single file: the whole model under
-``"state_dict"``."""
+"""A checkpoint in the form of Lightning's single file, for one process.
+
+The whole model is under ``"state_dict"``.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,20 @@ MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None
 
 
 class StoredWeights(MutableMapping[str, Tensor]):
-    """The ``state_dict`` of the whole model, tied parameters under all their names, read tensor by
-    tensor when one is asked for.
+    """The ``state_dict`` of the whole model, read tensor by tensor on access.
+
+    Tied parameters have all their names.
 
     Args:
         path: The checkpoint folder.
 
     Attributes:
-        path: Likewise.
-        touched: Somebody has read or changed an entry, so that what is stored may no longer be what
-            is meant.
+        path: The checkpoint folder.
+        touched: True if an entry was read or changed, so that the stored values may differ from the
+            intended ones.
 
     Raises:
-        CheckpointError: It is not a checkpoint, or its index is damaged.
+        CheckpointError: The folder is not a checkpoint, or its index is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,9 +53,8 @@ class StoredWeights(MutableMapping[str, Tensor]):
             alias: name for alias, name in reader.metadata.aliases.items() if name in stored
         }
         self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
-        self._read = functools.cache(
-            lambda name: reader.read(MODEL + name)
-        )  # tied parameters stay one tensor
+        # Tied parameters stay one tensor.
+        self._read = functools.cache(lambda name: reader.read(MODEL + name))
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._values[name]
@@ -81,7 +83,7 @@ class StoredWeights(MutableMapping[str, Tensor]):
         return f"StoredWeights({len(self)} tensors of {self.path})"
 
     def copy(self) -> dict[str, Tensor]:
-        """An ordinary dictionary."""
+        """Return an ordinary dictionary."""
         return dict(self)
 
     def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
@@ -89,8 +91,10 @@ class StoredWeights(MutableMapping[str, Tensor]):
 
 
 class StoredOptimizers(list[dict[str, Any]]):
-    """The parameter groups of a checkpoint's optimizers; their tensors are in the folder ``path``,
-    under the names of the parameters."""
+    """The parameter groups of a checkpoint's optimizers.
+
+    Their tensors are in the folder ``path``, under the names of the parameters.
+    """
 
     def __init__(self, states: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
         super().__init__(states)
@@ -98,8 +102,7 @@ class StoredOptimizers(list[dict[str, Any]]):
 
 
 class _RefusedOptimizers(StoredOptimizers):
-    """Stored optimizer states that refuse to be read by position, as Lightning's own strategies
-    would."""
+    """Stored optimizer states that refuse the access by position of Lightning's strategies."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         raise CheckpointError(
@@ -110,27 +113,26 @@ class _RefusedOptimizers(StoredOptimizers):
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return True if a folder is, or was meant to be, a checkpoint of this package; a torn one
-    counts."""
+    """Return True if a folder is a checkpoint of this package, possibly a torn one."""
     return any((Path(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
 def read_whole(
     path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False
 ) -> dict[str, Any]:
-    """Return what ``torch.load`` of Lightning's single file would return; needs no process group.
+    """Return a checkpoint folder like ``torch.load`` returns Lightning's single file.
 
-    Optimizer states are keyed by name in the folder; to iterate over the entry
-    ``"optimizer_states"`` is an error that says so.
+    The function needs no process group. The folder keys optimizer states by name, so that iterating
+    over the entry ``"optimizer_states"`` raises an error that says so.
 
     Args:
         path: The checkpoint folder.
-        map_location: Where tensors go, as ``torch.load`` takes it; they are stored as the CPU's.
-        trusted: Whether hyperparameters that are objects may be unpickled, which runs what they
-            say.
+        map_location: Devices of the tensors, as for ``torch.load``. The stored tensors count as the
+            CPU's.
+        trusted: True to unpickle hyperparameters that are objects, which executes their content.
 
     Raises:
-        CheckpointError: It is not a whole checkpoint, or damaged.
+        CheckpointError: The folder is not a whole checkpoint, or is damaged.
     """
     state = read_state(path, map_location=map_location)
     if trusted:
@@ -147,7 +149,7 @@ def read_whole(
         )
     if "optimizer_states" in state:
         state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
-    moved: dict[int, Tensor] = {}  # tied parameters stay one tensor
+    moved: dict[int, Tensor] = {}  # Tied parameters stay one tensor.
     weights = read_full(path)
     return {
         **state,

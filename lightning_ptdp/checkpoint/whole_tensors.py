@@ -1,4 +1,4 @@
-"""Whole tensors and Lightning's single file out of a checkpoint, on one process."""
+"""Whole tensors, and Lightning's single file, from a checkpoint in one process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ MODEL = "model/"
 
 
 def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, torch.Tensor]:
-    """Full tensors on the CPU whose global names begin with ``prefix``, under their names without
-    it; not collective.
+    """Return the full tensors whose global names begin with ``prefix``; not collective.
 
-    With the model's prefix this is its ``state_dict``: tied parameters have all their names, and
-    share their tensor.
+    The tensors are on the CPU, and their names lack the prefix. With the model's prefix, the result
+    is its ``state_dict``: tied parameters have all their names, and share their tensor.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or nothing has the prefix.
+        CheckpointError: The checkpoint is damaged, or no name has the prefix.
     """
     reader = TensorReader(path)
     names = sorted(reader.metadata.names(prefix))
@@ -41,15 +40,15 @@ def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, to
 
 
 def to_lightning_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
-    """Write Lightning's single-file checkpoint, which ``LightningModule.load_from_checkpoint``
-    reads, from a folder.
+    """Write Lightning's single-file checkpoint from a checkpoint folder.
 
-    It holds the weights, the hyperparameters, and the state of loops and callbacks; not the
-    optimizers' states, which Lightning keys by position and this project by name.
+    ``LightningModule.load_from_checkpoint`` reads the file. It holds the weights, the
+    hyperparameters, and the state of loops and callbacks. It does not hold the optimizer states,
+    which Lightning keys by position and this package by name.
 
     Args:
         source: A checkpoint folder.
-        destination: The file to write; an existing file is replaced.
+        destination: The file to write. An existing file is replaced.
 
     Raises:
         CheckpointError: The source is damaged, or the destination is a folder.

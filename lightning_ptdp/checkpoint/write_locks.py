@@ -1,17 +1,17 @@
-"""Locks that show which process writes a checkpoint: a file beside it, locked for as long as the
-writer lives.
+"""Locks that identify the process that writes a checkpoint.
 
-A save that was killed leaves what it wrote under a temporary name. Whether nobody writes there any
-more cannot be told from its age: a rank may wait for another one for half an hour. So rank 0,
-without which no save is ever complete, keeps a file of its own locked::
+A killed save leaves its content under a temporary name. The age of this content does not show that
+its writer has ended, because a rank may wait for another one for half an hour. Therefore rank 0,
+without which no save is ever complete, keeps a file locked while it lives::
 
     last.ckpt.tmp-0123456789ab          what is being written
     last.ckpt.tmp-0123456789ab.lock     {"machine": …, "host": …, "pid": …}
 
-The kernel drops the lock with the process, however it ends. Between machines a lock is proof that
-somebody lives, but its absence proves nothing, since some shared file systems keep locks to
-themselves: there the writer also touches the file every few seconds, and is gone when somebody has
-seen it unchanged for two minutes of a clock of his own."""
+The kernel drops the lock at the end of the process, even after a crash. Between machines, a lock
+proves that the writer lives, but a missing lock proves nothing, because some shared file systems do
+not share locks. For these, the writer also touches the file every few seconds. It counts as gone if
+another process has seen the file unchanged for two minutes of that process's own clock.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +35,13 @@ __all__ = ["Abandoned", "Claim", "Writer", "writer_of"]
 
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
-_RECORD_S = 1.0  # in which whoever has made the file has also locked it and written into it
+_RECORD_S = 1.0  # time in which the process that created the file has locked and filled it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """The process that wrote a file of this kind; ``machine`` is another one after every start of
-    it."""
+    """The process that wrote a lock file; ``machine`` changes with every start of the machine."""
 
     machine: str
     host: str
@@ -50,11 +49,12 @@ class Writer:
 
 
 class Claim:
-    """Lock that shows other processes, from ``take`` to ``release``, that this process writes
-    ``part``.
+    """Lock that shows other processes that this one writes ``part``.
+
+    It is held from ``take`` to ``release``.
 
     Args:
-        part: A temporary name; nothing needs to be there.
+        part: A temporary name, which need not exist.
     """
 
     def __init__(self, part: Path) -> None:
@@ -64,13 +64,13 @@ class Claim:
         self._toucher: threading.Thread | None = None
 
     def take(self) -> None:
-        """Make the file, and go on touching it.
+        """Create the lock file, and keep touching it.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The file cannot be created.
         """
         self._stream = open(self._file, "xb")  # noqa: SIM115
-        wait_for_lock(self._stream, limit_s=_RECORD_S)  # somebody looks whether it is locked
+        wait_for_lock(self._stream, limit_s=_RECORD_S)  # Another process may be testing the lock.
         self._stream.write(json.dumps(vars(_this_process())).encode())
         self._stream.flush()
         self._toucher = threading.Thread(
@@ -79,23 +79,27 @@ class Claim:
         self._toucher.start()
 
     def release(self) -> None:
-        """Remove the file: what there is has its name, or is gone. Does nothing without a
-        ``take``."""
+        """Remove the lock file, once ``part`` has its final name or is removed.
+
+        Without a ``take``, the call does nothing.
+        """
         self._over.set()
-        if (
-            self._toucher is not None and self._toucher.is_alive()
-        ):  # not in a process that was forked meanwhile
+        # The thread is not alive in a process that was forked meanwhile.
+        if self._toucher is not None and self._toucher.is_alive():
             self._toucher.join()
         if self._stream is not None:
             stream, self._stream = self._stream, None
             with stream, suppress(OSError):
                 self._file.unlink(missing_ok=True)
-                fcntl.flock(stream, fcntl.LOCK_UN)  # a process that was forked meanwhile has it too
+                # A process that was forked meanwhile holds the lock too.
+                fcntl.flock(stream, fcntl.LOCK_UN)
 
 
 def writer_of(path: Path) -> Writer | None:
-    """The living process of whose save ``path`` is a temporary name; None if it is gone, or if that
-    cannot be told."""
+    """Return the living process whose save uses the temporary name ``path``.
+
+    None means that the process has ended, or that its state is unknown.
+    """
     try:
         with open(files.lock_name(path), "r+b") as stream:
             return None if locked(stream) else _record(stream)
@@ -104,16 +108,21 @@ def writer_of(path: Path) -> Writer | None:
 
 
 class Abandoned:
-    """Tells which writers are gone; one that looked alive is asked for again later."""
+    """Search for writers that have ended.
+
+    A writer that looked alive can be checked again later.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, float]] = {}
 
     @contextmanager
     def taken_over(self, path: Path) -> Iterator[bool]:
-        """Yield True if the save that uses the temporary name ``path`` has ended; within the
-        context no other process gets the same answer. Without a lock file it has ended, because
-        that file is made first and removed last."""
+        """Yield True if the save that uses the temporary name ``path`` has ended.
+
+        Within the context, no other process gets the same answer. A save without a lock file has
+        ended, because that file is created first and removed last.
+        """
         file = files.lock_name(path)
         try:
             stream = open(file, "r+b")  # noqa: SIM115
@@ -130,7 +139,8 @@ class Abandoned:
         try:
             if not locked(stream):
                 return False
-        except OSError:  # no locks here: only what is seen to change tells
+        except OSError:
+            # On a file system without locks, only the file's changes show that the writer lives.
             return self._unchanged(file, stream)
         writer = _record(stream)
         if writer is None:
