@@ -1,9 +1,9 @@
 """Checkpoints that are independent of the layout.
 
 A checkpoint is Lightning's single file if one rank holds the whole model (single_file.py), else a
-folder. A folder stores tensors as rectangles of the full, single-process tensors under global names,
-so that any layout can read a checkpoint of any other layout. The data files are safetensors. All
-other content is in small files::
+folder. A folder stores tensors as rectangles of the full, single-process tensors under global
+names, so that any layout can read a checkpoint of any other layout. The data files are safetensors.
+All other content is in small files::
 
     last.ckpt/
       metadata.json          format, layout, package versions, shape and dtype of every tensor,

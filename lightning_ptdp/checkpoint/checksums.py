@@ -6,9 +6,9 @@ every damage that is confined to 32 bits, and all but 2^-32 of any other. It doe
 against intent, and neither does anything else that is stored beside the data.
 
 The sums of ``rank0-0.safetensors`` are in ``rank0-0.crc``: an array of (offset of the block, CRC-32
-of it), both little-endian. The values of a tensor of at least one block begin a new block. A part of a
-tensor that begins at a multiple of the block size is therefore read without the bytes before it.
-"""
+of it), both little-endian. The values of a tensor of at least one block begin a new block. A part
+of a tensor that begins at a multiple of the block size is therefore read without the bytes before
+it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 ``rank0-0.safetensors`` is the first file of rank 0. A tensor in it is a rectangle of a full tensor,
 named after the full tensor and the rectangle's offset: ``model/head.weight@128,0``. Values are
-gathered, summed (``checksums.py``) and written in pieces, each while it is in the processor's cache.
-"""
+gathered, summed (``checksums.py``) and written in pieces, each while it is in the processor's
+cache."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def write_rectangles(
         num_files: Files of this rank, written in as many threads.
 
     Raises:
-        CheckpointError: On every rank: the ranks' rectangles are not the whole tensors, a file could
-            not be written, or rank 0 does not see the file of another rank.
+        CheckpointError: On every rank: the ranks' rectangles are not the whole tensors, a file
+            could not be written, or rank 0 does not see the file of another rank.
     """
     with same_outcome(doing, group):
         local = {(one.name, one.place): one for one in rectangles}

@@ -1,8 +1,7 @@
 """Reader of a rectangle of one stored tensor, which reads little more than its bytes.
 
-A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches are
-read.
-"""
+A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches
+are read."""
 
 from __future__ import annotations
 
