@@ -129,7 +129,8 @@ CASES = {
         needs=(IS_ROOT, "unshare --uts true", "hostname"),
     ),
     "user other than root": Case(
-        line="chmod -R a+rwX . && setpriv --reuid 65534 --regid 65534 --clear-groups env HOME=/nonexistent $FIT",
+        line="chmod -R a+rwX . && setpriv --reuid 65534 --regid 65534 --clear-groups env "
+        "HOME=/nonexistent $FIT",
         needs=(
             IS_ROOT,
             "setpriv --reuid 65534 --regid 65534 --clear-groups env $PYTHON -c 'import torch'",

@@ -56,7 +56,8 @@ def test_it_is_told() -> None:
     assert Regions(world_size=8).groups("replicas") == (tuple(range(8)),)
     with pytest.raises(
         ValueError,
-        match="pipeline_parallel_size \\* context_parallel_size \\* region_parallel_size = 1 \\* 1 \\* 1 \\* 2",
+        match="pipeline_parallel_size \\* context_parallel_size \\* region_parallel_size = 1 \\* "
+        "1 \\* 1 \\* 2",
     ):
         Regions(world_size=3)
 

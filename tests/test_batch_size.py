@@ -174,7 +174,8 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
     check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
     with pytest.raises(
         ValueError,
-        match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use micro_batch_size=4 or less",
+        match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use "
+        r"micro_batch_size=4 or less",
     ):
         check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)
     path = tmp_path / "order.csv"
@@ -193,6 +194,7 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
 def test_a_global_batch_that_cannot_be_counted_is_refused_by_its_factors() -> None:
     with pytest.raises(
         ValueError,
-        match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* data_parallel_size=1000000000000 is",
+        match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* "
+        r"data_parallel_size=1000000000000 is",
     ):
         BatchPlan.derive(data_parallel_size=10**12, micro_batch_size=10**12, num_microbatches=8)

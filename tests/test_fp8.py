@@ -267,7 +267,8 @@ def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(
         ValueError,
-        match=r"capability 8\.9.* this NVIDIA A100 has 8\.0: use fp8=None with precision='bf16-mixed'",
+        match=r"capability 8\.9.* this NVIDIA A100 has 8\.0: use fp8=None with "
+        r"precision='bf16-mixed'",
     ):
         apply_fp8(
             blocks_of((32, 32)), scaling="rowwise", blocks="h", device=torch.device("cuda", 0)

@@ -79,7 +79,10 @@ def test_version_in_range(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["2.10.1", "3.0.0", "2.9.1+cu128"])
 def test_problem_names_the_versions_and_the_command(version: str) -> None:
-    expected = f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+    expected = (
+        f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3: pip install "
+        "'torch>=2.11,<3'"
+    )
     assert find_problem(TORCH, has(version)) == expected
 
 
@@ -170,7 +173,10 @@ def test_command_line_with_an_old_torch_says_one_sentence(old_torch: dict[str, s
 def test_importing_an_old_torch_alone_still_works(old_torch: dict[str, str]) -> None:
     """The package's entry point runs during ``import torch``, for every program in the
     environment."""
-    code = "import torch, lightning_ptdp\ntry:\n    lightning_ptdp.PTDPStrategy\nexcept ImportError as error:\n    print(error)"
+    code = (
+        "import torch, lightning_ptdp\ntry:\n    lightning_ptdp.PTDPStrategy\nexcept ImportError "
+        "as error:\n    print(error)"
+    )
     done = run(["-c", code], old_torch)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("torch 2.9.1 is installed")

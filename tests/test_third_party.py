@@ -14,7 +14,10 @@ from third_party import LAYOUTS, MODULES, PACKAGE, Outcome, describe, first_sent
 
 
 def traceback_of(file: Path, error: str) -> str:
-    return f'Traceback (most recent call last):\n  File "/elsewhere.py", line 1, in a\n  File "{file}", line 2, in b\n{error}\n'
+    return (
+        'Traceback (most recent call last):\n  File "/elsewhere.py", line 1, in a\n  File '
+        f'"{file}", line 2, in b\n{error}\n'
+    )
 
 
 @pytest.mark.parametrize(

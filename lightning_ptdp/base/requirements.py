@@ -113,7 +113,10 @@ def find_problem(declared: Declared, installed: Callable[[str], str] | None = No
         return declared.missing
     if declared.allows(version):
         return None
-    return f"{declared.name} {version} is installed, but {DISTRIBUTION} needs {declared.range}: {declared.command}"
+    return (
+        f"{declared.name} {version} is installed, but {DISTRIBUTION} needs {declared.range}: "
+        f"{declared.command}"
+    )
 
 
 def check_installed(*names: str) -> None:

@@ -102,7 +102,10 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
 def _said(loads: ExpertLoads) -> str:
     found = loads.metrics()
     dead = int(found["dead_experts"])
-    return f"largest {found['expert_load_max']:.3g}   ·   smallest {found['expert_load_min']:.3g}   ·   {dead} got nothing (black)"
+    return (
+        f"largest {found['expert_load_max']:.3g}   ·   smallest {found['expert_load_min']:.3g}   "
+        f"·   {dead} got nothing (black)"
+    )
 
 
 def _label(layer: LayerLoad) -> str:

@@ -233,7 +233,10 @@ def _degrees(layout: ParallelLayout) -> str:
 def _schedule(summary: StrategySummary) -> str:
     if summary.num_microbatches is None:
         assert summary.micro_batch_size is not None
-        return f"{summary.schedule}, microbatches of {_count(summary.micro_batch_size, 'sample', 'samples')}"
+        return (
+            f"{summary.schedule}, microbatches of "
+            f"{_count(summary.micro_batch_size, 'sample', 'samples')}"
+        )
     text = f"{summary.schedule}, {_count(summary.num_microbatches, 'microbatch', 'microbatches')}"
     if summary.stages and summary.bubble is not None:
         text += f", bubble {100 * summary.bubble:.1f} %"
@@ -246,7 +249,10 @@ def _parameters(summary: StrategySummary) -> list[list[str]]:
     least, most = _short(min(summary.parameters_per_rank)), _short(max(summary.parameters_per_rank))
     text = f"{least if least == most else f'{least} to {most}'} a rank"
     if summary.parameters is not None and summary.active_parameters is not None:
-        text += f"; {_short(summary.parameters)} in all, of which a token visits {_short(summary.active_parameters)}"
+        text += (
+            f"; {_short(summary.parameters)} in all, of which a token visits "
+            f"{_short(summary.active_parameters)}"
+        )
     return [["parameters", text]]
 
 

@@ -57,7 +57,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     reshard = commands.add_parser(
         "reshard",
         help="write it again: number of files, dtype, weights only",
-        description="Write a checkpoint again, tensor by tensor. Every layout reads every checkpoint as it is; this makes one that is "
+        description="Write a checkpoint again, tensor by tensor. Every layout reads every "
+        "checkpoint as it is; this makes one that is "
         "easier to move or smaller.",
     )
     reshard.add_argument("source", help="a checkpoint folder, or Lightning's single file")

@@ -54,7 +54,10 @@ def readable(message: str, known: Iterable[str]) -> str:
     outer = re.match(r'Parser key "([^"]+)":', message)
     key = outer.group(1) if outer else ""
     if message.endswith("arguments are required: model"):
-        return "there is no model: give --config, a recipe (ptdp recipes list) or a file, or --model my_module.LitMine"
+        return (
+            "there is no model: give --config, a recipe (ptdp recipes list) or a file, or --model "
+            "my_module.LitMine"
+        )
     unknown = _UNKNOWN.search(message)
     if unknown:
         return _unknown_key(message, key, unknown, known)

@@ -113,12 +113,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--prefix",
-        help="attribute of the model in the LightningModule, with a dot (default: for Hugging Face 'model.' on the way in and what all "
+        help="attribute of the model in the LightningModule, with a dot (default: for Hugging "
+        "Face 'model.' on the way in and what all "
         "names begin with on the way out; for state dicts none)",
     )
     parser.add_argument(
         "--config",
-        help="to Hugging Face, for a module of your own that wraps their model: its config.json or its folder",
+        help="to Hugging Face, for a module of your own that wraps their model: its config.json "
+        "or its folder",
     )
     parser.add_argument(
         "--merge",

@@ -61,7 +61,8 @@ def parser(verb: str) -> argparse.ArgumentParser:
     options.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure instead what the devices reach, for ptdp plan, bench and layout=auto (in under two minutes), and write "
+        help="measure instead what the devices reach, for ptdp plan, bench and layout=auto (in "
+        "under two minutes), and write "
         "ptdp-machine.json here",
     )
     options.add_argument("--json", action="store_true", help="all of it as JSON")

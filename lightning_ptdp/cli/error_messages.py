@@ -113,7 +113,10 @@ def _class_of(name: str) -> type:
 
 def _ended(text: str, signal_name: str | None) -> str:
     why = "; the kernel does that when memory runs out" if signal_name == "SIGKILL" else ""
-    return f"{text}{why}. The other processes were ended; a fit goes on from its newest checkpoint with --resume auto"
+    return (
+        f"{text}{why}. The other processes were ended; a fit goes on from its newest checkpoint "
+        "with --resume auto"
+    )
 
 
 @contextmanager

@@ -27,8 +27,10 @@ class SampleOptions(Sampling):
 
 _SHORT = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}
 _DESCRIPTIONS = {
-    "generate": "Continue a text with a trained checkpoint or a Hugging Face model, on one process or split over several (-t 2 -p 2).",
-    "chat": "Talk to an instruction model, on one process or split over several (-t 2 -p 2): a line is a question, /new begins another "
+    "generate": "Continue a text with a trained checkpoint or a Hugging Face model, on one "
+    "process or split over several (-t 2 -p 2).",
+    "chat": "Talk to an instruction model, on one process or split over several (-t 2 -p 2): a "
+    "line is a question, /new begins another "
     "conversation, the end of the input (Ctrl-D) ends. Questions may be piped.",
 }
 

@@ -222,7 +222,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     job.add_argument(
         "--device",
-        help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp doctor --calibrate (default: ptdp-machine.json if "
+        help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp doctor "
+        "--calibrate (default: ptdp-machine.json if "
         "it is here, else h100)",
     )
     job.add_argument(
@@ -235,7 +236,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--reserve",
         type=float,
         metavar="X",
-        help="share of that memory to leave free, because what is measured is up to 23 %% above the estimate (default 0.2)",
+        help="share of that memory to leave free, because what is measured is up to 23 %% above "
+        "the estimate (default 0.2)",
     )
     job.add_argument(
         "--imbalance",
@@ -256,7 +258,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--software",
         default="ours",
-        help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 "
+        help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, "
+        "megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 "
         "or deepspeed-zero3 (default ours)",
     )
     job.add_argument(
@@ -302,7 +305,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     shown.add_argument(
         "--what-if",
         metavar="LIST",
-        help="the best layout for each of several sizes: batch=256,512,gpus=64,128; with --picture as a plot",
+        help="the best layout for each of several sizes: batch=256,512,gpus=64,128; with "
+        "--picture as a plot",
     )
     shown.add_argument("--json", action="store_true", help="all of it as JSON")
     return parser

@@ -34,7 +34,8 @@ def run(verb: str, arguments: list[str]) -> int:
     show.add_argument(
         "--resolved",
         action="store_true",
-        help="print every value, bases and defaults included, and where it came from; takes the options of ptdp fit",
+        help="print every value, bases and defaults included, and where it came from; takes the "
+        "options of ptdp fit",
     )
     options, overrides = parser.parse_known_args(arguments)
     if overrides and not (options.command == "show" and options.resolved):

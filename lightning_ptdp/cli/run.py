@@ -141,7 +141,10 @@ def _decision(found: Found, given: str | None) -> str:
         return f"{start}; starting from {given}"
     if found.other is None:
         return start
-    return f"{start}. {found.other} is left alone: {found.why}. To continue from it, use --ckpt_path {found.other}"
+    return (
+        f"{start}. {found.other} is left alone: {found.why}. To continue from it, use --ckpt_path "
+        f"{found.other}"
+    )
 
 
 def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:

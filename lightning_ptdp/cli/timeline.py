@@ -117,7 +117,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         type=Path,
         action="append",
         metavar="FILE",
-        help="a .png, or a .json for https://ui.perfetto.dev; may be repeated (default: timeline.png and timeline.json)",
+        help="a .png, or a .json for https://ui.perfetto.dev; may be repeated (default: "
+        "timeline.png and timeline.json)",
     )
     return parser
 

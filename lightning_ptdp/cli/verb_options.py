@@ -29,13 +29,18 @@ class VerbOption:
 
 
 DESCRIPTIONS = {
-    "fit": "Train a model. Prepares the data first, validates at the end, and says where everything is.",
+    "fit": "Train a model. Prepares the data first, validates at the end, and says where "
+    "everything is.",
     "validate": "Evaluate a checkpoint (--ckpt_path) on the validation data.",
     "test": "Evaluate a checkpoint (--ckpt_path) with the module's test_step.",
-    "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's loss and perplexity, a BERT's tokens.",
-    "bench": "Measure training steps of a configuration: real steps on random tokens, without loggers, callbacks and validation.",
-    "verify": "Compare some training steps of a configuration with one process, and say why they differ; exit code 0 if they are equal.",
-    "prepare": "Make the tokenizer and the token chunks of a configuration's data, without training.",
+    "predict": "Write what predict_step gives for every validation sample, as JSON lines: a GPT's "
+    "loss and perplexity, a BERT's tokens.",
+    "bench": "Measure training steps of a configuration: real steps on random tokens, without "
+    "loggers, callbacks and validation.",
+    "verify": "Compare some training steps of a configuration with one process, and say why they "
+    "differ; exit code 0 if they are equal.",
+    "prepare": "Make the tokenizer and the token chunks of a configuration's data, without "
+    "training.",
 }
 CONFIGURED = tuple(DESCRIPTIONS)
 
@@ -49,20 +54,23 @@ _OPTIONS = {
         VerbOption(
             name="resume",
             type=Literal["auto"] | None,
-            text="auto: continue from the newest complete checkpoint of this experiment in the configuration's folders "
+            text="auto: continue from the newest complete checkpoint of this experiment in the "
+            "configuration's folders "
             "(trainer.default_root_dir, the loggers' and ModelCheckpoint's); without one, begin, "
             "with --ckpt_path from that checkpoint.",
         ),
         VerbOption(
             name="init_from",
             type=str | None,
-            text="Checkpoint or Hugging Face folder whose weights training begins with, as for fine-tuning; for other names use the "
+            text="Checkpoint or Hugging Face folder whose weights training begins with, as for "
+            "fine-tuning; for other names use the "
             "callback InitFrom.",
         ),
         VerbOption(
             name="export",
             type=str | None,
-            text="Hugging Face folder to write at the end, by all ranks together; for every checkpoint or another dtype use the callback "
+            text="Hugging Face folder to write at the end, by all ranks together; for every "
+            "checkpoint or another dtype use the callback "
             "ExportHuggingFace.",
         ),
     ),
@@ -98,7 +106,8 @@ _OPTIONS = {
         VerbOption(
             name="compare",
             type=str | None,
-            text="More layouts, separated by commas, such as 't2 p2, p4 v2', in steps of as many samples where "
+            text="More layouts, separated by commas, such as 't2 p2, p4 v2', in steps of as many "
+            "samples where "
             "that is possible. Degrees that are not named are 1; data parallelism takes the rest "
             "of the devices.",
         ),

@@ -51,7 +51,10 @@ def names_in_forward(module: nn.Module) -> Collection[str]:
 
 def _why_not_cut(module: Any) -> str | None:
     if module.main_input_name != "input_ids":
-        return f"makes its sequence from {module.main_input_name} itself; only sequences of the batch are cut along time"
+        return (
+            f"makes its sequence from {module.main_input_name} itself; only sequences of the "
+            "batch are cut along time"
+        )
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return (
             "has cross-attention between two sequences; only self-attention can be split along time"
@@ -63,7 +66,10 @@ def _why_not_attend(module: Any) -> str | None:
     config = getattr(module, "config", None)
     attention = getattr(config, "_attn_implementation", None)
     if getattr(type(module), "_supports_sdpa", None) is False:
-        return "computes its attention without torch.nn.functional.scaled_dot_product_attention, whose calls are replaced"
+        return (
+            "computes its attention without torch.nn.functional.scaled_dot_product_attention, "
+            "whose calls are replaced"
+        )
     if isinstance(attention, str) and attention != "sdpa":
         return (
             f"was built with attn_implementation={attention!r}, but calls of "
@@ -71,15 +77,27 @@ def _why_not_attend(module: Any) -> str | None:
             "attn_implementation='sdpa'"
         )
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return "has layers of linear attention, which hand a state along time; a rank has a slice of the sequence only"
+        return (
+            "has layers of linear attention, which hand a state along time; a rank has a slice of "
+            "the sequence only"
+        )
     if getattr(config, "alibi", False):
-        return "adds biases of positions to its attention scores (alibi=True), which a slice knows only for its own tokens"
+        return (
+            "adds biases of positions to its attention scores (alibi=True), which a slice knows "
+            "only for its own tokens"
+        )
     return None
 
 
 def _why_not_compare(module: Any) -> str | None:
     if "start_positions" in inspect.signature(type(module).forward).parameters:
-        return "compares all tokens of a sequence with each other in its loss (start_positions), of which a rank has a slice"
+        return (
+            "compares all tokens of a sequence with each other in its loss (start_positions), of "
+            "which a rank has a slice"
+        )
     if "argmax" in names_in_forward(module):
-        return "picks each sample's last token that is no padding, wherever it is; a rank has a slice of the sequence only"
+        return (
+            "picks each sample's last token that is no padding, wherever it is; a rank has a "
+            "slice of the sequence only"
+        )
     return None

@@ -35,7 +35,10 @@ LIMIT_S = 10.0
 """Time limit for a template to render one conversation, which normally takes milliseconds."""
 _ENDLESS = "give one without (chat_template: a file)"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MEND = "give a template that marks its answers with {% generation %} (chat_template: a file), or learn: last_answer"
+_MEND = (
+    "give a template that marks its answers with {% generation %} (chat_template: a file), or "
+    "learn: last_answer"
+)
 
 
 class ChatFormat:

@@ -27,9 +27,29 @@ Source: TypeAlias = str | Path | Sequence[str | Path] | None
 Undecodable: TypeAlias = Literal["replace", "skip", "error"]
 
 DEFAULT_SUFFIXES = (
-    ".txt", ".text", ".md", ".rst", ".tex", ".jsonl", ".ndjson",
-    ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".jl", ".lua", ".sh",
-)  # fmt: skip
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".jsonl",
+    ".ndjson",
+    ".py",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".hpp",
+    ".cu",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+    ".ts",
+    ".jl",
+    ".lua",
+    ".sh",
+)
 _JSON_LINES = (".jsonl", ".ndjson")
 _NOT_LIBRARY = {
     "site-packages",
@@ -69,7 +89,10 @@ class ReadReport:
         if not self.undecodable:
             return ""
         more = ", …" if len(self.undecodable) > _MAX_LISTED else ""
-        return f"{len(self.undecodable)} texts are not UTF-8: {', '.join(self.undecodable[:_MAX_LISTED])}{more}"
+        return (
+            f"{len(self.undecodable)} texts are not UTF-8: "
+            f"{', '.join(self.undecodable[:_MAX_LISTED])}{more}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

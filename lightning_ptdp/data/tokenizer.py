@@ -318,7 +318,10 @@ def _training_message(error: RuntimeError, wanted: int) -> str:
     smallest = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if smallest or wanted < _ALWAYS:
         need = smallest[1] if smallest else f"{_ALWAYS} and its letters"
-        return f"vocabulary_size={wanted} cannot hold the 256 bytes and the text's alphabet: it needs at least {need}"
+        return (
+            f"vocabulary_size={wanted} cannot hold the 256 bytes and the text's alphabet: it "
+            f"needs at least {need}"
+        )
     return f"sentencepiece could not learn vocabulary_size={wanted}: {_reason(error)}"
 
 

@@ -71,7 +71,10 @@ def check_database_locks(folder: Path) -> Check:
             database.execute("create table t (x integer)")
             database.execute("insert into t values (1)")
     except (sqlite3.Error, OSError) as error:
-        mend = "give MLflow a server (--trainer.logger.tracking_uri http://host:5000) or a local folder (--trainer.logger.save_dir)"
+        mend = (
+            "give MLflow a server (--trainer.logger.tracking_uri http://host:5000) or a local "
+            "folder (--trainer.logger.save_dir)"
+        )
         return failed("SQLite store", f"{type(error).__name__}: {error}", mend)
     return ok("SQLite store", "a database can be written and locked")
 
@@ -118,7 +121,10 @@ def check_clock(folder: Path) -> Check:
             "see --root-dir",
         )
     if abs(off) > _CLOCK_S:
-        mend = "let both follow the same time server (chrony, ntpd): the newest checkpoint is found by time"
+        mend = (
+            "let both follow the same time server (chrony, ntpd): the newest checkpoint is found "
+            "by time"
+        )
         return warning("clock", f"the file system's clock is {off:+.1f} s off", mend)
     return ok(
         "clock",

@@ -163,5 +163,11 @@ def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Ite
 
 def _mend(backend: str) -> str:
     if backend == "nccl":
-        return "NCCL_DEBUG=INFO shows what NCCL does; try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME, or --backend gloo"
-    return "GLOO_SOCKET_IFNAME=lo, or a longer --timeout; a firewall or a host name that does not resolve are the usual causes"
+        return (
+            "NCCL_DEBUG=INFO shows what NCCL does; try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME, or "
+            "--backend gloo"
+        )
+    return (
+        "GLOO_SOCKET_IFNAME=lo, or a longer --timeout; a firewall or a host name that does not "
+        "resolve are the usual causes"
+    )

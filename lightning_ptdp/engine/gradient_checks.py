@@ -132,9 +132,15 @@ class GradientChecks(StepObserver):
             if found[kind] is not None
         ]
         if not begun:
-            return f"{what} not finite; no loss and no gradient was before the last microbatch was reduced over the replicas"
+            return (
+                f"{what} not finite; no loss and no gradient was before the last microbatch was "
+                "reduced over the replicas"
+            )
         microbatch, kind, rank = min(begun)
-        return f"{what} not finite; it began with the {('loss', 'gradients')[kind]} of microbatch {microbatch} on rank {rank}"
+        return (
+            f"{what} not finite; it began with the {('loss', 'gradients')[kind]} of microbatch "
+            f"{microbatch} on rank {rank}"
+        )
 
     def _warn_of_unused(self) -> None:
         replicas, tensor = self._mesh.group("replica_sum"), self._mesh.group("tensor")

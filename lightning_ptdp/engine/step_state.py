@@ -44,8 +44,16 @@ _PLAIN = (
     deque,
 )
 _LIBRARIES = (
-    "builtins", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "tokenizers", "torch", "torchmetrics", "transformers",
-)  # fmt: skip
+    "builtins",
+    "lightning",
+    "lightning_fabric",
+    "numpy",
+    "pytorch_lightning",
+    "tokenizers",
+    "torch",
+    "torchmetrics",
+    "transformers",
+)
 _CONTAINERS = (list, deque, dict)
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, tuple))
 _NOT_STATE = frozenset(("log", "_hparams", "_hparams_initial", "_hparams_name", "_log_hyperparams"))

@@ -18,8 +18,14 @@ if TYPE_CHECKING:  # imported lazily
 __all__ = ["files_beside", "tokenizer_folder", "tokenizer_of"]
 
 _TOKENIZER = (
-    "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
-)  # fmt: skip
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
 _OTHERS = ("preprocessor_config.json", "processor_config.json", "generation_config.json")
 """Files that ``save_pretrained`` writes beside a model's configuration and weights."""
 _TEMPLATE = "chat_template.jinja"

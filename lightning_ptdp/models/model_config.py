@@ -11,10 +11,18 @@ __all__ = ["BertConfig", "GPTConfig", "TransformerConfig", "check_tensor_paralle
 
 _OF_EXPERTS = frozenset(
     (
-        "experts_per_token", "shared_experts", "expert_hidden_size", "dense_layers", "router_score", "balance", "balance_coefficient",
-        "z_loss_coefficient", "bias_rate", "capacity_factor",
+        "experts_per_token",
+        "shared_experts",
+        "expert_hidden_size",
+        "dense_layers",
+        "router_score",
+        "balance",
+        "balance_coefficient",
+        "z_loss_coefficient",
+        "bias_rate",
+        "capacity_factor",
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, kw_only=True)

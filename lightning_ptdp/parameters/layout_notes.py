@@ -32,13 +32,22 @@ def layout_notes(
     """
     if differing:
         shown = ", ".join([*differing][:3]) + (", ..." if len(differing) > 3 else "")
-        yield f"{len(differing)} tensors ({shown}) were built with different values on different ranks; rank 0's were broadcast"
+        yield (
+            f"{len(differing)} tensors ({shown}) were built with different values on different "
+            "ranks; rank 0's were broadcast"
+        )
     for name, sharding in shardings.items():
         rows, full = sharding.local_shape[0] * size if name in padded else 0, sharding.full_shape
         if rows and rows > full[0]:
-            yield f"'{name}': vocabulary of {full[0]} is not divisible by tensor_parallel_size={size} and is padded to {rows} rows"
+            yield (
+                f"'{name}': vocabulary of {full[0]} is not divisible by "
+                f"tensor_parallel_size={size} and is padded to {rows} rows"
+            )
     for name in everywhere:
-        yield f"'{name}' is used without being called (its parameters alone are), so every pipeline stage keeps it"
+        yield (
+            f"'{name}' is used without being called (its parameters alone are), so every pipeline "
+            "stage keeps it"
+        )
     if size > 1:
         yield from _whole_note(shardings, size)
 

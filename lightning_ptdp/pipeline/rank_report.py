@@ -72,7 +72,10 @@ class Account:
         for rank in sorted(self.missing)[:_MOST_LINES]:
             known = "which has told nothing yet"
             if rank in self.heard:
-                known = f"for {duration(time.monotonic() - self.heard[rank].at)}: {self.heard[rank].status.place()}"
+                known = (
+                    f"for {duration(time.monotonic() - self.heard[rank].at)}: "
+                    f"{self.heard[rank].status.place()}"
+                )
             text.append(f"No answer from rank {rank}, {known}")
         causes = {
             rank: heard.status

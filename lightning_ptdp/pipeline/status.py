@@ -119,7 +119,10 @@ class RankStatus:
         """
         silence = silence_s or 0.0
         if self.failure:
-            return f"failed {duration(silence)} ago ({self.failure.partition(chr(10))[0][:_SHOWN]}): {self.place()}"
+            return (
+                f"failed {duration(silence)} ago ({self.failure.partition(chr(10))[0][:_SHOWN]}): "
+                f"{self.place()}"
+            )
         if self.ended:
             return f"had come to its end {duration(silence)} ago"
         if silence > silent_after_s:

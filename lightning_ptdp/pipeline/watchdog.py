@@ -343,7 +343,10 @@ class Watchdog(StepObserver):
 
     def _stuck(self, time_s: float) -> str:
         limit = duration(self.limit_s)
-        return f"{self._name} is stuck: {self._progress.status().place()} since {duration(time_s)}, limit {limit}"
+        return (
+            f"{self._name} is stuck: {self._progress.status().place()} since {duration(time_s)}, "
+            f"limit {limit}"
+        )
 
     def _end(self, stuck: float, reason: str) -> None:
         text, frame = self._stuck(stuck), sys._current_frames().get(self._thread)

@@ -59,7 +59,10 @@ class Calibration:
             if self.machine.get(name) != value
         ]
         if other:
-            return f"was measured elsewhere ({'; '.join(other)}): ptdp doctor --calibrate measures this machine"
+            return (
+                f"was measured elsewhere ({'; '.join(other)}): ptdp doctor --calibrate measures "
+                "this machine"
+            )
         age = datetime.now(UTC) - datetime.fromisoformat(self.made)
         return (
             f"is {age.days} days old: ptdp doctor --calibrate measures again"

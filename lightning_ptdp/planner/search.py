@@ -103,7 +103,10 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         rejected += dict.fromkeys(one for one in pipes if isinstance(one, Misfit))
         if tried and not fitting:
             nearest, memory = min(tried, key=lambda one: one[1].total)
-            reason = f"needs {_gib(memory.total)} of {_gib(job.limit_bytes)} at least ({nearest.describe()})"
+            reason = (
+                f"needs {_gib(memory.total)} of {_gib(job.limit_bytes)} at least "
+                f"({nearest.describe()})"
+            )
             rejected.append(Misfit(what=layout.describe(), reason=reason))
     best = heapq.nsmallest(count, found, key=_order)
     slower = tuple(_slower(best, found))
@@ -173,7 +176,10 @@ def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[M
             first, time = best[0].time, candidate.time
             more = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
             part = max(more, key=lambda name: more[name])
-            reason = f"{time.total / first.total:.2f} times as long as the best: {part} takes {time.parts[part] / time.total:.0%} of it"
+            reason = (
+                f"{time.total / first.total:.2f} times as long as the best: {part} takes "
+                f"{time.parts[part] / time.total:.0%} of it"
+            )
             yield Misfit(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
 
 

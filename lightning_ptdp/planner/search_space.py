@@ -99,7 +99,8 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
             if job.world_size % (t * c) or (c > 1 and job.sequence_length % (2 * c)):
                 yield Misfit(
                     what=f"t{t} c{c}",
-                    reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence",
+                    reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the "
+                    "sequence",
                 )
                 continue
             yield from _pipeline_sizes(job, space, t, c)
@@ -199,7 +200,10 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
         elif space.data_parallel_sizes is not None and rest // p not in space.data_parallel_sizes:
             reason = f"d = {rest // p} is not among the data_parallel_sizes"
         elif job.global_batch_size % (rest // p):
-            reason = f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} replicas"
+            reason = (
+                f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} "
+                "replicas"
+            )
         else:
             yield from _expert_sizes(
                 job,

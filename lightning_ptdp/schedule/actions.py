@@ -199,7 +199,10 @@ class Schedule(Stages):
 
     def describe(self) -> str:
         """Return a short form for logs: ``interleaved_1f1b p4 v2 m8``."""
-        return f"{self.name} p{self.pipeline_parallel_size} v{self.virtual_pipeline_size} m{self.num_microbatches}"
+        return (
+            f"{self.name} p{self.pipeline_parallel_size} v{self.virtual_pipeline_size} "
+            f"m{self.num_microbatches}"
+        )
 
 
 def in_flight(program: Iterable[Action]) -> Iterator[int]:

@@ -57,9 +57,15 @@ def why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
     if action.stage not in range(schedule.num_stages):
         return f"{action} does not exist: stages are 0 to {schedule.num_stages - 1}"
     if schedule.rank_of(action.stage) != rank:
-        return f"{action} is on rank {rank}, but stage {action.stage} is on rank {schedule.rank_of(action.stage)}"
+        return (
+            f"{action} is on rank {rank}, but stage {action.stage} is on rank "
+            f"{schedule.rank_of(action.stage)}"
+        )
     if (action.kind is ActionKind.REDUCE) != (action.microbatch is None) or (
         action.microbatch or 0
     ) not in range(last + 1):
         return f"{action} does not exist: microbatches are 0 to {last}, and only R has none"
-    return f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the same rank"
+    return (
+        f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the "
+        "same rank"
+    )

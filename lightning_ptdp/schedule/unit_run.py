@@ -210,7 +210,10 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
         for action in program:
             block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
             if block is None or microbatch is None or microbatch not in microbatches:
-                why = f"{action} is not a computation: communication and reductions are added by lowering"
+                why = (
+                    f"{action} is not a computation: communication and reductions are added by "
+                    "lowering"
+                )
                 why = why_illegal(order, action, rank) if action.kind in COMPUTE else why
                 raise schedule_error(order, {rank: len(numbers)}, why)
             number = block + microbatch

@@ -70,7 +70,10 @@ class Crowd:
         nodes = sorted({rank // here for rank in ranks})
         on = "" if self.num_nodes == 1 else f" on {listed('node', nodes)}"
         came = f"{self.world_size - len(ranks)} of {self.world_size} came"
-        return f"for {listed('rank', ranks)}{on}, {came}{self._how([node for node in nodes if node * here in ranks])}"
+        return (
+            f"for {listed('rank', ranks)}{on}, "
+            f"{came}{self._how([node for node in nodes if node * here in ranks])}"
+        )
 
     def first_of_all(self) -> str:
         """Return the message of a rank that waits for rank 0.
@@ -94,7 +97,10 @@ class Crowd:
         if not nodes or self.num_nodes == 1:
             return ""
         if not self.started_by_hand:
-            return f"; look at what started (or did not start) the processes of node {', '.join(map(str, nodes))}"
+            return (
+                "; look at what started (or did not start) the processes of node "
+                f"{', '.join(map(str, nodes))}"
+            )
         variables = f"MASTER_ADDR={self.address} MASTER_PORT={self.port}"
         lines = [f"{variables} NODE_RANK={node} {shlex.join(sys.orig_argv)}" for node in nodes]
         hint = "" if not self.address.startswith(("127.", "localhost")) else _LOOPBACK_HINT

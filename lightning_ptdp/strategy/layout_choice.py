@@ -248,7 +248,10 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
 
 def _told(candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]) -> str:
     def line(what: str, one: Candidate) -> str:
-        return f"{what} {one.choice.describe()}, {one.time.total:.3g} s a step, {one.memory.total / _GIB:.3g} GiB"
+        return (
+            f"{what} {one.choice.describe()}, {one.time.total:.3g} s a step, "
+            f"{one.memory.total / _GIB:.3g} GiB"
+        )
 
     text = line("layout='auto' takes", candidate)
     if not others:

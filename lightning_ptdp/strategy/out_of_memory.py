@@ -248,7 +248,10 @@ def memory_note(
         every = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
         part, how = max(every, key=lambda name: every[name]), "the largest part"
     table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
-    return f"{table}\n{part}: {how}; use {', or '.join(_remedies(part, config, layout, mixture=mixture))}"
+    return (
+        f"{table}\n{part}: {how}; use "
+        f"{', or '.join(_remedies(part, config, layout, mixture=mixture))}"
+    )
 
 
 def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture: bool) -> list[str]:

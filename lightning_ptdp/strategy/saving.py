@@ -175,9 +175,15 @@ class ModelSpaceSaving(ModelSpace):
 
     def _why_impossible(self) -> str:
         if not self.writes_file and self._alone("saving"):
-            return "the exception did not end all ranks at the same step, and each of them holds a part of it"
+            return (
+                "the exception did not end all ranks at the same step, and each of them holds a "
+                "part of it"
+            )
         if self.ranks_failed:
-            return "the ranks ended with an exception, and what they had trained is not in this process"
+            return (
+                "the ranks ended with an exception, and what they had trained is not in this "
+                "process"
+            )
         return ""
 
     def _save(self, checkpoint: Checkpoint, filepath: PathLike, doing: str) -> None:

@@ -38,7 +38,10 @@ __all__ = [
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that ended by Ctrl-C."""
 
-_ANNOUNCEMENT = "Ctrl-C: ends after this step (the callback SaveOnSignal() would save first); once more: ends now"
+_ANNOUNCEMENT = (
+    "Ctrl-C: ends after this step (the callback SaveOnSignal() would save first); once more: ends "
+    "now"
+)
 _HANDED_ON = "Ctrl-C: the processes end after their step; once more: they end now"
 _TERMINATE, _INTERRUPT = 1, 2
 

@@ -248,7 +248,10 @@ class World(RunningStrategy):
         first = self.global_rank - self.local_rank
         for local_rank, process in enumerate(getattr(self._launcher, "procs", ()), start=1):
             if isinstance(process, subprocess.Popen) and process.poll() is not None:
-                return f"rank {first + local_rank} was lost: its process ended with exit code {process.returncode}"
+                return (
+                    f"rank {first + local_rank} was lost: its process ended with exit code "
+                    f"{process.returncode}"
+                )
         if self.local_rank and self.config.start_method == "popen" and self._parent != os.getppid():
             return f"rank {first}, or what else started this process, was lost"
         return ""

@@ -145,7 +145,10 @@ class ParallelLayer(nn.Module):
     def extra_repr(self) -> str:
         """Show the full sizes and the split."""
         sizes = ", ".join(f"{name}={getattr(self, name)}" for name in self.shown)
-        return f"{sizes}, tensor_parallel_size={self.group.size}, sequence_parallel={self.sequence_parallel}"
+        return (
+            f"{sizes}, tensor_parallel_size={self.group.size}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
 
     @property
     def has_bias(self) -> bool:

@@ -80,8 +80,10 @@ def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[st
     ``kind`` is the kind of the module that the layer wraps.
     """
     parts = {
-        Column: (Beside(before=True), kind), Row: (kind, Beside(before=False)), Vocabulary: (Beside(before=False), kind),
-    }.get(type(kind))  # fmt: skip
+        Column: (Beside(before=True), kind),
+        Row: (kind, Beside(before=False)),
+        Vocabulary: (Beside(before=False), kind),
+    }.get(type(kind))
     is_product = is_linear(module.get_submodule(replaced_by(module) or ""))
     for adapter in adapters_of(module) or () if parts is not None and is_product else ():
         assert parts is not None

@@ -103,7 +103,10 @@ class ExpertsForward(OwnForward):
     def _check(self, found: Dispatched) -> None:
         faults = found.faults
         if faults.nowhere or faults.not_finite:
-            nowhere = f"chose experts that do not exist, {faults.nowhere} times (0 to {self.num_experts - 1} do)"
+            nowhere = (
+                f"chose experts that do not exist, {faults.nowhere} times (0 to "
+                f"{self.num_experts - 1} do)"
+            )
             what = (
                 nowhere
                 if faults.nowhere

@@ -14,10 +14,12 @@ __all__ = ["Case", "smaller_layouts"]
 
 _AXES = {
     "t": "tensor_parallel_size sequence_parallel tensor_overlap distribute_saved_activations",
-    "p": "pipeline_parallel_size virtual_pipeline_size schedule partition microbatch_group_size scatter_gather channel_ctas",
+    "p": "pipeline_parallel_size virtual_pipeline_size schedule partition microbatch_group_size "
+    "scatter_gather channel_ctas",
     "c": "context_parallel_size context_parallel_attention",
     "e": "expert_parallel_size expert_tensor_parallel_size",
-    "d": "shard_optimizer reduce_dtype data_parallel_replicas inter_node_reduce_dtype overlap_parameter_gather bucket_mb",
+    "d": "shard_optimizer reduce_dtype data_parallel_replicas inter_node_reduce_dtype "
+    "overlap_parameter_gather bucket_mb",
     "m": "num_microbatches micro_batch_size",
     " ": "recompute recompute_layers",
 }

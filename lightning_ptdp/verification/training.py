@@ -28,7 +28,10 @@ from lightning_ptdp.verification.watch import StepWatch
 
 __all__ = ["Subject", "VerificationError"]
 
-_LEFT_OUT = "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches reload_dataloaders_every_n_epochs barebones"
+_LEFT_OUT = (
+    "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches "
+    "reload_dataloaders_every_n_epochs barebones"
+)
 """Options of the Trainer that the verification ignores, because they do not change a step."""
 _WRITERS = (
     "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport "

@@ -160,7 +160,8 @@ class ParallelLayout(Stages):
                 f"tensor_parallel_size={self.tensor_parallel_size}: use "
                 f"{self.tensor_parallel_size} (all of them) or 1 (whole experts)"
                 if self.tensor_parallel_size > 1
-                else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each expert over the tensor-parallel ranks, "
+                else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each "
+                "expert over the tensor-parallel ranks, "
                 "but tensor_parallel_size=1: set that, too, or use 1"
             )
         check_interleaving(self.pipeline_parallel_size, self.virtual_pipeline_size)

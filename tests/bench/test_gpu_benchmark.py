@@ -41,7 +41,10 @@ def _run(*arguments: str) -> list[str]:
 
 
 def test_every_engine_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks() -> None:
-    wanted = "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|LoRA|m=4, lightning|host"
+    wanted = (
+        "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|LoRA|m=4, "
+        "lightning|host"
+    )
     lines = _run("--toy", "--only", wanted, "--set", "bucket_mb=1", "--set", "no_such_option=1")
     table = [line for line in lines if line.startswith(("GPT", "175B", "BERT", "Llama", "LoRA"))]
     measured = {line.partition("  ")[0] for line in table if "left out" not in line}

@@ -103,7 +103,8 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
     _flip(three[2])
     with pytest.warns(
         UserWarning,
-        match=r"b/rank0-0\.safetensors is damaged: bytes .* Continuing from the one before it, .*/a$",
+        match=r"b/rank0-0\.safetensors is damaged: bytes .* Continuing from the one before it, "
+        r".*/a$",
     ):
         assert choose_checkpoint(tmp_path / given) == three[1]
     with pytest.raises(

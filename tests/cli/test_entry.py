@@ -229,7 +229,10 @@ def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
     assert readable(
         "Parser key \"trainer.max_steps\":\n  Expected a <class 'int'>. Got value: abc", []
     ) == ("trainer.max_steps: Expected int. Got value: abc")
-    choices = "Parser key \"resume\":\n  Does not validate\n  Errors:\n    - Expected a typing.Literal['a', 'b']\n    - Expected a "
+    choices = (
+        'Parser key "resume":\n  Does not validate\n  Errors:\n    - Expected a '
+        "typing.Literal['a', 'b']\n    - Expected a "
+    )
     assert readable(
         choices + "<class 'NoneType'>\n  Given value type: <class 'str'>\n  Given value: c", []
     ) == ("resume: Expected 'a' or 'b' or null. Got value: c")
@@ -252,7 +255,10 @@ class ProcessRaisedException(Exception):
         self.msg = msg
 
 
-TRACE = "\n\n-- Process 2 terminated with the following error:\nTraceback (most recent call last):\n  File x\n"
+TRACE = (
+    "\n\n-- Process 2 terminated with the following error:\nTraceback (most recent call last):\n  "
+    "File x\n"
+)
 
 
 @pytest.mark.parametrize(

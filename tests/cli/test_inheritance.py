@@ -135,7 +135,10 @@ def test_a_file_without_a_base_stays_a_path(tmp_path: Path) -> None:
 
 
 def test_a_users_file_with_a_base_is_printed_merged(ptdp: Run, tmp_path: Path) -> None:
-    text = "base: gpt/124m\nmodel: {init_args: {optimizer: {learning_rate: 1e-3}}}\ntrainer: {logger: {class_path: CSVLogger}}\n"
+    text = (
+        "base: gpt/124m\nmodel: {init_args: {optimizer: {learning_rate: 1e-3}}}\ntrainer: "
+        "{logger: {class_path: CSVLogger}}\n"
+    )
     mine = write(tmp_path / "mine.yaml", text)
     code, out, err = ptdp(
         "fit", "--config", str(mine), "--trainer.max_steps", "9", "--print_config"

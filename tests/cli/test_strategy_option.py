@@ -12,7 +12,10 @@ from lightning_ptdp.cli.strategy_option import keep_strategy_options
 
 Run = Callable[..., tuple[int, str, str]]
 
-OURS = "trainer:\n  strategy:\n    class_path: lightning_ptdp.PTDPStrategy\n    init_args: {num_microbatches: 4}\n"
+OURS = (
+    "trainer:\n  strategy:\n    class_path: lightning_ptdp.PTDPStrategy\n    init_args: "
+    "{num_microbatches: 4}\n"
+)
 BARE = '--trainer.strategy={"class_path": "lightning_ptdp.PTDPStrategy"}'
 
 

@@ -79,7 +79,10 @@ def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
         in said[0]
     )
     error, _ = outcomes[1 - rank]
-    cause = f"The cause is on rank {rank}: ZeroDivisionError: the user's own mistake (test_exceptions.py, line "
+    cause = (
+        f"The cause is on rank {rank}: ZeroDivisionError: the user's own mistake "
+        "(test_exceptions.py, line "
+    )
     assert error.startswith(f"PeerError: {cause}"), (
         "the cause comes first, not what the network said"
     )

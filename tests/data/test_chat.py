@@ -237,7 +237,8 @@ def test_samples_that_are_too_long(
     longer = int((lengths > length + 1).sum())
     with pytest.raises(
         ValueError,
-        match=f"{longer} of {len(lengths)} train samples are longer than sequence_length={length}.*too_long",
+        match=f"{longer} of {len(lengths)} train samples are longer than "
+        f"sequence_length={length}.*too_long",
     ):
         data(model, chat, tmp_path / "store", sequence_length=length).check()
     dropped = data(model, chat, tmp_path / "store", sequence_length=length, too_long="drop")
@@ -558,7 +559,8 @@ def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(
         CorpusError,
-        match=r"bad\.jsonl cannot be read: line 2 is not UTF-8 \(byte 13: 0xff\); a file of JSON lines",
+        match=r"bad\.jsonl cannot be read: line 2 is not UTF-8 \(byte 13: 0xff\); a file of JSON "
+        r"lines",
     ):
         data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()
 

@@ -170,7 +170,8 @@ def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: Prep
 def test_numbers_that_do_not_fit_are_named(stream: TokenStream, prepared: PreparedData) -> None:
     with pytest.raises(
         DataError,
-        match=rf"batch_size 5000 x 2 replicas = 10000 samples.*hold {len(stream)}.*{len(stream) // 2}",
+        match=r"batch_size 5000 x 2 replicas = 10000 samples.*hold "
+        rf"{len(stream)}.*{len(stream) // 2}",
     ):
         TokenLoader(stream, batch_size=5000, num_replicas=2)
     with pytest.raises(

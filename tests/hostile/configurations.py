@@ -147,10 +147,14 @@ _VALUES: Mapping[str, str] = {
     "a list for a class": "model: {class_path: [1]}",
     "a mapping for a class": "model: {class_path: {a: 1}}",
     "a module that is not there": "model: {class_path: nosuch.Model}",
-    "a function for a class": "model: {class_path: os.system, init_args: {command: 'touch ../canary/executed'}}",
-    "a program for a callback": "trainer: {callbacks: [{class_path: subprocess.Popen, init_args: {args: [touch, ../canary/executed]}}]}",
-    "a program for a logger": "trainer: {logger: {class_path: subprocess.Popen, init_args: {args: [touch, ../canary/executed]}}}",
-    "eval for a model": 'model: {class_path: builtins.eval, init_args: {source: \'__import__("os").system("touch ../canary/executed")\'}}',
+    "a function for a class": "model: {class_path: os.system, init_args: {command: 'touch "
+    "../canary/executed'}}",
+    "a program for a callback": "trainer: {callbacks: [{class_path: subprocess.Popen, init_args: "
+    "{args: [touch, ../canary/executed]}}]}",
+    "a program for a logger": "trainer: {logger: {class_path: subprocess.Popen, init_args: {args: "
+    "[touch, ../canary/executed]}}}",
+    "eval for a model": "model: {class_path: builtins.eval, init_args: {source: "
+    '\'__import__("os").system("touch ../canary/executed")\'}}',
     "a list for a folder": "data: {init_args: {data_dir: [1, 2]}}",
     "a file that is itself": f"config: {_FILE}",
     "help": "help: 1",

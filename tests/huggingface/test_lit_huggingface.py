@@ -294,7 +294,8 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(
     lit = LitCausalLM(str(folders / "llama"))
     with pytest.raises(
         ValueError,
-        match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size 300",
+        match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size "
+        r"300",
     ):
         lit.check_data(SimpleNamespace(vocabulary_size=512))
     with pytest.raises(

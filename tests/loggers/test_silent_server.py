@@ -52,7 +52,8 @@ def test_training_starts_without_a_server_that_does_not_answer(
     logger.check()
     with pytest.warns(
         UserWarning,
-        match=r"goes on without the MLflow server, and metrics are kept in .*unwritten_metrics\.jsonl",
+        match=r"goes on without the MLflow server, and metrics are kept in "
+        r".*unwritten_metrics\.jsonl",
     ):
         logger.log_hyperparams({"a": 1})
     for step in range(3):

@@ -102,7 +102,10 @@ def test_quantization_of_weights_that_are_not_quantized_is_refused(
     model: Path, tmp_path: Path
 ) -> None:
     change(model, {"quantization_config": {"quant_method": "fp8"}})
-    words = r"config\.json does not fit the weights: it has quantization_config \(fp8\), but they are float32: take the entry out"
+    words = (
+        r"config\.json does not fit the weights: it has quantization_config \(fp8\), but they are "
+        r"float32: take the entry out"
+    )
     with pytest.raises(CheckpointError, match=words):
         HuggingFaceWeights.open(model, HuggingFaceNames(aliases={}))
     for names in ("ptdp", "hf"):
@@ -152,7 +155,8 @@ def test_code_of_a_models_folder_is_refused_without_asking(
     change(model, {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
     with pytest.raises(
         ValueError,
-        match=r"needs code from the model's folder \(auto_map\), which is not run, because .* has no model_type='mine'",
+        match=r"needs code from the model's folder \(auto_map\), which is not run, because .* has "
+        r"no model_type='mine'",
     ):
         LitCausalLM(str(model)).configure_model()
 

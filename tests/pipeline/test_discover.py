@@ -159,6 +159,7 @@ def test_lists_that_the_model_unpacks_are_refused() -> None:
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
     with pytest.raises(
         ValueError,
-        match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model unpacks",
+        match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model "
+        r"unpacks",
     ):
         find_parts(nn.ModuleDict({"layers": model}), blocks="layers")

@@ -290,7 +290,10 @@ def test_errors_of_communication_are_named(
     error: RuntimeError, opened: Callable[..., Watchdog]
 ) -> None:
     rank = opened(HashStore(), where="pipeline rank 0", interval_s=0.01)
-    words = r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)What each rank did last:\n  rank 0: step 7, in"
+    words = (
+        r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)What each "
+        r"rank did last:\n  rank 0: step 7, in"
+    )
     with pytest.raises(PeerError, match=words) as caught:
         fail(rank, "step 7", "B0.1", error)
     assert caught.value.__cause__ is error
@@ -453,7 +456,10 @@ def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
     with rank.during("step 8"), quiet.during("step 8"):
         for each in (rank, quiet):
             each.started(Action.parse("F0.1"))
-        words = r"rank 0 is stuck: step 8, in F0\.1 since [\d.]+ s, limit 0\.0 s\.\nWhat each rank did last:\n"
+        words = (
+            r"rank 0 is stuck: step 8, in F0\.1 since [\d.]+ s, limit 0\.0 s\.\nWhat each rank "
+            r"did last:\n"
+        )
         assert re.match(words, said(rank))
         assert said(rank) == "" == said(quiet)
         rank.started(Action.parse("B0.1"))

@@ -271,7 +271,8 @@ def test_frozen_parameters_are_not_trained() -> None:
 def test_what_cannot_be_followed() -> None:
     with pytest.raises(
         ValueError,
-        match=r"forward of Stubborn could not be followed without data: it stopped in ''.*--layers 24",
+        match=r"forward of Stubborn could not be followed without data: it stopped in "
+        r"''.*--layers 24",
     ):
         lightning_ptdp.plan(Stubborn(), world_size=4, batch=16, sequence_length=24)
     with pytest.raises(

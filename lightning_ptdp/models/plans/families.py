@@ -81,7 +81,8 @@ _GPT2: Block = {
 _BLOOM = feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 _PATCHES: WhyNot = {
-    "sequence": "its sequence is an image's patches and tokens of its own before them, a length that hardly any size divides"
+    "sequence": "its sequence is an image's patches and tokens of its own before them, a length "
+    "that hardly any size divides"
 }
 _FRAMES: WhyNot = {
     "sequence": "its sequence is the frames that convolutions make of sound, of whatever length"
@@ -209,8 +210,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Albert", "albert", blocks="encoder.albert_layer_groups.*.albert_layers",
             block={**attention("attention", "query key value", "dense", region=None), **feed_forward("ffn", "ffn_output")},
             why_not={
-                "pipeline": "'albert_layer_groups' holds one layer that is called again and again, and all stages would need it",
-                "sequence": "'albert_layer_groups' holds one layer that is called again and again, without a first and a last one",
+                "pipeline": "'albert_layer_groups' holds one layer that is called again and "
+                "again, and all stages would need it",
+                "sequence": "'albert_layer_groups' holds one layer that is called again and "
+                "again, without a first and a last one",
             },
         ),
         "vit": _encoder("ViT", "vit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),

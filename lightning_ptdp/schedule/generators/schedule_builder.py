@@ -239,7 +239,10 @@ def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) ->
         wanted = getattr(schedule, field)
         if given is None or given == wanted:
             continue
-        shorter = "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be cut in as many"
+        shorter = (
+            "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be "
+            "cut in as many"
+        )
         raise ValueError(
             f"schedule={path!r} is written for {field}={wanted}, not {given}: set "
             f"{field}={wanted}, or give a schedule for {given}"

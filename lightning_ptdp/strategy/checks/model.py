@@ -246,7 +246,10 @@ def _converted(
     except RuntimeError as error:
         name = getattr(convert, "__qualname__", "convert_module")
         if late:
-            way = "what configure_model built. Build it in __init__, or use PTDPStrategy(meta_init=False)"
+            way = (
+                "what configure_model built. Build it in __init__, or use "
+                "PTDPStrategy(meta_init=False)"
+            )
         elif config.tensor_parallel_size > 1:
             way = "the copy that is checked before launch. Use tensor_parallel_size=1"
         else:

@@ -60,7 +60,10 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
         child for child in whole.modules() if hasattr(type(child), "main_input_name")
     ]
     if not known:
-        yield f"the attention of {kind.__name__} is not known to tell samples apart by their positions, as that of Hugging Face's is"
+        yield (
+            f"the attention of {kind.__name__} is not known to tell samples apart by their "
+            "positions, as that of Hugging Face's is"
+        )
         return
     own = _written(kind)
     if own and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", own):
@@ -75,11 +78,17 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
         if isinstance(child, nn.RNNBase | nn.Conv1d)
     ][:1]
     if others or getattr(type(known[0]), "_is_stateful", False):
-        yield f"{name} has layers that hand on what they have seen from sample to sample ({', '.join(others) or 'a state'})"
+        yield (
+            f"{name} has layers that hand on what they have seen from sample to sample "
+            f"({', '.join(others) or 'a state'})"
+        )
     if not any(_masks_by_positions(child) for child in known):
         yield f"{name} makes its attention mask without {_POSITIONS}"
     if getattr(settings, "use_cache", False) and "use_cache" not in own:
-        yield f"{name} keeps a cache of keys, with which it does not look for samples (set its config.use_cache = False)"
+        yield (
+            f"{name} keeps a cache of keys, with which it does not look for samples (set its "
+            "config.use_cache = False)"
+        )
 
 
 def _masks_by_positions(model: nn.Module) -> bool:

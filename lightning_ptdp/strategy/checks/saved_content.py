@@ -18,7 +18,10 @@ __all__ = ["check_extra_state", "check_optimizer_state", "warn_of_objects"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
-_MEND = "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSprop, ...), or Trainer(enable_checkpointing=False)"
+_MEND = (
+    "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSprop, ...), or "
+    "Trainer(enable_checkpointing=False)"
+)
 
 
 def warn_of_objects(owner: object) -> None:

@@ -55,7 +55,10 @@ def check_processes(
         if not alone and not started_again:
             continue
         if joins:
-            works = f"Use Trainer(devices=..., num_nodes=...) with devices * num_nodes = {count}, or start one process"
+            works = (
+                f"Use Trainer(devices=..., num_nodes=...) with devices * num_nodes = {count}, or "
+                "start one process"
+            )
         else:
             works = (
                 f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun "

@@ -39,7 +39,10 @@ class Experts(Kind):
 
     name = "experts"
     axis = "expert"
-    takes = "a module with num_experts, whose parameters list the experts first, and forward(tokens, indices, weights)"
+    takes = (
+        "a module with num_experts, whose parameters list the experts first, and forward(tokens, "
+        "indices, weights)"
+    )
     parameters = None
 
     def __post_init__(self) -> None:
@@ -130,9 +133,14 @@ class Experts(Kind):
         number = getattr(module, _COUNT)
         setattr(module, _COUNT, number // place.group.size)
         replace_forward(
-            module, ExpertsForward, name=place.name, num_experts=number, group=place.group, tensor=place.tensor,
+            module,
+            ExpertsForward,
+            name=place.name,
+            num_experts=number,
+            group=place.group,
+            tensor=place.tensor,
             splits_experts=self.split_over > 1,
-        )  # fmt: skip
+        )
         return super().build(module, local, place)
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:

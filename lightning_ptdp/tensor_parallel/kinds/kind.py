@@ -138,7 +138,10 @@ class Kind:
             return f"that takes {self.takes}"
         for base in _REPLACED if self.takes else ():
             if has_own_forward(module, base):
-                return f"its forward is not that of nn.{base.__name__}, and what it does beside would be lost; leave it out of the plan"
+                return (
+                    f"its forward is not that of nn.{base.__name__}, and what it does beside "
+                    "would be lost; leave it out of the plan"
+                )
         return None
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
