@@ -104,7 +104,7 @@ class ParallelModel:
         return self.cut.ranges if self.cut is not None else ()
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913
     module: nn.Module,
     *,
     convert: Callable[[], object],

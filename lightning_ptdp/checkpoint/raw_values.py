@@ -25,8 +25,10 @@ def rows_at_once(row_bytes: int) -> int:
 
 
 def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
-    """The values row by row, in pieces that all but the last end where a block ends; each is valid
-    until the next is asked for."""
+    """Yield the values row by row; every piece but the last ends where a block ends.
+
+    A piece is valid until the next one is requested.
+    """
     if not values.numel():
         return
     if values.is_cpu and values.is_contiguous():
@@ -46,5 +48,5 @@ def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return values.view(-1).view(torch.uint8).numpy().data

@@ -59,23 +59,13 @@ def run(verb: str, arguments: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     with held_back():
         cli = PTDPCLI(verb, arguments)
-        if verb == "fit" and cli.config.init_from is not None and cli.config.ckpt_path is not None:
-            raise UserError(
-                "--init_from begins a new training with weights, --ckpt_path continues a "
-                "training: their weights would replace each other. "
-                "Give one of them"
-            )
         ckpt_path = _ckpt_path(cli, verb)
-        if verb == "prepare":
+        if verb == "fit":
+            _check_fit(cli, ckpt_path)
+        elif verb == "prepare":
             check_data(cli.trainer, cli.datamodule)
         else:
-            check_run(
-                cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=verb == "fit"
-            )
-        if verb == "fit" and cli.config.init_from is not None:
-            check_weights("--init_from", cli.config.init_from, cli.model)
-        if verb == "fit":
-            _check_exports(cli, ckpt_path)
+            check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=False)
     if verb == "prepare":
         _prepare(cli)
         return 0
@@ -95,7 +85,16 @@ def run(verb: str, arguments: list[str]) -> int:
     return 0
 
 
-def _check_exports(cli: PTDPCLI, ckpt_path: str | None) -> None:
+def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
+    weights = cli.config.init_from
+    if weights is not None and cli.config.ckpt_path is not None:
+        raise UserError(
+            "--init_from begins a new training with weights, --ckpt_path continues a training: their "
+            "weights would replace each other. Give one of them"
+        )
+    check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=True)
+    if weights is not None:
+        check_weights("--init_from", weights, cli.model)
     read = [cli.values.get(name) for name in ("model", "data", "init_from")]
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):

@@ -182,7 +182,7 @@ def _attend(
     return out.to(q.dtype), lse
 
 
-def _attend_backward(
+def _attend_backward(  # noqa: PLR0913
     options: _Options,
     grad: Tensor,
     q: Tensor,

@@ -63,7 +63,7 @@ class ChatDataModule(StreamDataModule):
         ValueError: A value is out of range; the message names it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         tokenizer_dir: str | None = None,

@@ -51,7 +51,7 @@ class TextDataModule(StreamDataModule):
     control_symbols: tuple[str, ...] = ()
     """Additional pieces of the tokenizer, which do not occur in text."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         *,
         data_dir: str,

@@ -330,8 +330,11 @@ def _restore(before: _Seen) -> None:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         for key in reversed(keys[before.mark :]):
             del value[key]
-    if items is None:
-        return
+    if items is not None:
+        _restore_items(value, items)
+
+
+def _restore_items(value: Any, items: Mapping[Any, _Seen]) -> None:
     if isinstance(value, (list, deque)):
         if len(value) != len(items) or any(
             item is not items[key].value for key, item in enumerate(value)

@@ -122,7 +122,7 @@ def kind_of_result(
     return wanted
 
 
-def convert(
+def convert(  # noqa: PLR0913
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,

@@ -77,7 +77,7 @@ class MLFlowLogger(Logger):
             another interval, in seconds).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         experiment_name: str = "lightning-ptdp",
         run_name: str | None = None,

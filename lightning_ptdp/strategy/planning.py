@@ -29,7 +29,7 @@ from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
 __all__ = ["described", "plan", "trained_share"]
 
 
-def plan(
+def plan(  # noqa: PLR0913
     module: nn.Module,
     *,
     world_size: Size,
