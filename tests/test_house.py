@@ -41,6 +41,15 @@ def test_names_of_modules_are_used_once() -> None:
     assert not [files for files in found.values() if len(files) > 1]
 
 
+def test_names_of_classes_are_used_once() -> None:
+    found: dict[str, list[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    assert not {name: files for name, files in found.items() if len(files) > 1}
+
+
 def test_the_top_level_is_small() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 

@@ -18,7 +18,7 @@ from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.shadow import without_tensors
-from lightning_ptdp.pipeline.action_recorder import Recorder
+from lightning_ptdp.pipeline.action_recorder import ActionRecorder
 from lightning_ptdp.planner import known_peak_flops
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.spans import Timeline
@@ -47,7 +47,7 @@ class StepTimes(Callback):
     ) -> None:
         self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
         self._ends: list[float] = []
-        self._recorder: Recorder | None = None
+        self._recorder: ActionRecorder | None = None
         self._counted: CountedMemory | None = None
         self._timeline: Timeline | None = None
         self._shape = (0, 0)
@@ -65,7 +65,7 @@ class StepTimes(Callback):
             return
         device = trainer.strategy.root_device
         if has_pipeline(trainer):
-            self._recorder = Recorder(device)
+            self._recorder = ActionRecorder(device)
             trainer.strategy.observers.add(self._recorder)
         if device.type == "cpu" and self._counted is None:
             self._counted = CountedMemory().__enter__()

@@ -258,7 +258,7 @@ def _is_divisible(value: Any, group: Group) -> bool:
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
-class _Layer(NamedTuple):
+class _RecomputedLayer(NamedTuple):
     """A block of this rank."""
 
     number: int
@@ -269,7 +269,7 @@ class _Layer(NamedTuple):
 
 def _held_layers(
     module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers
-) -> Iterator[_Layer]:
+) -> Iterator[_RecomputedLayer]:
     """Yield the layers of this rank; the first ones of each stage are chosen."""
     members = layers_of(module, blocks)
     ranges = ranges or ((0, len(members)),)
@@ -277,7 +277,7 @@ def _held_layers(
         for number in range(start, stop):
             block = module.get_submodule(members[number].name)
             if not isinstance(block, Placeholder):
-                yield _Layer(number, members[number].name, block, number < start + count)
+                yield _RecomputedLayer(number, members[number].name, block, number < start + count)
 
 
 def _outermost(

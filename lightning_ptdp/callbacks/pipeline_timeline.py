@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_ptdp.base.option_types import Count, Size, check_arguments
 from lightning_ptdp.callbacks.artifacts import store_files
 from lightning_ptdp.callbacks.run_location import run_folder
-from lightning_ptdp.pipeline.action_recorder import Recorder, ideal_timeline
+from lightning_ptdp.pipeline.action_recorder import ActionRecorder, ideal_timeline
 from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
 from lightning_ptdp.schedule.spans import Timeline
 
@@ -60,7 +60,7 @@ class PipelineTimeline(Callback):
                 f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]"
             )
         self.every_n_steps, self.steps, self.dirpath = every_n_steps, steps, dirpath
-        self._recorder: Recorder | None = None
+        self._recorder: ActionRecorder | None = None
         self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,7 +76,10 @@ class PipelineTimeline(Callback):
             and has_pipeline(trainer)
             and _in_first_replica(trainer)
         ):
-            self._recorder, self._step = Recorder(trainer.strategy.root_device), trainer.global_step
+            self._recorder, self._step = (
+                ActionRecorder(trainer.strategy.root_device),
+                trainer.global_step,
+            )
             trainer.strategy.observers.add(self._recorder)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:

@@ -75,7 +75,7 @@ class StepProgress(ProgressBar):
         dataloader_idx: int = 0,
     ) -> None:
         """Show the progress of a validation."""
-        if self._display is not None and not isinstance(self._display, _Lines):
+        if self._display is not None and not isinstance(self._display, _StepLines):
             self._display.show(
                 trainer.global_step,
                 f"validation {batch_idx + 1}/{trainer.num_val_batches[dataloader_idx]}",
@@ -145,7 +145,7 @@ def _open(style: Style | None, *, first: int, last: int | None, every: int) -> _
     if style is None:
         style = "rich" if sys.stdout is not None and sys.stdout.isatty() else "lines"
     if style == "lines":
-        return _Lines(first, last, every)
+        return _StepLines(first, last, every)
     return _Rich(first, last) if style == "rich" else _Tqdm(first, last)
 
 
@@ -221,7 +221,7 @@ class _Tqdm:
         self._bar.close()
 
 
-class _Lines:
+class _StepLines:
     def __init__(self, first: int, last: int | None, every: int) -> None:
         self._first, self._last, self._every = first, last, every
         self._start, self._printed = time.monotonic(), first

@@ -28,9 +28,9 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 
 __all__ = [
     "BLOCK",
-    "BlockSums",
     "DATA_SUFFIX",
     "SUMS_SUFFIX",
+    "BlockSums",
     "SummedFile",
     "SummingFile",
     "most_sums_bytes",

@@ -32,7 +32,7 @@ from lightning_ptdp.checkpoint.save_folders import Keeper
 from lightning_ptdp.checkpoint.saved_state import dump_state
 from lightning_ptdp.checkpoint.write_locks import Claim
 
-__all__ = ["checked_content", "save_rectangles", "save_checkpoint", "write_checkpoint"]
+__all__ = ["checked_content", "save_checkpoint", "save_rectangles", "write_checkpoint"]
 
 README = """\
 This folder is one checkpoint, written by lightning-ptdp: the whole model, whatever number of ranks wrote it. torch.load() reads files only.

@@ -50,7 +50,7 @@ def load_yaml(text: str) -> Any:
     Raises:
         ValueError: The text breaks one of these limits, is not YAML or has a duplicate key.
     """
-    return bounded(text, lambda: yaml.load(text, Loader=_Loader))
+    return bounded(text, lambda: yaml.load(text, Loader=_BoundedLoader))
 
 
 def bounded(text: str, load: Callable[[], Any]) -> Any:
@@ -140,11 +140,11 @@ def _close(size: _Size, parent: _Size, known: dict[str, _Size]) -> None:
     parent.add(size)
 
 
-class _Loader(_Base):
+class _BoundedLoader(_Base):
     """A loader that reads 1e-4 as a number, as jsonargparse does; PyYAML requires 1.0e-4."""
 
 
-_Loader.add_implicit_resolver(
+_BoundedLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
     list("-+0123456789."),

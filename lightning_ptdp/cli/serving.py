@@ -142,7 +142,7 @@ def serve(
     )
     with ending_workers(trainer):
         trainer.predict(
-            module, DataLoader(_Nothing()), ckpt_path=ckpt_path, return_predictions=False
+            module, DataLoader(_EmptyDataset()), ckpt_path=ckpt_path, return_predictions=False
         )
 
 
@@ -217,7 +217,7 @@ def _state(checkpoint: str) -> Mapping[str, Any]:
         ) from error
 
 
-class _Nothing(IterableDataset[object]):
+class _EmptyDataset(IterableDataset[object]):
     """A data set without samples, because the callback does all the work."""
 
     def __iter__(self) -> Iterator[object]:

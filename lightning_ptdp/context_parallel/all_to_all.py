@@ -76,7 +76,7 @@ def all_to_all_attention(
     copies = math.lcm(k.size(1), group.size) // k.size(1)
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
-    q, k, v = _Exchange.apply(_to_heads, _to_sequence, group, q, k, v)
+    q, k, v = _HeadExchange.apply(_to_heads, _to_sequence, group, q, k, v)
     if mask is not None:
         mask = _whole_mask(mask[(None,) * (4 - mask.dim())], q, group, causal)
     y = F.scaled_dot_product_attention(
@@ -89,13 +89,13 @@ def all_to_all_attention(
         scale=scale,
         enable_gqa=q.size(1) != k.size(1),
     )
-    return _Exchange.apply(_to_sequence, _to_heads, group, y)[0]
+    return _HeadExchange.apply(_to_sequence, _to_heads, group, y)[0]
 
 
 Exchange: TypeAlias = Callable[[tuple[Tensor, ...], Group], tuple[Tensor, ...]]
 
 
-class _Exchange(torch.autograd.Function):
+class _HeadExchange(torch.autograd.Function):
     """Concurrent exchange of several tensors by ``function``, with gradient ``inverse``."""
 
     @staticmethod
@@ -107,7 +107,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *_Exchange.apply(ctx.inverse, ctx.function, ctx.group, *grads))
+        return (
+            None,
+            None,
+            None,
+            *_HeadExchange.apply(ctx.inverse, ctx.function, ctx.group, *grads),
+        )
 
 
 def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "attend", "attend_backward", "fused_kernel"]
+__all__ = ["AttentionBlock", "attend", "attend_backward", "fused_kernel"]
 
 _TILE_ELEMENTS = 2**24
 """Scores that ``_plain`` holds at a time: 64 MiB in float32, plus a few copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class AttentionBlock:
     """Options of a block's attention.
 
     Attributes:
@@ -46,7 +46,7 @@ class Block:
     seed: int = 0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Compute the attention of q (b, n, q, d) to k and v (b, m, k, d).
 
     Returns:
@@ -67,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's share of the gradients of q, k and v.
 
@@ -118,7 +118,7 @@ def attend_backward(
     )
 
 
-def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str | None:
+def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> str | None:
     """Return the fused kernel that supports this block: "cpu", "cuda" or None."""
     if block.bias is not None or block.dropout_p or q.size(-1) != v.size(-1):
         return None
@@ -140,7 +140,7 @@ def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
     return grad if heads == 1 else torch.unflatten(grad, 1, (-1, heads)).sum(2)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty((*q.shape[:3], v.size(-1)), dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
@@ -155,7 +155,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 
 
 def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
@@ -175,7 +175,7 @@ def _plain_backward(
     return dq, dk, dv
 
 
-def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
+def _tiles(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of queries to compute together, and the keys visible to them."""
     length = q.size(2)
     step = max(1, _TILE_ELEMENTS // max(1, q.size(0) * q.size(1) * k.size(2)))
@@ -184,7 +184,7 @@ def _tiles(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(0, stop if block.causal else k.size(2))
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, rows: slice, keys: slice) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: AttentionBlock, rows: slice, keys: slice) -> Tensor:
     """Return the scores (b, n, rows, keys)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     folded = _fold(q[:, :, rows].to(dtype), k).matmul(k[:, :, keys].to(dtype).transpose(-1, -2))
@@ -203,7 +203,7 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
 
 
-def _kept(weights: Tensor, block: Block, rows: slice) -> Tensor:
+def _kept(weights: Tensor, block: AttentionBlock, rows: slice) -> Tensor:
     """Return the dropout factors of the weights: 0, or 1 / (1 - p) to keep the mean."""
     generator = torch.Generator(weights.device).manual_seed(block.seed + rows.start)
     draws = torch.rand(weights.shape, generator=generator, device=weights.device)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.base.random import derive_seed
-from lightning_ptdp.context_parallel.kernels import Block, attend, attend_backward
+from lightning_ptdp.context_parallel.kernels import AttentionBlock, attend, attend_backward
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ring_attention"]
@@ -90,7 +90,7 @@ class _Options:
 
     def steps(
         self, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
-    ) -> Iterator[tuple[int, slice, slice, Block, list[Tensor]]]:
+    ) -> Iterator[tuple[int, slice, slice, AttentionBlock, list[Tensor]]]:
         """Yield the steps of the ring while the next keys and values are transferred.
 
         Yields:
@@ -113,7 +113,7 @@ class _Options:
             bias = None if mask is None else _bias(mask, rows, columns, source, size)
             own = derive_seed(run, rank, source) if self.dropout_p else 0
             causal = self.causal and step == 0
-            block = Block(
+            block = AttentionBlock(
                 scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=own
             )
             yield step, rows, columns, block, [x[:, :, columns] for x in visiting]

@@ -35,7 +35,7 @@ from lightning_ptdp.data.sample_draws import Draws
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.token_store import ChunkMap
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.word_boundaries import Vocabulary
+from lightning_ptdp.data.word_boundaries import WordVocabulary
 
 __all__ = ["BertStream"]
 
@@ -81,7 +81,7 @@ class BertStream(SampleStream):
         self._room = sequence_length - _SPECIAL
         self.num_predictions = number_to_predict(self._room, mask_probability)
         manifest = Manifest.read(folder)
-        self._vocabulary = Vocabulary.of(Tokenizer.load(folder))
+        self._vocabulary = WordVocabulary.of(Tokenizer.load(folder))
         words = self._vocabulary
         chunks = manifest.chunks(folder, split)
         self._chunks = ChunkMap(

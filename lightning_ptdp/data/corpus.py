@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.data.data_error import CorpusError, reading
-from lightning_ptdp.data.file_pieces import CorpusFile, Piece, cut_lines, cut_text
+from lightning_ptdp.data.file_pieces import CorpusFile, FilePiece, cut_lines, cut_text
 
 __all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable"]
 
@@ -163,14 +163,14 @@ class Corpus:
         for piece in self.pieces(self.files()):
             yield from self.read(piece, report)
 
-    def pieces(self, files: Iterable[CorpusFile]) -> Iterator[Piece]:
+    def pieces(self, files: Iterable[CorpusFile]) -> Iterator[FilePiece]:
         """Cut the files into pieces that can be read separately."""
         for file in files:
             cut = cut_lines if file.path.suffix.lower() in _JSON_LINES else cut_text
             with reading(f"source file {file.path}", CorpusError):
                 yield from cut(file, self.document_bytes)
 
-    def read(self, piece: Piece, report: ReadReport) -> Iterator[Document]:
+    def read(self, piece: FilePiece, report: ReadReport) -> Iterator[Document]:
         """Yield the documents of a piece."""
         with reading(f"source file {piece.file.path}", CorpusError):
             data = piece.read()
@@ -182,12 +182,12 @@ class Corpus:
             report.documents += 1
             yield document
 
-    def _whole(self, piece: Piece, data: bytes, report: ReadReport) -> Iterator[Document]:
+    def _whole(self, piece: FilePiece, data: bytes, report: ReadReport) -> Iterator[Document]:
         text = self._decode(data, piece.name, report, piece.start)
         if text:
             yield Document(piece.name, text)
 
-    def _json_lines(self, piece: Piece, data: bytes, report: ReadReport) -> Iterator[Document]:
+    def _json_lines(self, piece: FilePiece, data: bytes, report: ReadReport) -> Iterator[Document]:
         for number, line in enumerate(io.BytesIO(data), start=piece.line or 1):
             name = f"{piece.file.name}:{number}"
             raw = self._decode(line, name, report)

@@ -22,7 +22,7 @@ import numpy as np
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.data_config import PrepareConfig
 from lightning_ptdp.data.data_error import CorpusError
-from lightning_ptdp.data.file_pieces import Piece, grouped
+from lightning_ptdp.data.file_pieces import FilePiece, grouped
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
 from lightning_ptdp.data.manifest import SPLITS, SplitRecord
 from lightning_ptdp.data.preparation_progress import Reporter
@@ -34,7 +34,7 @@ from lightning_ptdp.data.worker_processes import apart, ordered_map
 
 __all__ = ["Builder"]
 
-Part = tuple[Piece, ...]
+Part = tuple[FilePiece, ...]
 Result = TypeVar("Result")
 _BATCH_CHARACTERS = 4_000_000
 

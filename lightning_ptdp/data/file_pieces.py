@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["CorpusFile", "Piece", "cut_lines", "cut_text", "grouped"]
+__all__ = ["CorpusFile", "FilePiece", "cut_lines", "cut_text", "grouped"]
 
 _LOOK = 1 << 16
 
@@ -33,7 +33,7 @@ class CorpusFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """Bytes of a file: whole characters and, if it has lines, whole lines.
 
     Attributes:
@@ -68,10 +68,10 @@ class Piece:
             return stream.read(self.stop - self.start)
 
 
-def cut_text(file: CorpusFile, size: int) -> Iterator[Piece]:
+def cut_text(file: CorpusFile, size: int) -> Iterator[FilePiece]:
     """Yield one piece per document of about ``size`` bytes."""
     if file.size <= size:
-        yield Piece(file, 0, file.size)
+        yield FilePiece(file, 0, file.size)
         return
     with open(file.path, "rb") as stream:
         start, number = 0, 0
@@ -79,27 +79,27 @@ def cut_text(file: CorpusFile, size: int) -> Iterator[Piece]:
             stop = file.size if place >= file.size else _cut(stream, place, size, file.size)
             if stop > start:
                 number += 1
-                yield Piece(file, start, stop, number=number)
+                yield FilePiece(file, start, stop, number=number)
                 start = stop
 
 
-def cut_lines(file: CorpusFile, size: int) -> Iterator[Piece]:
+def cut_lines(file: CorpusFile, size: int) -> Iterator[FilePiece]:
     """Yield pieces of about ``size`` bytes; a piece with a longer line is longer."""
     if file.size <= size:
-        yield Piece(file, 0, file.size, line=1)
+        yield FilePiece(file, 0, file.size, line=1)
         return
     with open(file.path, "rb") as stream:
         start, line = 0, 1
         while block := stream.read(size):
             rest = b"" if block.endswith(b"\n") else stream.readline()
             stop = start + len(block) + len(rest)
-            yield Piece(file, start, stop, line=line)
+            yield FilePiece(file, start, stop, line=line)
             start, line = stop, line + block.count(b"\n") + rest.count(b"\n")
 
 
-def grouped(pieces: Iterable[Piece], size: int) -> Iterator[tuple[Piece, ...]]:
+def grouped(pieces: Iterable[FilePiece], size: int) -> Iterator[tuple[FilePiece, ...]]:
     """Yield consecutive pieces in groups of about ``size`` bytes."""
-    group: list[Piece] = []
+    group: list[FilePiece] = []
     total = 0
     for piece in pieces:
         group.append(piece)

@@ -39,7 +39,7 @@ _REMEMBERED = 8
 
 
 @dataclass(eq=False)
-class _Loader:
+class _BatchLoader:
     """Loader of one replica's part of a stream."""
 
     stream: SampleStream
@@ -74,7 +74,7 @@ class _Loader:
 
 
 @dataclass(eq=False)
-class TokenLoader(_Loader):
+class TokenLoader(_BatchLoader):
     """Endless training batches of one replica, resumable after any batch.
 
     One iteration yields ``len(loader)`` batches from the current position on, and continues over
@@ -221,7 +221,7 @@ class TokenLoader(_Loader):
 
 
 @dataclass(eq=False)
-class EvaluationLoader(_Loader):
+class EvaluationLoader(_BatchLoader):
     """All samples once, in equally many batches of equal shape on every replica.
 
     The samples are distributed evenly over all microbatches of all replicas. Each microbatch is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_ptdp.data.sample_draws import Draws
-from lightning_ptdp.data.word_boundaries import Vocabulary
+from lightning_ptdp.data.word_boundaries import WordVocabulary
 
 __all__ = ["choose_words", "number_to_predict", "replace_tokens"]
 
@@ -43,7 +43,7 @@ def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: D
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
 
 
-def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: Vocabulary) -> np.ndarray:
+def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: WordVocabulary) -> np.ndarray:
     """Return the replacements of the chosen tokens.
 
     A replacement is [MASK], a random ordinary token, or the token itself.

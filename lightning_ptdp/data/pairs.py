@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_ptdp.data.sample_draws import Draws
-from lightning_ptdp.data.word_boundaries import Vocabulary
+from lightning_ptdp.data.word_boundaries import WordVocabulary
 
 __all__ = ["LEAST_TOKENS", "PairObjective", "Windows", "draw_pair", "find_windows"]
 
@@ -89,7 +89,12 @@ def _cut(begin: int, stop: int, lines: Sequence[int], longest: int) -> Iterator[
 
 
 def draw_pair(
-    tokens: np.ndarray, other: np.ndarray | None, *, room: int, draws: Draws, vocabulary: Vocabulary
+    tokens: np.ndarray,
+    other: np.ndarray | None,
+    *,
+    room: int,
+    draws: Draws,
+    vocabulary: WordVocabulary,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Draw two segments and their label.
 
@@ -115,7 +120,7 @@ def draw_pair(
     return first, other[begin : begin + room - len(first)], 1
 
 
-def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: Vocabulary) -> int:
+def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: WordVocabulary) -> int:
     """Draw the position at which a window is divided.
 
     It is before a line if there is more than one, otherwise before a word, otherwise anywhere.

@@ -39,7 +39,7 @@ class Reporter:
         """
         console = Console(stderr=True)
         if not self.bars or not console.is_terminal:
-            yield _Lines(self.say, verb, total).advance
+            yield _PreparationLines(self.say, verb, total).advance
             return
         columns = (
             TextColumn(verb),
@@ -53,7 +53,7 @@ class Reporter:
             yield lambda done: progress.advance(task, done)
 
 
-class _Lines:
+class _PreparationLines:
     """A line of text at every tenth of the total."""
 
     def __init__(self, say: Callable[[str], None], verb: str, total: int) -> None:

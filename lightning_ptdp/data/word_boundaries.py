@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_ptdp.data.tokenizer import Tokenizer
 
-__all__ = ["CLS", "MASK", "SEP", "SPECIAL_PIECES", "Vocabulary"]
+__all__ = ["CLS", "MASK", "SEP", "SPECIAL_PIECES", "WordVocabulary"]
 
 CLS, SEP, MASK = "[CLS]", "[SEP]", "[MASK]"
 SPECIAL_PIECES = (CLS, SEP, MASK)
@@ -16,7 +16,7 @@ _SPACE_MARK = "\u2581"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
+class WordVocabulary:
     """Properties of a tokenizer that masking needs.
 
     A word is a run of letters, digits and underscores with the space before it. Every other
@@ -43,7 +43,7 @@ class Vocabulary:
     closes: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer) -> WordVocabulary:
         """Read the properties of a tokenizer.
 
         Raises:

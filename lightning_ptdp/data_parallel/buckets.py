@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, aligned
 from lightning_ptdp.data_parallel.flat_shards import Shard
 from lightning_ptdp.data_parallel.gradient_sums import add_up, joined
-from lightning_ptdp.data_parallel.overlapped_reduction import Beside
+from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
 from lightning_ptdp.data_parallel.reduction import BucketEntry
 from lightning_ptdp.shims.torch import set_gradient_dtype
 from lightning_ptdp.world.mesh import Group
@@ -58,7 +58,7 @@ class GradientBuckets:
     _hooks: list[Any] = field(default_factory=list)
     _stash: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
-    _beside: Beside | None = None
+    _beside: OverlappedReduction | None = None
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -305,7 +305,7 @@ class GradientBuckets:
         if bucket.reduction.size == 1:
             return
         if self._beside is None:
-            self._beside = Beside(bucket.buffer.device)
+            self._beside = OverlappedReduction(bucket.buffer.device)
         pending = bucket.reduction.prepare(bucket.buffer)
         if self.launched is not None:
             self.launched(bucket.entries[0].chunk, pending)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_ptdp.data_parallel.bucket import HALF, Bucket
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.flat_shards import FlatSharding, Shard
-from lightning_ptdp.data_parallel.reduction import Pending
+from lightning_ptdp.data_parallel.reduction import PendingReduction
 from lightning_ptdp.data_parallel.unbucketed_gradients import LooseGradients
 from lightning_ptdp.parameters.sharding import Sharding
 
@@ -76,7 +76,7 @@ class SteppedParameters:
         self._gradients, self._masters = gradients, masters
         self.is_sharded = gradients.scatters
         self._flat: list[tuple[Bucket, Tensor]] = []
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingReduction] = {}
         self._bucket_of: dict[int, int] = {}
         self.entries = list(self._shards() if self.is_sharded else self._wholes())
 

@@ -27,12 +27,12 @@ from typing import Protocol
 
 import torch
 
-from lightning_ptdp.data_parallel.reduction import Pending
+from lightning_ptdp.data_parallel.reduction import PendingReduction
 
-__all__ = ["Beside"]
+__all__ = ["OverlappedReduction"]
 
 
-class Beside:
+class OverlappedReduction:
     """The reductions of one rank that are in progress.
 
     Args:
@@ -41,9 +41,9 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self._line = line_on(device)
-        self._open: list[Pending] = []
+        self._open: list[PendingReduction] = []
 
-    def launch(self, pending: Pending, *, shares: bool) -> None:
+    def launch(self, pending: PendingReduction, *, shares: bool) -> None:
         """Begin a reduction, after everything that the current stream has computed.
 
         Args:
@@ -69,7 +69,7 @@ class Beside:
         """Release the thread, even if it is waiting."""
         self._line.close()
 
-    def _follow(self, pending: Pending) -> None:
+    def _follow(self, pending: PendingReduction) -> None:
         pending.begin()
         self._open.append(pending)
         for each in reversed(self._open):

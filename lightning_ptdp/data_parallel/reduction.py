@@ -31,7 +31,7 @@ from lightning_ptdp.parameters.records import Sum
 from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["BucketEntry", "Pending", "Reduction"]
+__all__ = ["BucketEntry", "PendingReduction", "Reduction"]
 
 _BUCKET = 25 * 2**20
 """Enough for the bandwidth of a few ranks, and small enough to start early.
@@ -96,19 +96,19 @@ class Reduction:
         """Return the view of ``buffer`` that holds the sum: this rank's part of it, or all."""
         return _own_part(buffer, self.inner) if self.scatter else buffer
 
-    def prepare(self, buffer: Tensor) -> Pending:
-        """Return a ``Pending`` that sums ``buffer`` in place when it begins.
+    def prepare(self, buffer: Tensor) -> PendingReduction:
+        """Return a ``PendingReduction`` that sums ``buffer`` in place when it begins.
 
         All ranks must begin the same buffers in the same order.
         """
-        return Pending(self._steps(buffer))
+        return PendingReduction(self._steps(buffer))
 
-    def start_gather(self, buffer: Tensor) -> Pending:
+    def start_gather(self, buffer: Tensor) -> PendingReduction:
         """Start to gather the parts of ``buffer`` outside of ``mine`` from their owners."""
         gathers = (
             [start_all_gather(buffer, self.inner)] if self.scatter and self.inner.size > 1 else []
         )
-        pending = Pending(iter(gathers))
+        pending = PendingReduction(iter(gathers))
         pending.begin()
         return pending
 
@@ -161,7 +161,7 @@ def _all_reduce(buffer: Tensor, group: Group) -> Work:
     return work
 
 
-class Pending:
+class PendingReduction:
     """A chain of collectives, at most one of which is in progress.
 
     Attributes:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.base.rank_processes import Tell
 from lightning_ptdp.doctor.check import Check, ok, warning
-from lightning_ptdp.doctor.collective_checks import Place
+from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["SIZES", "Measurement", "check_links", "measure"]
@@ -49,7 +49,7 @@ class Measurement:
     bytes_per_s: float
 
 
-def measure(place: Place, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Measurement]:
+def measure(place: GroupMember, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Measurement]:
     """Measure messages between neighbours and three collectives.
 
     Collective: all ranks call it at the same time, and all get the same result.
@@ -87,7 +87,7 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
 _Operation = Callable[[], object]
 
 
-def _operations(place: Place, count: int) -> Iterator[tuple[str, _Operation, float]]:
+def _operations(place: GroupMember, count: int) -> Iterator[tuple[str, _Operation, float]]:
     """Yield (name, operation on ``count`` elements, share of the bytes that crosses a link)."""
     n = place.size
     whole, part = place.full(count, 1), place.full(count // n, 1)
@@ -103,7 +103,9 @@ def _operations(place: Place, count: int) -> Iterator[tuple[str, _Operation, flo
     yield "all-gather", lambda: all_gather_single(whole, part, dist.group.WORLD), (n - 1) / n
 
 
-def _there_and_back(place: Place, tensor: torch.Tensor, first: int, second: int) -> _Operation:
+def _there_and_back(
+    place: GroupMember, tensor: torch.Tensor, first: int, second: int
+) -> _Operation:
     def run() -> None:
         if place.rank == first:
             dist.send(tensor, second)
@@ -116,7 +118,7 @@ def _there_and_back(place: Place, tensor: torch.Tensor, first: int, second: int)
 
 
 def _timed(
-    place: Place, tell: Tell, name: str, size: int, operation: _Operation, share: float
+    place: GroupMember, tell: Tell, name: str, size: int, operation: _Operation, share: float
 ) -> Measurement:
     tell(f"{name} of {size} bytes")
     operation()  # creates the connections
@@ -130,7 +132,7 @@ def _timed(
     )
 
 
-def _seconds(place: Place, operation: _Operation) -> float:
+def _seconds(place: GroupMember, operation: _Operation) -> float:
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
     start = time.perf_counter()
@@ -140,7 +142,7 @@ def _seconds(place: Place, operation: _Operation) -> float:
     return time.perf_counter() - start
 
 
-def _agreed(place: Place, seconds: float) -> float:
+def _agreed(place: GroupMember, seconds: float) -> float:
     """Return the longest time of all ranks."""
     longest = place.full(1, seconds)
     dist.all_reduce(longest, dist.ReduceOp.MAX)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_ptdp.base.rank_processes import Tell
-from lightning_ptdp.doctor.collective_checks import Place
+from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
@@ -71,7 +71,7 @@ class Figures:
     links: Links
 
 
-def measure_device(place: Place, tell: Tell) -> Figures:
+def measure_device(place: GroupMember, tell: Tell) -> Figures:
     """Measure the device of this rank.
 
     Collective: all ranks call it at the same time.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 
-__all__ = ["COLLECTIVES", "Place"]
+__all__ = ["COLLECTIVES", "GroupMember"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GroupMember:
     """A process in the group.
 
     It has a rank, the number of ranks, and the device of the tensors that it sends.
@@ -32,33 +32,33 @@ class Place:
         return torch.full((count,), float(value), device=self.device)
 
 
-def _all_reduce(place: Place) -> bool:
+def _all_reduce(place: GroupMember) -> bool:
     summed, largest = place.full(5, place.rank + 1), place.full(5, place.rank)
     dist.all_reduce(summed)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return _is(summed, place.size * (place.size + 1) / 2) and _is(largest, place.size - 1)
 
 
-def _broadcast(place: Place) -> bool:
+def _broadcast(place: GroupMember) -> bool:
     tensor = place.full(5, place.rank)
     dist.broadcast(tensor, place.size - 1)
     return _is(tensor, place.size - 1)
 
 
-def _reduce_scatter(place: Place) -> bool:
+def _reduce_scatter(place: GroupMember) -> bool:
     source = torch.arange(place.size, dtype=torch.float32, device=place.device).repeat_interleave(3)
     output = place.full(3, -1)
     reduce_scatter_single(output, source, dist.group.WORLD)
     return _is(output, place.rank * place.size)
 
 
-def _all_gather(place: Place) -> bool:
+def _all_gather(place: GroupMember) -> bool:
     output = place.full(3 * place.size, -1)
     all_gather_single(output, place.full(3, place.rank), dist.group.WORLD)
     return bool((output.cpu() == torch.arange(place.size).repeat_interleave(3)).all())
 
 
-def _all_to_all(place: Place) -> bool:
+def _all_to_all(place: GroupMember) -> bool:
     source = place.rank * place.size + torch.arange(
         place.size, dtype=torch.float32, device=place.device
     )
@@ -67,7 +67,7 @@ def _all_to_all(place: Place) -> bool:
     return bool((output.cpu() == torch.arange(place.size) * place.size + place.rank).all())
 
 
-def _exchange(place: Place, *steps: int) -> bool:
+def _exchange(place: GroupMember, *steps: int) -> bool:
     """Send every rank's number to the rank ``step`` after it in a ring, for all steps at once."""
     arriving = {step: place.full(5, -1) for step in steps}
     operations: list[dist.P2POp] = []
@@ -82,7 +82,7 @@ def _exchange(place: Place, *steps: int) -> bool:
     return all(_is(into, (place.rank - step) % place.size) for step, into in arriving.items())
 
 
-def _objects(place: Place) -> bool:
+def _objects(place: GroupMember) -> bool:
     gathered: list[Any] = [None] * place.size
     dist.all_gather_object(gathered, {"rank": place.rank})
     box = ["from the first" if place.rank == 0 else None]
@@ -90,7 +90,7 @@ def _objects(place: Place) -> bool:
     return gathered == [{"rank": rank} for rank in range(place.size)] and box == ["from the first"]
 
 
-def _groups(place: Place) -> bool:
+def _groups(place: GroupMember) -> bool:
     """Test the groups of neighbours, and one gloo group of all ranks.
 
     Training uses a gloo group beside NCCL for agreements between ranks.
@@ -108,12 +108,12 @@ def _groups(place: Place) -> bool:
     return right and flag.item() == place.size
 
 
-def _barrier(place: Place) -> bool:
+def _barrier(place: GroupMember) -> bool:
     dist.barrier(device_ids=[place.device.index] if place.device.type == "cuda" else None)
     return True
 
 
-COLLECTIVES: Mapping[str, Callable[[Place], bool]] = MappingProxyType(
+COLLECTIVES: Mapping[str, Callable[[GroupMember], bool]] = MappingProxyType(
     {
         "all-reduce": _all_reduce,
         "broadcast": _broadcast,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.base.rank_processes import Tell
-from lightning_ptdp.doctor.collective_checks import Place
+from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.layout import divisors
 
@@ -44,7 +44,7 @@ _MOST, _LEAST, _MOST_BYTES = 12, 4, 64 * 2**20
 _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
 
-def measure_links(place: Place, tell: Tell, *, cores: int) -> Links:
+def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
     """Measure the links between ranks, one group at a time.
 
     Collective: all ranks call it at the same time. If a group has more members than there are
@@ -75,7 +75,7 @@ def measure_links(place: Place, tell: Tell, *, cores: int) -> Links:
 
 
 def _operations(
-    place: Place, group: Any, members: int, size: int
+    place: GroupMember, group: Any, members: int, size: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     count = -(-size // (_ELEMENT * members)) * members
     whole, part = place.full(count, 1), place.full(count // members, 1)
@@ -86,7 +86,9 @@ def _operations(
         yield "send", lambda: dist.send(whole, 1) if place.rank == 0 else dist.recv(whole, 0)
 
 
-def _beyond_product(place: Place, run: Callable[[], object], size: int) -> tuple[float, float]:
+def _beyond_product(
+    place: GroupMember, run: Callable[[], object], size: int
+) -> tuple[float, float]:
     """Return the additional seconds of an operation after a product.
 
     The second number is the seconds of CPU cores that the operation uses.

@@ -18,7 +18,7 @@ from lightning_ptdp.callbacks.throughput import device_name
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of
 from lightning_ptdp.doctor.check import Check, failed, ok
-from lightning_ptdp.doctor.collective_checks import COLLECTIVES, Place
+from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
 from lightning_ptdp.planner import Device
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, listen_on_loopback, meeting_store
 
@@ -123,12 +123,12 @@ def _rank(
 @contextlib.contextmanager
 def _group(
     rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
-) -> Iterator[Place]:
+) -> Iterator[GroupMember]:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    place = Place(rank=rank, size=count, device=device)
+    place = GroupMember(rank=rank, size=count, device=device)
     tell(_GROUP)
     # The parent's limit ends first and names the rank. torch's limit ends a process that lost its
     # parent.

@@ -15,7 +15,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
 from lightning_ptdp.engine.batch_agreement import BatchAgreement
 from lightning_ptdp.engine.decoding import Decoding
-from lightning_ptdp.engine.first_batch import Inspection
+from lightning_ptdp.engine.first_batch import FirstBatchInspection
 from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
@@ -112,7 +112,9 @@ class Engine:
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
         self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
-        self._inspection = Inspection(config=config, mesh=mesh, module=module, owners=self._owners)
+        self._inspection = FirstBatchInspection(
+            config=config, mesh=mesh, module=module, owners=self._owners
+        )
         self._accumulated = False  # the previous batch did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
         self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None

@@ -33,7 +33,7 @@ from lightning_ptdp.engine.step_report import (
     read_numbers,
 )
 from lightning_ptdp.engine.step_state import Owner, StepState
-from lightning_ptdp.forward.surroundings import Context, Forward, Part
+from lightning_ptdp.forward.surroundings import BatchPart, Context, Forward
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.tensor_parallel import gather_full
 
@@ -142,7 +142,7 @@ class LightningJob:
         self._tokens: list[Tensor | None] = [None] * self.count
         self._shares: list[Tensor | float] = [1.0] * self.count
         self._divisors: list[Tensor | None] = []
-        self._part: Part | None = None
+        self._part: BatchPart | None = None
         self._before: StepState | None = None
 
     @property

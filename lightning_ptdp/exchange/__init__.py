@@ -25,20 +25,20 @@ from lightning_ptdp.exchange.huggingface import from_huggingface
 from lightning_ptdp.exchange.known_models import FAMILIES
 from lightning_ptdp.exchange.merging import merged_rectangles
 from lightning_ptdp.exchange.model_folder import open_huggingface, reads_as_huggingface
-from lightning_ptdp.exchange.name_tables import Family, Row
+from lightning_ptdp.exchange.name_tables import ModelTable, NameRow
 from lightning_ptdp.exchange.state_dict_files import from_state_dict, open_state_dict, to_state_dict
 
 __all__ = [
-    "Described",
     "FAMILIES",
-    "Family",
+    "SHARD_BYTES",
+    "Described",
     "FolderExport",
     "HuggingFaceNames",
     "HuggingFaceWeights",
     "Kind",
+    "ModelTable",
+    "NameRow",
     "OurWeights",
-    "Row",
-    "SHARD_BYTES",
     "convert",
     "described_by_module",
     "described_by_state",

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from typing import Literal
 
 from lightning_ptdp.base.checked_json import one_of
-from lightning_ptdp.exchange.name_tables import NUMBER, SHARE, SIZE, SIZES, Family, Field, Row
+from lightning_ptdp.exchange.name_tables import (
+    NUMBER,
+    SHARE,
+    SIZE,
+    SIZES,
+    Field,
+    ModelTable,
+    NameRow,
+)
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.model_config import BertConfig
 
@@ -24,33 +32,33 @@ def _qkv(config: BertConfig) -> tuple[int, int, int]:
 
 _LAYER = "bert.encoder.layer.*"
 _ROWS = (
-    Row(ours="embeddings.token", theirs="bert.embeddings.word_embeddings"),
-    Row(ours="embeddings.position", theirs="bert.embeddings.position_embeddings"),
-    Row(ours="embeddings.segment", theirs="bert.embeddings.token_type_embeddings"),
-    Row(
+    NameRow(ours="embeddings.token", theirs="bert.embeddings.word_embeddings"),
+    NameRow(ours="embeddings.position", theirs="bert.embeddings.position_embeddings"),
+    NameRow(ours="embeddings.segment", theirs="bert.embeddings.token_type_embeddings"),
+    NameRow(
         ours="blocks.*.attention.qkv",
         theirs=tuple(f"{_LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
         sizes=_qkv,
     ),
-    Row(ours="blocks.*.attention.projection", theirs=f"{_LAYER}.attention.output.dense"),
-    Row(ours="blocks.*.mlp.up", theirs=f"{_LAYER}.intermediate.dense"),
-    Row(ours="blocks.*.mlp.down", theirs=f"{_LAYER}.output.dense"),
-    Row(ours="masked_head.dense", theirs="cls.predictions.transform.dense"),
-    Row(ours="masked_head.norm", theirs="cls.predictions.transform.LayerNorm"),
+    NameRow(ours="blocks.*.attention.projection", theirs=f"{_LAYER}.attention.output.dense"),
+    NameRow(ours="blocks.*.mlp.up", theirs=f"{_LAYER}.intermediate.dense"),
+    NameRow(ours="blocks.*.mlp.down", theirs=f"{_LAYER}.output.dense"),
+    NameRow(ours="masked_head.dense", theirs="cls.predictions.transform.dense"),
+    NameRow(ours="masked_head.norm", theirs="cls.predictions.transform.LayerNorm"),
     # ``theirs`` holds only the bias; the weight is tied to the embedding.
-    Row(ours="masked_head.decoder", theirs="cls.predictions"),
-    Row(ours="order_head.pooler", theirs="bert.pooler.dense"),
-    Row(ours="order_head.classifier", theirs="cls.seq_relationship"),
+    NameRow(ours="masked_head.decoder", theirs="cls.predictions"),
+    NameRow(ours="order_head.pooler", theirs="bert.pooler.dense"),
+    NameRow(ours="order_head.classifier", theirs="cls.seq_relationship"),
 )
 _POST_ROWS = (
-    Row(ours="embeddings.norm", theirs="bert.embeddings.LayerNorm"),
-    Row(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.output.LayerNorm"),
-    Row(ours="blocks.*.norm_2", theirs=f"{_LAYER}.output.LayerNorm"),
+    NameRow(ours="embeddings.norm", theirs="bert.embeddings.LayerNorm"),
+    NameRow(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.output.LayerNorm"),
+    NameRow(ours="blocks.*.norm_2", theirs=f"{_LAYER}.output.LayerNorm"),
 )
 _PRE_ROWS = (
-    Row(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.ln"),
-    Row(ours="blocks.*.norm_2", theirs=f"{_LAYER}.ln"),
-    Row(ours="norm", theirs="bert.encoder.ln"),
+    NameRow(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.ln"),
+    NameRow(ours="blocks.*.norm_2", theirs=f"{_LAYER}.ln"),
+    NameRow(ours="norm", theirs="bert.encoder.ln"),
 )
 _GELU: Mapping[str, Literal["exact", "tanh"]] = {
     "gelu": "exact",
@@ -94,9 +102,12 @@ def _written(ours: BertConfig) -> dict[str, object]:
 
 
 def _family(
-    model_type: str, architecture: str, norm_order: Literal["post", "pre"], rows: tuple[Row, ...]
-) -> Family:
-    return Family(
+    model_type: str,
+    architecture: str,
+    norm_order: Literal["post", "pre"],
+    rows: tuple[NameRow, ...],
+) -> ModelTable:
+    return ModelTable(
         model_type=model_type,
         architecture=architecture,
         rows=_ROWS + rows,

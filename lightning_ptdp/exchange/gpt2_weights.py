@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from lightning_ptdp.base.checked_json import flag, one_of
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange.name_tables import NUMBER, SHARE, SIZE, Family, Field, Row
+from lightning_ptdp.exchange.name_tables import NUMBER, SHARE, SIZE, Field, ModelTable, NameRow
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 
 __all__ = ["GPT2"]
 
 _ROWS = (
-    Row(ours="wte", theirs="transformer.wte"),
-    Row(ours="wpe", theirs="transformer.wpe"),
-    Row(ours="blocks.*.norm_1", theirs="transformer.h.*.ln_1"),
-    Row(ours="blocks.*.attention.qkv", theirs="transformer.h.*.attn.c_attn", transposed=True),
-    Row(
+    NameRow(ours="wte", theirs="transformer.wte"),
+    NameRow(ours="wpe", theirs="transformer.wpe"),
+    NameRow(ours="blocks.*.norm_1", theirs="transformer.h.*.ln_1"),
+    NameRow(ours="blocks.*.attention.qkv", theirs="transformer.h.*.attn.c_attn", transposed=True),
+    NameRow(
         ours="blocks.*.attention.projection", theirs="transformer.h.*.attn.c_proj", transposed=True
     ),
-    Row(ours="blocks.*.norm_2", theirs="transformer.h.*.ln_2"),
-    Row(ours="blocks.*.mlp.up", theirs="transformer.h.*.mlp.c_fc", transposed=True),
-    Row(ours="blocks.*.mlp.down", theirs="transformer.h.*.mlp.c_proj", transposed=True),
-    Row(ours="norm", theirs="transformer.ln_f"),
-    Row(ours="head", theirs="lm_head"),
+    NameRow(ours="blocks.*.norm_2", theirs="transformer.h.*.ln_2"),
+    NameRow(ours="blocks.*.mlp.up", theirs="transformer.h.*.mlp.c_fc", transposed=True),
+    NameRow(ours="blocks.*.mlp.down", theirs="transformer.h.*.mlp.c_proj", transposed=True),
+    NameRow(ours="norm", theirs="transformer.ln_f"),
+    NameRow(ours="head", theirs="lm_head"),
 )
 _FIELDS = (
     Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
@@ -60,7 +60,7 @@ def _written(ours: GPTConfig) -> dict[str, object]:
     }
 
 
-GPT2 = Family(
+GPT2 = ModelTable(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     rows=_ROWS,

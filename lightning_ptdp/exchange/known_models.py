@@ -10,7 +10,7 @@ from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange.bert_weights import BERT, MEGATRON_BERT
 from lightning_ptdp.exchange.gpt2_weights import GPT2
 from lightning_ptdp.exchange.llama_weights import LLAMA, MIXTRAL
-from lightning_ptdp.exchange.name_tables import Family, Model
+from lightning_ptdp.exchange.name_tables import Model, ModelTable
 
 __all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "model_of_hyper_parameters"]
 
@@ -31,7 +31,7 @@ HF_TIED: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def family_of_config_json(config: Mapping[str, object], file: Path) -> Family:
+def family_of_config_json(config: Mapping[str, object], file: Path) -> ModelTable:
     """Return the family that the ``config.json`` at ``file`` names.
 
     Raises:
@@ -73,7 +73,7 @@ def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
     )
 
 
-def _choices(config: object, *families: Family) -> dict[str, object]:
+def _choices(config: object, *families: ModelTable) -> dict[str, object]:
     return {name: getattr(config, name) for family in families for name in family.choices}
 
 

@@ -16,9 +16,9 @@ from lightning_ptdp.exchange.name_tables import (
     SHARE,
     SIZE,
     SIZES,
-    Family,
     Field,
-    Row,
+    ModelTable,
+    NameRow,
     check_choices,
 )
 from lightning_ptdp.models.gpt import GPT
@@ -42,33 +42,35 @@ _ATTENTION, _MLP, _MOE = (
     "model.layers.*.block_sparse_moe",
 )
 _BESIDE = (
-    Row(ours="wte", theirs="model.embed_tokens"),
-    Row(ours="blocks.*.norm_1", theirs="model.layers.*.input_layernorm"),
-    Row(
+    NameRow(ours="wte", theirs="model.embed_tokens"),
+    NameRow(ours="blocks.*.norm_1", theirs="model.layers.*.input_layernorm"),
+    NameRow(
         ours="blocks.*.attention.qkv",
         theirs=tuple(f"{_ATTENTION}.{name}_proj" for name in "qkv"),
         sizes=_qkv,
     ),
-    Row(ours="blocks.*.attention.projection", theirs=f"{_ATTENTION}.o_proj"),
-    Row(ours="blocks.*.norm_2", theirs="model.layers.*.post_attention_layernorm"),
-    Row(ours="norm", theirs="model.norm"),
-    Row(ours="head", theirs="lm_head"),
+    NameRow(ours="blocks.*.attention.projection", theirs=f"{_ATTENTION}.o_proj"),
+    NameRow(ours="blocks.*.norm_2", theirs="model.layers.*.post_attention_layernorm"),
+    NameRow(ours="norm", theirs="model.norm"),
+    NameRow(ours="head", theirs="lm_head"),
 )
 _DENSE = (
-    Row(
+    NameRow(
         ours="blocks.*.mlp.gate_up", theirs=(f"{_MLP}.gate_proj", f"{_MLP}.up_proj"), sizes=_gate_up
     ),
-    Row(ours="blocks.*.mlp.down", theirs=f"{_MLP}.down_proj"),
+    NameRow(ours="blocks.*.mlp.down", theirs=f"{_MLP}.down_proj"),
 )
 _MIXTURE = (
-    Row(ours="blocks.*.mixture.router.gate", theirs=f"{_MOE}.gate"),
-    Row(
+    NameRow(ours="blocks.*.mixture.router.gate", theirs=f"{_MOE}.gate"),
+    NameRow(
         ours="blocks.*.mixture.experts.gate_up_proj",
         theirs=(f"{_MOE}.experts.*.w1", f"{_MOE}.experts.*.w3"),
         sizes=_gate_up,
         of_experts=True,
     ),
-    Row(ours="blocks.*.mixture.experts.down_proj", theirs=f"{_MOE}.experts.*.w2", of_experts=True),
+    NameRow(
+        ours="blocks.*.mixture.experts.down_proj", theirs=f"{_MOE}.experts.*.w2", of_experts=True
+    ),
 )
 _FIELDS = (
     Field(
@@ -144,7 +146,7 @@ def _written_with_experts(ours: GPTConfig) -> dict[str, object]:
     return _written(ours)
 
 
-LLAMA = Family(
+LLAMA = ModelTable(
     model_type="llama",
     architecture="LlamaForCausalLM",
     rows=(*_BESIDE, *_DENSE),

@@ -12,7 +12,7 @@ native one::
                                            ^ rows here
     theirs  model.layers.3.self_attn.k_proj.weight
 
-An option of both configurations is a ``Field``. To add a model, write a module with a ``Family``
+An option of both configurations is a ``Field``. To add a model, write a module with a ``ModelTable``
 beside ``gpt2_weights.py``, ``llama_weights.py`` and ``bert_weights.py``, and add the family to
 ``known_models.py``.
 """
@@ -37,11 +37,11 @@ __all__ = [
     "SHARE",
     "SIZE",
     "SIZES",
-    "Family",
     "Field",
     "Model",
+    "ModelTable",
+    "NameRow",
     "Part",
-    "Row",
     "check_choices",
 ]
 
@@ -55,7 +55,7 @@ Sizes = Callable[[Any], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class NameRow:
     """One native module and its Hugging Face counterpart.
 
     Attributes:
@@ -149,7 +149,7 @@ SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class ModelTable:
     """A kind of model that both this package and Hugging Face have.
 
     Attributes:
@@ -181,7 +181,7 @@ class Family:
 
     model_type: str
     architecture: str
-    rows: tuple[Row, ...]
+    rows: tuple[NameRow, ...]
     fields: tuple[Field, ...]
     base: str
     ignored: tuple[str, ...]
@@ -229,7 +229,7 @@ class Family:
 class Model:
     """A native configuration and its family."""
 
-    family: Family
+    family: ModelTable
     config: Any
 
     def write(self) -> dict[str, object]:

@@ -229,7 +229,7 @@ class _Combine(torch.autograd.Function):
         return grad_rows.mul_(weights).to(rows.dtype), grad_weights, None
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
         ctx.sizes, ctx.group = (received, sent), group
@@ -246,7 +246,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> 
 
     The received rows are in the order of the ranks.
     """
-    result: Tensor = x if group.size == 1 else _Exchange.apply(x, sent, received, group)
+    result: Tensor = x if group.size == 1 else _TokenExchange.apply(x, sent, received, group)
     return result
 
 

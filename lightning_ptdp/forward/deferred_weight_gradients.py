@@ -188,7 +188,7 @@ class WeightGradients(Surrounding):
 
 
 class _Intercept(TorchFunctionMode):
-    """Replaces products with a parameter by ``_Product``; other calls are unchanged."""
+    """Replaces products with a parameter by ``_DeferredProduct``; other calls are unchanged."""
 
     def __init__(self, store: WeightGradients) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def multiply(
     store = store if _can_wait(x, weight, bias) else None
     return cast(
         Tensor,
-        _Product.apply(
+        _DeferredProduct.apply(
             x if dtype is None else x.to(dtype),
             weight,
             bias,
@@ -278,7 +278,7 @@ def multiply(
     )
 
 
-class _Product(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     """x W^T + b (or x W + b), with a weight gradient that can wait."""
 
     @staticmethod

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Context", "Contexts", "Deferred", "Forward", "Part", "Surrounding", "Surroundings"]
+__all__ = ["BatchPart", "Context", "Contexts", "Deferred", "Forward", "Surrounding", "Surroundings"]
 
 Context = AbstractContextManager[object]
 Contexts = tuple[Context, Context]
 
 
-class Part(Protocol):
+class BatchPart(Protocol):
     """Part of a microbatch that a forward used, and its weight in the result."""
 
     @property
@@ -89,7 +89,7 @@ class Forward:
     splits_backward: bool = False
     draws_alike: bool = field(default=False, init=False)
     batch: Any = field(init=False)
-    part: Part | None = None
+    part: BatchPart | None = None
     deferred: Deferred | None = None
 
     def __post_init__(self) -> None:

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitMaskedLM
 
 __all__ = [
+    "GPT",
     "AdamWConfig",
     "Bert",
     "BertConfig",
     "BertOutput",
-    "GPT",
     "GPTConfig",
     "KeyValueCache",
     "LitBert",

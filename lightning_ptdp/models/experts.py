@@ -33,13 +33,13 @@ from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["AUXILIARY", "Experts", "Mixture", "Router", "SequenceMean"]
+__all__ = ["AUXILIARY", "ExpertWeights", "Mixture", "Router", "SequenceMean"]
 
 AUXILIARY = 3
 """Number of auxiliary values per sequence."""
 
 
-class Experts(nn.Module):
+class ExpertWeights(nn.Module):
     """All experts of a layer.
 
     They are stored and called like the experts of Hugging Face models, and have the same
@@ -294,7 +294,11 @@ class Mixture(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int, shared: nn.Module | None) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = Router(config), Experts(config, layer), shared
+        self.router, self.experts, self.shared = (
+            Router(config),
+            ExpertWeights(config, layer),
+            shared,
+        )
 
     def forward(self, x_bsh: Tensor) -> tuple[Tensor, Tensor]:
         index, weights, kept, aux_b3 = self.router(x_bsh)

@@ -33,7 +33,7 @@ from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Number, Span, Timeline
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Recorder", "ideal_timeline"]
+__all__ = ["ActionRecorder", "ideal_timeline"]
 
 _ROUND_TRIPS = 10
 
@@ -45,7 +45,7 @@ _Note = tuple[Action, Moment, Moment]
 """An action, its start and its end."""
 
 
-class Recorder(StepObserver):
+class ActionRecorder(StepObserver):
     """Step observer that keeps the times of the last program that ran.
 
     It has no cost unless it is registered as an observer.
@@ -151,7 +151,7 @@ class Recorder(StepObserver):
     def _reduced(self, notes: list[_Note], action: Action, start: Moment) -> None:
         notes.append((action, start, self._now()))
 
-    def _recorded(self) -> _Part:
+    def _recorded(self) -> _RecordedPart:
         assert self._schedule is not None
         last = None
         if self._device.type == "cuda":
@@ -166,7 +166,7 @@ class Recorder(StepObserver):
             ]
             for notes in (self._notes, self._reductions)
         )
-        return _Part(self._schedule.describe(), tuple(spans), _merged(reductions))
+        return _RecordedPart(self._schedule.describe(), tuple(spans), _merged(reductions))
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":
@@ -177,14 +177,14 @@ class Recorder(StepObserver):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RecordedPart:
     """Record of one rank, in seconds on its own clock."""
 
     program: str
     spans: tuple[Span, ...]
     reductions: tuple[Span, ...]
 
-    def shifted(self, seconds: Number) -> _Part:
+    def shifted(self, seconds: Number) -> _RecordedPart:
         """Return the same record, shifted by ``seconds``."""
 
         def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
@@ -192,7 +192,7 @@ class _Part:
                 Span(span.action, span.start + seconds, span.end + seconds) for span in spans
             )
 
-        return _Part(self.program, move(self.spans), move(self.reductions))
+        return _RecordedPart(self.program, move(self.spans), move(self.reductions))
 
 
 def ideal_timeline(timeline: Timeline) -> Timeline:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.pipeline.containers import Layer, Place
+from lightning_ptdp.pipeline.containers import BlockPlace, Layer
 from lightning_ptdp.pipeline.crossing import (
     At,
     Crossing,
@@ -42,7 +42,7 @@ class Boundary:
         run: The run of a stage; None between runs.
     """
 
-    places: Sequence[Place]
+    places: Sequence[BlockPlace]
     collects: bool = False
     run: StageRun | None = None
     _usual: dict[TensorForm, Form] = field(default_factory=dict)

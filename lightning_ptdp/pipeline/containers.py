@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["Blocks", "Layer", "Place", "as_names", "layers_of", "places_of"]
+__all__ = ["BlockPlace", "Blocks", "Layer", "as_names", "layers_of", "places_of"]
 
 Blocks: TypeAlias = str | Sequence[str]
 """Dotted name of the repeated container, or names of several in call order.
@@ -78,7 +78,7 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BlockPlace:
     """Position of a stage among the containers.
 
     Attributes:
@@ -98,10 +98,10 @@ class Place:
         return self.container if self.inside else self.container - 1
 
 
-def places_of(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
+def places_of(layers: Sequence[Layer], ranges: Sequence[tuple[int, int]]) -> tuple[BlockPlace, ...]:
     """Return the place of each stage."""
     return tuple(
-        Place(
+        BlockPlace(
             container=layers[start].container,
             inside=not layers[start].is_first,
             entrance=layers[start - 1].name if start else "",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.pipeline.containers import Place
+from lightning_ptdp.pipeline.containers import BlockPlace
 from lightning_ptdp.pipeline.crossing import Crossing, Form, Path, rebuild, tensors_in
 from lightning_ptdp.pipeline.first_stage_values import (
     Foreign,
@@ -52,7 +52,7 @@ class StageRun:
     """
 
     stage: int
-    place: Place
+    place: BlockPlace
     training: bool = False
     received: Crossing | None = None
     passes: Counter[int] = field(default_factory=Counter)

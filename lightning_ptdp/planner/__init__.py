@@ -44,9 +44,9 @@ from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
 from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision, find_precision
 from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
-from lightning_ptdp.planner.search_space import Misfit, Space
+from lightning_ptdp.planner.search_space import Space, UnfitSize
 from lightning_ptdp.planner.shapes import (
-    Attention,
+    AttentionShape,
     Bytes,
     Divided,
     EndShape,
@@ -59,13 +59,17 @@ from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = [
-    "Attention",
+    "DEVICES",
+    "MACHINE_FILE",
+    "PRECISIONS",
+    "RESERVE",
+    "SOFTWARE",
+    "AttentionShape",
     "Bytes",
     "Calibration",
     "Candidate",
     "Choice",
     "Cluster",
-    "DEVICES",
     "Device",
     "Divided",
     "EndShape",
@@ -73,22 +77,18 @@ __all__ = [
     "LayerActivations",
     "LayerShape",
     "Link",
-    "MACHINE_FILE",
     "Measured",
-    "Misfit",
     "ModelShape",
-    "PRECISIONS",
     "Parameters",
     "PassTime",
     "Plan",
     "Precision",
     "Product",
-    "RESERVE",
     "RankMemory",
-    "SOFTWARE",
     "Software",
     "Space",
     "StepTime",
+    "UnfitSize",
     "device_here",
     "find_device",
     "find_precision",

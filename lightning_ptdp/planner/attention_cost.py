@@ -15,7 +15,7 @@ from __future__ import annotations
 from lightning_ptdp.planner.context_cost import exchange_time, held_heads
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.product_duration import product_time
-from lightning_ptdp.planner.shapes import MASK, Attention
+from lightning_ptdp.planner.shapes import MASK, AttentionShape
 
 __all__ = ["attention_time", "core_bytes", "input_bytes"]
 
@@ -27,7 +27,7 @@ They are five and two (arXiv 2307.08691, section 3.1.2).
 """
 
 
-def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
+def input_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     """Return the bytes of queries, keys and values."""
     c = choice.layout.context_parallel_size
     heads, kv_heads = held_heads(choice, attention)
@@ -36,7 +36,7 @@ def input_bytes(job: Job, choice: Choice, attention: Attention) -> float:
     return choice.micro_batch_size * values / c * job.precision.compute
 
 
-def core_bytes(job: Job, choice: Choice, attention: Attention) -> float:
+def core_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     """Return the bytes that the attention keeps for its backward, including its inputs."""
     w, t, c = (
         job.precision.compute,
@@ -58,7 +58,7 @@ def core_bytes(job: Job, choice: Choice, attention: Attention) -> float:
 
 
 def attention_time(
-    job: Job, choice: Choice, attention: Attention
+    job: Job, choice: Choice, attention: AttentionShape
 ) -> tuple[float, float, float, float]:
     """Return the seconds of an attention's passes, and the seconds of context parallelism.
 
@@ -98,7 +98,7 @@ def attention_time(
     return forward, backward, *exchange_time(job, choice, attention, forward, backward)
 
 
-def _traffic(job: Job, choice: Choice, attention: Attention) -> tuple[float, float]:
+def _traffic(job: Job, choice: Choice, attention: AttentionShape) -> tuple[float, float]:
     """Return the bytes of the scores between the products of an attention that is not fused.
 
     They are read and written by masked softmax and dropout. The result is (forward, backward).

@@ -16,7 +16,7 @@ import math
 
 from lightning_ptdp.planner.communication import GroupLink, group_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.shapes import Attention
+from lightning_ptdp.planner.shapes import AttentionShape
 
 __all__ = ["exchange_operations", "exchange_time", "held_heads"]
 
@@ -34,7 +34,7 @@ A step uses all queries and half of the keys, or half of the queries and all key
 """
 
 
-def held_heads(choice: Choice, attention: Attention) -> tuple[int, int]:
+def held_heads(choice: Choice, attention: AttentionShape) -> tuple[int, int]:
     """Return the heads of queries and of keys that a rank keeps for each of its positions.
 
     All-to-all attention copies key heads if there are fewer of them than ranks.
@@ -54,7 +54,7 @@ def exchange_operations(choice: Choice) -> int:
 
 
 def exchange_time(
-    job: Job, choice: Choice, attention: Attention, forward: float, backward: float
+    job: Job, choice: Choice, attention: AttentionShape, forward: float, backward: float
 ) -> tuple[float, float]:
     """Return the seconds that context parallelism adds to an attention's forward and backward.
 
@@ -88,7 +88,7 @@ def _trade(job: Job, group: GroupLink, values: float) -> float:
 def _ring(
     job: Job,
     group: GroupLink,
-    attention: Attention,
+    attention: AttentionShape,
     queries: float,
     results: float,
     pairs: float,

@@ -28,8 +28,8 @@ from lightning_ptdp.planner.product_duration import product_time
 __all__ = [
     "ExpertTime",
     "expert_buffers",
-    "expert_link",
     "expert_kept",
+    "expert_link",
     "expert_shards",
     "expert_time",
     "expert_traffic",

@@ -42,7 +42,7 @@ from lightning_ptdp.planner.foreign_sizes import Latent, PlannedGPT
 from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import (
     MASK,
-    Attention,
+    AttentionShape,
     Bytes,
     Divided,
     EndShape,
@@ -167,7 +167,7 @@ def _layer(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _ShapePart:
     """A layer's attention, with widths in channels.
 
     Attributes:
@@ -183,7 +183,7 @@ class _Part:
     """
 
     products: tuple[Product, ...]
-    attention: Attention
+    attention: AttentionShape
     parameters: Parameters
     made: int
     turned: float
@@ -192,12 +192,12 @@ class _Part:
     table: int
 
 
-def _attention(config: GPTConfig, s: int) -> _Part:
+def _attention(config: GPTConfig, s: int) -> _ShapePart:
     if isinstance(config, PlannedGPT) and config.latent is not None:
         return _latent(config, config.latent, s)
     h, bias, ((qkv, _), (_, q), *_) = config.hidden_size, config.bias, layer_matrices(config)
     keys = qkv - q
-    return _Part(
+    return _ShapePart(
         products=(
             Product(
                 rows=s,
@@ -225,7 +225,7 @@ def _attention(config: GPTConfig, s: int) -> _Part:
     )
 
 
-def _latent(config: GPTConfig, latent: Latent, s: int) -> _Part:
+def _latent(config: GPTConfig, latent: Latent, s: int) -> _ShapePart:
     h, a, width = config.hidden_size, config.num_heads, latent.plain + latent.turned
     results, key_values = a * latent.values, a * (latent.plain + latent.values)
     queries = [
@@ -240,7 +240,7 @@ def _latent(config: GPTConfig, latent: Latent, s: int) -> _Part:
         Product(rows=s, outputs=h, inputs=results, cut="inputs"),
     )
     narrow = (latent.queries or 0) + latent.keys
-    return _Part(
+    return _ShapePart(
         products=products,
         attention=_scores(config, s, a, width, latent.values),
         parameters=Parameters(
@@ -255,8 +255,10 @@ def _latent(config: GPTConfig, latent: Latent, s: int) -> _Part:
     )
 
 
-def _scores(config: GPTConfig, s: int, kv_heads: int, head_dim: int, value_dim: int) -> Attention:
-    return Attention(
+def _scores(
+    config: GPTConfig, s: int, kv_heads: int, head_dim: int, value_dim: int
+) -> AttentionShape:
+    return AttentionShape(
         queries=s,
         keys=s,
         heads=config.num_heads,
@@ -269,7 +271,13 @@ def _scores(config: GPTConfig, s: int, kv_heads: int, head_dim: int, value_dim: 
 
 
 def _kept(
-    config: GPTConfig, part: _Part, s: int, precision: Precision, *, on_cpu: bool, mixture: bool
+    config: GPTConfig,
+    part: _ShapePart,
+    s: int,
+    precision: Precision,
+    *,
+    on_cpu: bool,
+    mixture: bool,
 ) -> Bytes:
     *_, (_, f) = layer_matrices(config, mixture=mixture)
     h, w = config.hidden_size, precision.compute
@@ -288,7 +296,7 @@ def _kept(
 
 def _traffic(
     config: GPTConfig,
-    part: _Part,
+    part: _ShapePart,
     s: int,
     precision: Precision,
     software: Software,

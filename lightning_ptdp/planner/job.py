@@ -12,7 +12,7 @@ from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.planner.devices import Cluster, Device
 from lightning_ptdp.planner.gpt_shape import gpt_shape
 from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision
-from lightning_ptdp.planner.shapes import Attention, ModelShape, is_fused
+from lightning_ptdp.planner.shapes import AttentionShape, ModelShape, is_fused
 from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout
@@ -138,7 +138,7 @@ class Job:
             on_cpu=self.device.kind == "cpu",
         )
 
-    def fuses(self, attention: Attention) -> bool:
+    def fuses(self, attention: AttentionShape) -> bool:
         """Return True if the attention keeps no s x s scores in memory."""
         return is_fused(attention, software=self.software, on_cpu=self.device.kind == "cpu")
 

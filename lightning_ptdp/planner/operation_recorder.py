@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_ptdp.planner.shapes import Attention, Product
+from lightning_ptdp.planner.shapes import AttentionShape, Product
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["Recorder", "Trace", "Weight", "as_on_accelerators"]
+__all__ = ["OperationRecorder", "Trace", "Weight", "as_on_accelerators"]
 
 _aten = torch.ops.aten
 _MATRIX = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
@@ -68,7 +68,7 @@ class Trace:
     """
 
     products: list[Product] = field(default_factory=list)
-    attentions: list[Attention] = field(default_factory=list)
+    attentions: list[AttentionShape] = field(default_factory=list)
     forward: list[float] = field(default_factory=lambda: [0.0, 0.0])
     backward: list[float] = field(default_factory=lambda: [0.0, 0.0])
     operands: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -76,7 +76,7 @@ class Trace:
     gated: bool = False
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """A dispatch mode that records operations in ``trace``, unless that is None.
 
     A tensor is split if t divides its contents. Products with a split weight turn whole tensors
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
         causal = bool(args[4] if len(args) > 4 else kwargs.get("is_causal", False))
         mask = kwargs.get("attn_mask")
         trace.attentions.append(
-            Attention(
+            AttentionShape(
                 queries=query.size(2),
                 keys=key.size(2),
                 heads=query.size(1),

@@ -16,7 +16,7 @@ from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.planner.operation_recorder import Weight
 from lightning_ptdp.planner.shapes import Divided, Parameters
 from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan, Region, Vocabulary
-from lightning_ptdp.tensor_parallel.kinds import Attention as AttentionKind
+from lightning_ptdp.tensor_parallel.kinds import AttentionHeads as AttentionKind
 from lightning_ptdp.tensor_parallel.kinds import Column, Row
 from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
-from lightning_ptdp.planner.search_space import Misfit, Space, layouts, pipelines
+from lightning_ptdp.planner.search_space import Space, UnfitSize, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.layout import AXES
@@ -51,8 +51,8 @@ class Plan:
 
     job: Job
     best: tuple[Candidate, ...]
-    rejected: tuple[Misfit, ...]
-    slower: tuple[Misfit, ...]
+    rejected: tuple[UnfitSize, ...]
+    slower: tuple[UnfitSize, ...]
     examined: int
 
 
@@ -77,10 +77,10 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         raise ValueError(f"count={count!r} must be a positive integer")
     space = space or Space()
     found: list[Candidate] = []
-    rejected: list[Misfit] = []
+    rejected: list[UnfitSize] = []
     examined = 0
     for layout in layouts(job, space):
-        if isinstance(layout, Misfit):
+        if isinstance(layout, UnfitSize):
             rejected.append(layout)
             continue
         pipes = list(pipelines(job, space, layout))
@@ -88,7 +88,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         if choices and (need := _least_bytes(job, space, choices[0])) > job.limit_bytes:
             what = "parameters, gradients and optimizer state alone take"
             rejected.append(
-                Misfit(
+                UnfitSize(
                     what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.limit_bytes)}"
                 )
             )
@@ -100,14 +100,14 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
             for choice, memory in fitting
         ]
         examined += len(tried)
-        rejected += dict.fromkeys(one for one in pipes if isinstance(one, Misfit))
+        rejected += dict.fromkeys(one for one in pipes if isinstance(one, UnfitSize))
         if tried and not fitting:
             nearest, memory = min(tried, key=lambda one: one[1].total)
             reason = (
                 f"needs {_gib(memory.total)} of {_gib(job.limit_bytes)} at least "
                 f"({nearest.describe()})"
             )
-            rejected.append(Misfit(what=layout.describe(), reason=reason))
+            rejected.append(UnfitSize(what=layout.describe(), reason=reason))
     best = heapq.nsmallest(count, found, key=_order)
     slower = tuple(_slower(best, found))
     if simulate:
@@ -166,7 +166,7 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
                 )
 
 
-def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[Misfit]:
+def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[UnfitSize]:
     """Yield the fastest candidate of each (t, p, c, e) that is not among the best."""
     shown = {_degrees(candidate) for candidate in best}
     for degrees, candidate in {
@@ -180,7 +180,7 @@ def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[M
                 f"{time.total / first.total:.2f} times as long as the best: {part} takes "
                 f"{time.parts[part] / time.total:.0%} of it"
             )
-            yield Misfit(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
+            yield UnfitSize(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
 
 
 def _degrees(candidate: Candidate) -> str:

@@ -14,7 +14,7 @@ from lightning_ptdp.planner.parameters import layers_by_stage
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, divisors
 
-__all__ = ["Misfit", "Space", "layouts", "pipelines"]
+__all__ = ["Space", "UnfitSize", "layouts", "pipelines"]
 
 _CONTEXT_FROM = 8192
 _MOST_CHUNKS = 8
@@ -73,7 +73,7 @@ class Space:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Misfit:
+class UnfitSize:
     """Sizes that cannot be used.
 
     Attributes:
@@ -85,8 +85,8 @@ class Misfit:
     reason: str
 
 
-def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
-    """Yield all (t, c, p, e) of the space, or a ``Misfit`` for those that cannot be used.
+def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | UnfitSize]:
+    """Yield all (t, c, p, e) of the space, or a ``UnfitSize`` for those that cannot be used.
 
     The layouts have one chunk per rank.
     """
@@ -97,7 +97,7 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
             continue
         for c in _context_sizes(job, space):
             if job.world_size % (t * c) or (c > 1 and job.sequence_length % (2 * c)):
-                yield Misfit(
+                yield UnfitSize(
                     what=f"t{t} c{c}",
                     reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the "
                     "sequence",
@@ -106,8 +106,8 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | Misfit]:
             yield from _pipeline_sizes(job, space, t, c)
 
 
-def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | Misfit]:
-    """Yield all schedules, chunks and microbatches for a layout, or a ``Misfit``.
+def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | UnfitSize]:
+    """Yield all schedules, chunks and microbatches for a layout, or a ``UnfitSize``.
 
     The layout defines (t, c, p, e).
     """
@@ -120,7 +120,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
     )
     if space.sequence_parallel is not None:
         if space.sequence_parallel and t > 1 and not split:
-            yield Misfit(
+            yield UnfitSize(
                 what=f"t{t}",
                 reason=f"sequence parallelism: {t} does not divide {job.sequence_length} tokens",
             )
@@ -134,7 +134,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
         for b in _micro_batches(space, of_replica):
             m = of_replica // b
             if p > 1 and m < (least := FAMILIES[schedule].cost.least(p)):
-                yield Misfit(
+                yield UnfitSize(
                     what=f"p{p} {schedule} m{m}",
                     reason=f"too few microbatches for it to be better than 1F1B: it wants {least}",
                 )
@@ -155,16 +155,16 @@ def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
     return divisors(math.gcd(job.cluster.node_size, job.world_size))
 
 
-def _tensor_misfit(job: Job, t: int) -> Misfit | None:
+def _tensor_misfit(job: Job, t: int) -> UnfitSize | None:
     for divided in job.shape.divided:
         if not divided.by(t):
-            return Misfit(
+            return UnfitSize(
                 what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it"
             )
     return (
         None
         if job.world_size % t == 0
-        else Misfit(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
+        else UnfitSize(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
     )
 
 
@@ -186,7 +186,7 @@ def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Atten
     yield from (one for one in space.context_parallel_attentions if one == "ring" or shared)
 
 
-def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | Misfit]:
+def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | UnfitSize]:
     rest = job.world_size // (t * c)
     for p in (
         divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes
@@ -216,12 +216,12 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
                 ),
             )
             continue
-        yield Misfit(what=f"t{t} c{c} p{p}", reason=reason)
+        yield UnfitSize(what=f"t{t} c{c} p{p}", reason=reason)
 
 
 def _expert_splits(
     job: Job, space: Space, layout: ParallelLayout
-) -> Iterator[ParallelLayout | Misfit]:
+) -> Iterator[ParallelLayout | UnfitSize]:
     """Yield layouts with whole experts, and layouts with experts split over t ranks."""
     t, width = layout.tensor_parallel_size, job.shape.expert_width
     for size in (
@@ -235,25 +235,27 @@ def _expert_splits(
                 if width is None
                 else f"experts of {width} channels are whole, or split over all t = {t}"
             )
-            yield Misfit(what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=why)
+            yield UnfitSize(
+                what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=why
+            )
         if t == 1 and space.expert_tensor_parallel_sizes is None:
             return
 
 
 def _expert_sizes(
     job: Job, space: Space, layout: ParallelLayout
-) -> Iterator[ParallelLayout | Misfit]:
+) -> Iterator[ParallelLayout | UnfitSize]:
     ranks, experts = layout.size("replica_sum"), job.shape.num_experts
     every = divisors(math.gcd(ranks, experts or 1))
     for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
         if e in every:
             yield from _expert_splits(job, space, replace(layout, expert_parallel_size=e))
         elif experts is None:
-            yield Misfit(what=f"e{e}", reason="the model has no experts")
+            yield UnfitSize(what=f"e{e}", reason="the model has no experts")
         elif experts % e:
-            yield Misfit(what=f"e{e}", reason=f"num_experts={experts} is not divisible by it")
+            yield UnfitSize(what=f"e{e}", reason=f"num_experts={experts} is not divisible by it")
         else:
-            yield Misfit(
+            yield UnfitSize(
                 what=f"{layout.describe()} e{e}",
                 reason=f"it does not divide d c = {ranks}, from whose ranks experts take theirs",
             )

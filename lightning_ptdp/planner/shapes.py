@@ -15,7 +15,7 @@ from lightning_ptdp.planner.software import Software
 
 __all__ = [
     "MASK",
-    "Attention",
+    "AttentionShape",
     "Bytes",
     "Divided",
     "EndShape",
@@ -89,7 +89,7 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionShape:
     """Scores and weighted values of one attention; t divides the heads.
 
     Attributes:
@@ -122,7 +122,7 @@ class Attention:
         return 2 * self.queries * self.keys * self.heads * (self.head_dim + self.value_dim)
 
 
-def is_fused(attention: Attention, *, software: Software, on_cpu: bool) -> bool:
+def is_fused(attention: AttentionShape, *, software: Software, on_cpu: bool) -> bool:
     """Return True if no scores are in memory. torch's kernel for CPUs supports no dropout."""
     return software.attention != "unfused" and not (on_cpu and attention.dropout)
 
@@ -194,7 +194,7 @@ class LayerShape:
     """
 
     products: tuple[Product, ...]
-    attentions: tuple[Attention, ...] = ()
+    attentions: tuple[AttentionShape, ...] = ()
     forward: Bytes = field(default_factory=Bytes)
     backward: Bytes = field(default_factory=Bytes)
     kept: Bytes = field(default_factory=Bytes)

@@ -18,7 +18,12 @@ from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.operation_recorder import Recorder, Trace, Weight, as_on_accelerators
+from lightning_ptdp.planner.operation_recorder import (
+    OperationRecorder,
+    Trace,
+    Weight,
+    as_on_accelerators,
+)
 from lightning_ptdp.planner.planned_parameters import split_weights
 from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.software import Software
@@ -96,7 +101,7 @@ class Following:
                 for key, name in own.items()
             }
             sizes = [p.shape for p in model.parameters() if p.dim() > 1]
-            recorder = Recorder(
+            recorder = OperationRecorder(
                 keys, sizes=sizes, samples=self._samples, norm_reads=self._software.norm_reads
             )
             if self._precision.casts:
@@ -150,7 +155,7 @@ class Following:
                     child._buffers[key] = torch.empty(b.shape, dtype=b.dtype, device="cpu")
         return model
 
-    def _watch(self, model: nn.Module, name: str, recorder: Recorder) -> None:
+    def _watch(self, model: nn.Module, name: str, recorder: OperationRecorder) -> None:
         module = model.get_submodule(name)
         forward = module.forward
         for child in module.modules():
@@ -179,7 +184,7 @@ class Following:
 
         vars(module)["forward"] = watched
 
-    def _alone(self, layer: Followed, recorder: Recorder) -> None:
+    def _alone(self, layer: Followed, recorder: OperationRecorder) -> None:
         """Run a layer with its backward."""
         args, kwargs = tree_map(
             lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf,

@@ -26,10 +26,10 @@ else:
 __all__ = [
     "CLIS",
     "LOADERS",
-    "LightningNames",
     "NAMESPACES",
-    "StrategyBase",
     "TRAINERS",
+    "LightningNames",
+    "StrategyBase",
     "announce_sigterm",
     "count_replicas",
     "fits",
@@ -43,8 +43,8 @@ __all__ = [
     "register_signal_handlers",
     "replace_after_closure",
     "replace_once",
-    "requeue_handler",
     "replace_signal_handlers",
+    "requeue_handler",
     "trainer_options",
 ]
 

@@ -13,7 +13,7 @@ from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cro
 from lightning_ptdp.tensor_parallel.kinds import (
     SPLIT_AXES,
     Alias,
-    Attention,
+    AttentionHeads,
     Column,
     Experts,
     Kind,
@@ -54,7 +54,7 @@ __all__ = [
     "DEFAULT_CHUNK_MB",
     "SPLIT_AXES",
     "Alias",
-    "Attention",
+    "AttentionHeads",
     "Column",
     "ColumnParallelLinear",
     "Experts",

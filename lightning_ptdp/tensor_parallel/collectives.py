@@ -37,7 +37,7 @@ from lightning_ptdp.shims.torch import (
 from lightning_ptdp.world.mesh import Group
 
 __all__ = [
-    "Pending",
+    "PendingCollective",
     "check_divisible",
     "copy",
     "gather_last",
@@ -54,7 +54,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pending:
+class PendingCollective:
     """A collective in progress.
 
     Attributes:
@@ -76,7 +76,7 @@ class Pending:
 
 def start_all_reduce(
     x: Tensor, *, group: Group, in_place: bool = False, op: Literal["sum", "max"] = "sum"
-) -> Pending:
+) -> PendingCollective:
     """Sum ``x`` over the group, or take the maximum.
 
     The result overwrites ``x`` if ``in_place`` and ``x`` is contiguous. ``op`` is a string because
@@ -85,14 +85,16 @@ def start_all_reduce(
     if torch.compiler.is_compiling():
         x = x.contiguous()
         total = start_traced("all_reduce", x, op, group.name)
-        return Pending(work=None, finish=lambda: wait_traced(total), source=x)
+        return PendingCollective(work=None, finish=lambda: wait_traced(total), source=x)
     total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     work = dist.all_reduce(total, op=how, group=group.handle, async_op=True)
-    return Pending(work=work, finish=lambda: total, source=total)
+    return PendingCollective(work=work, finish=lambda: total, source=total)
 
 
-def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None = None) -> Pending:
+def start_all_gather(
+    x: Tensor, *, dim: int, group: Group, after: Tensor | None = None
+) -> PendingCollective:
     """Concatenate every rank's ``x`` (at least one dimension) along ``dim``.
 
     A compiler that finds the same gather in a forward and its backward runs it once and keeps the
@@ -107,17 +109,17 @@ def start_all_gather(x: Tensor, *, dim: int, group: Group, after: Tensor | None 
             if after is None
             else torch.ops.lightning_ptdp.gather_after(x, *where, after)
         )
-        return Pending(
+        return PendingCollective(
             work=None,
             finish=lambda: _along(torch.unflatten(wait_traced(gathered), 0, (group.size, -1)), dim),
             source=x,
         )
     stacked = x.new_empty((group.size, *x.shape))
     work = all_gather_single(stacked.flatten(0, 1), x, group.handle, async_op=True)
-    return Pending(work=work, finish=lambda: _along(stacked, dim), source=x)
+    return PendingCollective(work=work, finish=lambda: _along(stacked, dim), source=x)
 
 
-def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
+def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> PendingCollective:
     """Sum ``x`` over the group and keep this rank's slice along ``dim``.
 
     Raises:
@@ -130,12 +132,12 @@ def start_reduce_scatter(x: Tensor, *, dim: int, group: Group) -> Pending:
         summed = start_traced(
             "reduce_scatter_tensor", stacked.flatten(0, 1), "sum", group.size, group.name
         )
-        return Pending(
+        return PendingCollective(
             work=None, finish=lambda: wait_traced(summed).view(stacked.shape[1:]), source=stacked
         )
     part = x.new_empty(stacked.shape[1:])
     work = reduce_scatter_single(part, stacked.flatten(0, 1), group.handle, async_op=True)
-    return Pending(work=work, finish=lambda: part, source=stacked)
+    return PendingCollective(work=work, finish=lambda: part, source=stacked)
 
 
 def _gather_after(x: Tensor, size: int, group: str, after: Tensor) -> Tensor:
@@ -226,10 +228,10 @@ Exchange: TypeAlias = Callable[[Tensor, Group, int], Tensor]
 def _exchange(
     function: Exchange, gradient: Exchange, x: Tensor, group: Group, dim: int = 0
 ) -> Tensor:
-    return x if group.size == 1 else _Exchange.apply(x, function, gradient, group, dim)
+    return x if group.size == 1 else _ShardExchange.apply(x, function, gradient, group, dim)
 
 
-class _Exchange(torch.autograd.Function):
+class _ShardExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, function: Exchange, gradient: Exchange, group: Group, dim: int

@@ -41,7 +41,7 @@ from lightning_ptdp.forward.deferred_weight_gradients import (
 )
 from lightning_ptdp.forward.matrix_product import MatrixProduct, autocast_dtype, bias_gradient
 from lightning_ptdp.tensor_parallel.collectives import (
-    Pending,
+    PendingCollective,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -274,11 +274,11 @@ class _Product:
         """Return True if the weight's gradient is computed later."""
         return self.store is not None and self.store.waits
 
-    def start_gather(self, x: Tensor, *, after: Tensor | None = None) -> Pending:
+    def start_gather(self, x: Tensor, *, after: Tensor | None = None) -> PendingCollective:
         """Start to gather the full sequence from every rank's slice."""
         return start_all_gather(x, dim=_SEQUENCE, group=self.group, after=after)
 
-    def start_sum(self, term: Tensor) -> Pending:
+    def start_sum(self, term: Tensor) -> PendingCollective:
         """Start the sum of every rank's term, or of this rank's slice of it."""
         if self.sequence_parallel:
             return start_reduce_scatter(term, dim=_SEQUENCE, group=self.group)

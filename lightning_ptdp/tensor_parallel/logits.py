@@ -33,7 +33,7 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["VocabularyParallelLogits", "gather_full", "local_logits", "keeps_vocabulary"]
+__all__ = ["VocabularyParallelLogits", "gather_full", "keeps_vocabulary", "local_logits"]
 
 
 class VocabularyParallelLogits(torch.Tensor):

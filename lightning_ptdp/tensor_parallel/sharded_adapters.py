@@ -22,7 +22,14 @@ from torch import nn
 
 from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.shims.peft import adapters_of, replaced_by
-from lightning_ptdp.tensor_parallel.kinds import Column, Kind, Place, Position, Row, Vocabulary
+from lightning_ptdp.tensor_parallel.kinds import (
+    Column,
+    Kind,
+    ModulePlace,
+    Position,
+    Row,
+    Vocabulary,
+)
 from lightning_ptdp.tensor_parallel.linear_like import is_linear
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 
@@ -30,7 +37,7 @@ __all__ = ["adapter_kinds", "check_adapters"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside(Kind):
+class WholeMatrix(Kind):
     """A matrix of an adapter that every rank holds whole.
 
     Attributes:
@@ -42,7 +49,7 @@ class Beside(Kind):
 
     region_part = True
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         partial = ("tensor",) if self.before and not place.enters else place.partial
         return {
             name: Sharding.replicated(p.shape, partial=partial)
@@ -65,7 +72,7 @@ class Dropped(Kind):
     parameters = None
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         if not isinstance(module, nn.Dropout):
             return module
@@ -80,9 +87,9 @@ def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[st
     ``kind`` is the kind of the module that the layer wraps.
     """
     parts = {
-        Column: (Beside(before=True), kind),
-        Row: (kind, Beside(before=False)),
-        Vocabulary: (Beside(before=False), kind),
+        Column: (WholeMatrix(before=True), kind),
+        Row: (kind, WholeMatrix(before=False)),
+        Vocabulary: (WholeMatrix(before=False), kind),
     }.get(type(kind))
     is_product = is_linear(module.get_submodule(replaced_by(module) or ""))
     for adapter in adapters_of(module) or () if parts is not None and is_product else ():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.tensor_parallel.kinds import Kind, Place
+from lightning_ptdp.tensor_parallel.kinds import Kind, ModulePlace
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
@@ -60,7 +60,7 @@ def shard_module(
             name: Sharding.replicated(parameter.shape)
             for name, parameter in module.named_parameters()
         }
-    place = Place(
+    place = ModulePlace(
         group=group,
         sequence_parallel=sequence_parallel,
         shared=shared,

@@ -12,14 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import kernels
-from lightning_ptdp.context_parallel.kernels import Block, attend, attend_backward, fused_kernel
+from lightning_ptdp.context_parallel.kernels import (
+    AttentionBlock,
+    attend,
+    attend_backward,
+    fused_kernel,
+)
 from tests.context_parallel.toy import assert_close, qkv
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SCALE = 1 / math.sqrt(8)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def reference(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, straight from the definition."""
     heads = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
@@ -36,17 +41,17 @@ def reference(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Te
     )
 
 
-def make_block(name: str) -> Block:
+def make_block(name: str) -> AttentionBlock:
     bias = torch.randn(2, 1, 1, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     hidden = bias.masked_fill(torch.arange(12) > 4, -torch.inf)
     blind = torch.zeros(2, 1, 12, 12, dtype=torch.float64)
     blind[0, 0, 3] = -torch.inf
     return {
-        "full": Block(scale=SCALE),
-        "causal": Block(scale=SCALE, causal=True),
-        "bias": Block(scale=0.3, bias=hidden),
-        "causal bias": Block(scale=SCALE, causal=True, bias=bias),
-        "blind row": Block(scale=SCALE, bias=blind),
+        "full": AttentionBlock(scale=SCALE),
+        "causal": AttentionBlock(scale=SCALE, causal=True),
+        "bias": AttentionBlock(scale=0.3, bias=hidden),
+        "causal bias": AttentionBlock(scale=SCALE, causal=True, bias=bias),
+        "blind row": AttentionBlock(scale=SCALE, bias=blind),
     }[name]
 
 
@@ -78,7 +83,7 @@ def test_fused_kernels_equal_the_plain_one(
     q, k, v, grad = (x.to(device) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
     if not causal:
         k, v = k[:, :, :6], v[:, :, :6]
-    block = Block(scale=SCALE, causal=causal)
+    block = AttentionBlock(scale=SCALE, causal=causal)
     if fused_kernel(q, k, v, block) is None:
         assert device == "cuda", "the CPU kernel takes all of these"
         pytest.skip(f"no fused kernel for {dtype} on {device}")
@@ -105,7 +110,7 @@ def test_a_backward_with_the_whole_rows_sum_gives_a_blocks_share(dtype: torch.dt
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*inputs)
     dq, dk, dv = torch.autograd.grad(out, inputs, grad)
-    block = Block(scale=SCALE)
+    block = AttentionBlock(scale=SCALE)
     lse = attend(q, k, v, block)[1]
     halves = [slice(0, 8), slice(8, 16)]
     shares = [
@@ -120,10 +125,10 @@ def test_a_backward_with_the_whole_rows_sum_gives_a_blocks_share(dtype: torch.dt
 
 def test_dropout_keeps_the_same_weights_in_the_backward() -> None:
     q, k, v, _ = qkv(heads=2, kv_heads=1, length=16, dtype=torch.float64)
-    block = Block(scale=0.0, dropout_p=0.5, seed=3)
+    block = AttentionBlock(scale=0.0, dropout_p=0.5, seed=3)
     out, lse = attend(q, k, v, block)
     again, _ = attend(q, k, v, block)
-    other, _ = attend(q, k, v, Block(scale=0.0, dropout_p=0.5, seed=4))
+    other, _ = attend(q, k, v, AttentionBlock(scale=0.0, dropout_p=0.5, seed=4))
     assert torch.equal(out, again)
     assert not torch.equal(out, other)
     # With equal weights the output is linear in v: its gradient tells which weights were kept.
@@ -133,7 +138,7 @@ def test_dropout_keeps_the_same_weights_in_the_backward() -> None:
 
 def test_what_the_fused_kernels_are_not_given() -> None:
     q, k, v, _ = qkv(heads=2, kv_heads=2, length=8, dtype=torch.float32)
-    assert fused_kernel(q, k, v, Block(scale=1.0)) == "cpu"
-    assert fused_kernel(q, k, v, Block(scale=1.0, bias=torch.zeros(8))) is None
-    assert fused_kernel(q, k, v, Block(scale=1.0, dropout_p=0.1)) is None
-    assert fused_kernel(q, k, v[..., :4], Block(scale=1.0)) is None
+    assert fused_kernel(q, k, v, AttentionBlock(scale=1.0)) == "cpu"
+    assert fused_kernel(q, k, v, AttentionBlock(scale=1.0, bias=torch.zeros(8))) is None
+    assert fused_kernel(q, k, v, AttentionBlock(scale=1.0, dropout_p=0.1)) is None
+    assert fused_kernel(q, k, v[..., :4], AttentionBlock(scale=1.0)) is None

@@ -18,7 +18,7 @@ from lightning_ptdp.data.pairs import find_windows
 from lightning_ptdp.data.sample_draws import Draws
 from lightning_ptdp.data.stream import PADDING
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, Vocabulary
+from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, WordVocabulary
 from tests.data.conftest import config_of
 
 LENGTH = 64
@@ -31,8 +31,8 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(folder: Path) -> Vocabulary:
-    return Vocabulary.of(Tokenizer.load(folder))
+def vocabulary(folder: Path) -> WordVocabulary:
+    return WordVocabulary.of(Tokenizer.load(folder))
 
 
 def stream(folder: Path, **changes: Any) -> BertStream:
@@ -58,7 +58,7 @@ def segments(batch: dict[str, torch.Tensor], row: int) -> tuple[list[int], list[
     return tokens[1 : begin - 1].tolist(), tokens[begin:end].tolist()
 
 
-def test_the_parts_of_a_sample(folder: Path, vocabulary: Vocabulary) -> None:
+def test_the_parts_of_a_sample(folder: Path, vocabulary: WordVocabulary) -> None:
     made = stream(folder)
     batch = rows(made)
     assert {name: tuple(value.shape[1:]) for name, value in batch.items()} == {
@@ -90,7 +90,7 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def test_windows_hold_whole_lines_of_one_document_and_cover_it(
-    folder: Path, vocabulary: Vocabulary
+    folder: Path, vocabulary: WordVocabulary
 ) -> None:
     """Unmasked and in order, the samples are the documents of the store."""
     made = stream(folder, split="validation")
@@ -122,7 +122,7 @@ def test_windows_by_hand() -> None:
     assert windows.documents.tolist() == [0, 0, 2, 2, 2, 2, 3]
 
 
-def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: Vocabulary) -> None:
+def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: WordVocabulary) -> None:
     made = stream(folder, max_samples=150)
     counts: Counter[str] = Counter()
     for epoch in range(12):
@@ -143,7 +143,7 @@ def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: Vocabulary)
         assert counts[name] / counts["chosen"] == pytest.approx(share, abs=0.015), name
 
 
-def test_words_are_masked_whole(folder: Path, vocabulary: Vocabulary) -> None:
+def test_words_are_masked_whole(folder: Path, vocabulary: WordVocabulary) -> None:
     batch = rows(stream(folder, mask_probability=0.3))
     long_words = 0
     for row in range(len(batch["labels"])):
@@ -163,7 +163,7 @@ def test_where_words_begin() -> None:
         vocabulary_size=300,
         control_symbols=SPECIAL_PIECES,
     )
-    vocabulary, ids = Vocabulary.of(tokenizer), tokenizer.encode("    one_two(x) één\n")
+    vocabulary, ids = WordVocabulary.of(tokenizer), tokenizer.encode("    one_two(x) één\n")
     starts = vocabulary.word_starts(np.array(ids))
     words = [
         tokenizer.decode(ids[a:b]) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.data import Corpus, ReadReport
-from lightning_ptdp.data.file_pieces import CorpusFile, Piece, cut_lines, cut_text, grouped
+from lightning_ptdp.data.file_pieces import CorpusFile, FilePiece, cut_lines, cut_text, grouped
 
 TEXTS = st.lists(
     st.sampled_from(["a", "é", "\U0001f600", "\n", "bc\n", "long " * 9]), max_size=60
@@ -57,7 +57,7 @@ def test_pieces_of_lines_know_their_first_line(tmp_path_factory, text: str, size
 
 def test_groups_are_consecutive_and_about_as_big_as_asked(tmp_path: Path) -> None:
     file = CorpusFile("x", tmp_path, 100)
-    pieces = [Piece(file, start, start + 10) for start in range(0, 100, 10)]
+    pieces = [FilePiece(file, start, start + 10) for start in range(0, 100, 10)]
     groups = list(grouped(pieces, 25))
     assert [piece for group in groups for piece in group] == pieces
     assert [len(group) for group in groups] == [3, 3, 3, 1]

@@ -18,8 +18,8 @@ from lightning_ptdp.data_parallel import (
     Reduction,
     global_norm,
 )
-from lightning_ptdp.data_parallel.overlapped_reduction import Beside
-from lightning_ptdp.data_parallel.reduction import Pending
+from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
+from lightning_ptdp.data_parallel.reduction import PendingReduction
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.pool import Pool
@@ -250,9 +250,9 @@ def test_what_a_wait_raises_is_raised_at_the_end() -> None:
         yield Broken()
         raise AssertionError("nothing is asked for behind what failed")
 
-    beside = Beside(torch.device("cpu"))
+    beside = OverlappedReduction(torch.device("cpu"))
     for _ in range(2):
-        beside.launch(Pending(steps()), shares=False)
+        beside.launch(PendingReduction(steps()), shares=False)
     with pytest.raises(RuntimeError, match="the other end is gone"):
         beside.join()
     beside.close()
@@ -268,9 +268,9 @@ def test_ends_are_told_in_the_order_of_the_sums_behind_their_last_wait() -> None
         def wait(self) -> None:
             seen.append(self.name)
 
-    beside = Beside(torch.device("cpu"))
+    beside = OverlappedReduction(torch.device("cpu"))
     for chain in ("a", "b"):
-        pending = Pending(iter([Noted(f"{chain}1"), Noted(f"{chain}2")]))
+        pending = PendingReduction(iter([Noted(f"{chain}1"), Noted(f"{chain}2")]))
         pending.when_done(partial(seen.append, f"end of {chain}"))
         beside.launch(pending, shares=False)
     beside.join()

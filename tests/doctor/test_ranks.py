@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_ptdp.base.rank_processes import Tell, run_ranks
 from lightning_ptdp.doctor import Status
 from lightning_ptdp.doctor.bandwidth import measure
-from lightning_ptdp.doctor.collective_checks import COLLECTIVES, Place
+from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
 from lightning_ptdp.doctor.ranks import check_ranks
 from tests.pool import Pool
 
@@ -63,7 +63,7 @@ def test_all_came_through() -> None:
 
 
 def use_all(rank: int, size: int) -> tuple[list[bool], list[str]]:
-    place = Place(rank=rank, size=size, device=torch.device("cpu"))
+    place = GroupMember(rank=rank, size=size, device=torch.device("cpu"))
     said: list[str] = []
     measured = measure(place, said.append, sizes=(4096,))
     assert all(one.seconds > 0 for one in measured)
@@ -93,7 +93,7 @@ def spoiled(rank: int) -> list[str]:
 
     dist.all_reduce = all_reduce
     try:
-        place = Place(rank=rank, size=2, device=torch.device("cpu"))
+        place = GroupMember(rank=rank, size=2, device=torch.device("cpu"))
         return [name for name, use in COLLECTIVES.items() if not use(place)]
     finally:
         dist.all_reduce = real

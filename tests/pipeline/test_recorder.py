@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.pipeline import action_recorder as recorder_module
-from lightning_ptdp.pipeline.action_recorder import Recorder, ideal_timeline
+from lightning_ptdp.pipeline.action_recorder import ActionRecorder, ideal_timeline
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.schedule import Action, Costs, Schedule, Timeline, build_schedule, simulate
 from lightning_ptdp.world.layout import ParallelLayout
@@ -85,7 +85,7 @@ def spans(timeline: Timeline | None) -> list[tuple[str, float, float]]:
 
 
 def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = ActionRecorder(CPU)
     played(clock, recorder, alone())
     timeline = recorder.gather(Group())
     assert spans(timeline) == [("F0.0", 0, 1), ("B0.0", 1, 3), ("F0.1", 3, 4), ("B0.1", 4, 6)]
@@ -95,7 +95,7 @@ def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
 
 
 def test_a_wait_is_idle_time(clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = ActionRecorder(CPU)
     played(clock, recorder, alone(), wait=5)
     assert spans(recorder.gather(Group())) == [
         ("F0.0", 0, 1),
@@ -106,7 +106,7 @@ def test_a_wait_is_idle_time(clock: Clock) -> None:
 
 
 def test_a_wait_outside_a_computation_changes_nothing(clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = ActionRecorder(CPU)
     recorder.began(alone(1))
     for text in ("F0.0", "SF0.0", "B0.0"):
         recorder.started(Action.parse(text))
@@ -122,7 +122,7 @@ def test_a_wait_outside_a_computation_changes_nothing(clock: Clock) -> None:
 
 
 def test_the_last_whole_program_counts(clock: Clock) -> None:
-    recorder = Recorder(CPU)
+    recorder = ActionRecorder(CPU)
     assert recorder.gather(Group()) is None
     played(clock, recorder, alone(3))
     played(clock, recorder, alone(1))
@@ -133,7 +133,7 @@ def test_the_last_whole_program_counts(clock: Clock) -> None:
 
 
 def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -> None:
-    recorder, works = Recorder(CPU), [Work() for _ in range(4)]
+    recorder, works = ActionRecorder(CPU), [Work() for _ in range(4)]
     recorder.began(alone(1))
     recorder.started(Action.parse("F0.0"))
     clock.now += 1
@@ -155,7 +155,7 @@ def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -
 
 
 def test_a_reduction_of_an_earlier_program_is_not_mixed_in(clock: Clock) -> None:
-    recorder, late = Recorder(CPU), Work()
+    recorder, late = ActionRecorder(CPU), Work()
     recorder.began(alone(1))
     recorder.reducing(0, late)
     played(clock, recorder, alone(1))
@@ -261,7 +261,7 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
         layout = ParallelLayout(world_size=world_size, pipeline_parallel_size=world_size)
         group = ProcessMesh.create(layout=layout, rank=rank).group("pipeline")
         schedule = build_schedule("1f1b", pipeline_parallel_size=world_size, num_microbatches=3)
-        recorder = Recorder(CPU)
+        recorder = ActionRecorder(CPU)
         sent: list[Any] = []
         recorder.began(schedule)
         for action in schedule.programs[rank]:
@@ -282,7 +282,7 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
 
 
 def _perform(
-    action: Action, rank: int, world_size: int, recorder: Recorder, sent: list[Any]
+    action: Action, rank: int, world_size: int, recorder: ActionRecorder, sent: list[Any]
 ) -> None:
     message = torch.zeros(1)
     source = {"F": rank - 1, "B": rank + 1}.get(action.kind)
@@ -332,7 +332,7 @@ def test_a_rank_that_was_cut_short_leaves_no_timeline(pool: Pool) -> None:
 def test_events_of_a_gpu_are_told_in_host_time() -> None:
     device = torch.device("cuda", 0)
     big = torch.randn(4096, 4096, device=device)
-    recorder = Recorder(device)
+    recorder = ActionRecorder(device)
     torch.cuda.synchronize()
     before = time.perf_counter()
     recorder.began(alone(1))

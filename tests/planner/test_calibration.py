@@ -14,7 +14,7 @@ import torch
 
 from lightning_ptdp.doctor import calibration as measuring
 from lightning_ptdp.doctor import links
-from lightning_ptdp.doctor.collective_checks import Place
+from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.doctor.links import Links
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
@@ -209,7 +209,7 @@ def measured_here(rank: int) -> measuring.Figures:
         patch.setattr(links, "_ROUNDS", 1)
         patch.setattr(links, "LINK_SIZES", (1000, 10_000_000))
         return measuring.measure_device(
-            Place(rank=rank, size=2, device=torch.device("cpu")), lambda what: None
+            GroupMember(rank=rank, size=2, device=torch.device("cpu")), lambda what: None
         )
 
 

@@ -14,8 +14,8 @@ from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import (
     Job,
-    Misfit,
     Space,
+    UnfitSize,
     fullest_rank,
     layer_activations,
     layer_time,
@@ -202,7 +202,7 @@ def test_what_is_proposed() -> None:
     dense = search(
         small_job(GPTConfig.llama(**SIZES), world_size=2), Space(expert_parallel_sizes=(2,))
     )
-    assert Misfit(what="e2", reason="the model has no experts") in dense.rejected
+    assert UnfitSize(what="e2", reason="the model has no experts") in dense.rejected
 
 
 def test_nothing_fits_without_experts_shared_out() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
-from lightning_ptdp.tensor_parallel.kinds import Place, check_divides
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.mesh import Group
@@ -34,7 +34,7 @@ class ByOutput(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_divides(name, "out_features", module.get_parameter("weight").size(0), size)
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         group = place.group
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         return {
@@ -43,7 +43,7 @@ class ByOutput(Kind):
         }
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         return _OwnOutputs(local["weight"], local["bias"], place.group)
 

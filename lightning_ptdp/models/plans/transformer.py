@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_ptdp.models.plans.module_names import joined
-from lightning_ptdp.tensor_parallel import Attention, Column, Kind, ParallelPlan, Row
+from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Kind, ParallelPlan, Row
 
 __all__ = ["transformer_encoder_plan", "transformer_plan"]
 
@@ -35,7 +35,7 @@ def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
         tensor={
             **_layers(encoder),
             **_layers(decoder),
-            f"{decoder}.layers.*.multihead_attn": Attention(),
+            f"{decoder}.layers.*.multihead_attn": AttentionHeads(),
         },
         between=(f"{encoder}.norm",) if module.encoder.norm is not None else (),
         after=(f"{decoder}.norm",) if module.decoder.norm is not None else (),
@@ -46,7 +46,7 @@ def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
 def _layers(prefix: str) -> dict[str, Kind]:
     layer = joined(prefix, "layers.*")
     return {
-        f"{layer}.self_attn": Attention(),
+        f"{layer}.self_attn": AttentionHeads(),
         f"{layer}.linear1": Column(),
         f"{layer}.linear2": Row(),
     }

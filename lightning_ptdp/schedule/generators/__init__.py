@@ -23,7 +23,11 @@ from lightning_ptdp.schedule.generators.schedule_builder import (
     schedule_name,
     schedule_placement,
 )
-from lightning_ptdp.schedule.generators.schedule_families import FAMILIES, ClosedForm, Family
+from lightning_ptdp.schedule.generators.schedule_families import (
+    FAMILIES,
+    ClosedForm,
+    ScheduleFamily,
+)
 from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
 
 __all__ = [
@@ -31,8 +35,8 @@ __all__ = [
     "SCHEDULES",
     "ClosedForm",
     "CustomSchedule",
-    "Family",
     "Orders",
+    "ScheduleFamily",
     "build_schedule",
     "check_schedule",
     "dualpipe_v",

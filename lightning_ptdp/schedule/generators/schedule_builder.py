@@ -20,7 +20,11 @@ from lightning_ptdp.schedule.generators.one_forward_one_backward import (
     interleaved_one_f_one_b,
     one_f_one_b,
 )
-from lightning_ptdp.schedule.generators.schedule_families import FAMILIES, INTERLEAVED, Family
+from lightning_ptdp.schedule.generators.schedule_families import (
+    FAMILIES,
+    INTERLEAVED,
+    ScheduleFamily,
+)
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verifier import verify_schedule
@@ -116,7 +120,7 @@ def check_schedule(
     found = _found(name, v)
     check_interleaving(p, v)
     if group_size is not None:
-        _check_group_size(found.name if isinstance(found, Family) else name, group_size, p)
+        _check_group_size(found.name if isinstance(found, ScheduleFamily) else name, group_size, p)
     if isinstance(found, Schedule):
         _check_file(str(name), found, p, v, num_microbatches)
     elif p > 1:
@@ -138,7 +142,7 @@ def may_split_backward(name: str | CustomSchedule) -> bool:
     It is also True for a user's schedule, because its actions are not known yet.
     """
     found = _found(name)
-    return found.splits_backward if isinstance(found, Family) else True
+    return found.splits_backward if isinstance(found, ScheduleFamily) else True
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
@@ -200,7 +204,7 @@ def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> No
 
 def _check_chunks(found: CustomSchedule, v: int) -> None:
     name = found.name
-    if not isinstance(found, Family):
+    if not isinstance(found, ScheduleFamily):
         if found.placement == "v" and v != 2:
             raise ValueError(
                 f"schedule {name!r} places two stages a rank in a V, but "
@@ -257,7 +261,7 @@ def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None
     order = found.order
     if found.name == INTERLEAVED and group_size is not None:
         order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
-    if p == 1 and isinstance(found, Family):
+    if p == 1 and isinstance(found, ScheduleFamily):
         order = one_f_one_b
     orders = tuple(map(tuple, order(p, v, m)))
     strange = next(

@@ -21,7 +21,7 @@ from lightning_ptdp.schedule.generators.one_forward_one_backward import (
 )
 from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
 
-__all__ = ["FAMILIES", "INTERLEAVED", "ClosedForm", "Family"]
+__all__ = ["FAMILIES", "INTERLEAVED", "ClosedForm", "ScheduleFamily"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class ClosedForm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family(CustomSchedule):
+class ScheduleFamily(CustomSchedule):
     """A schedule of the package, before its sizes are known.
 
     Attributes:
@@ -81,11 +81,11 @@ def _bubble_dualpipe_v(p: int, v: int, forward: float, backward: float, weight: 
 
 
 INTERLEAVED = "interleaved_1f1b"
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
     {
         family.name: family
         for family in (
-            Family(
+            ScheduleFamily(
                 name="gpipe",
                 order=gpipe,
                 cost=ClosedForm(
@@ -96,7 +96,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     waits=lambda p, v, m: 2 * (p * v - 1),
                 ),  # arXiv 2104.04473, section 2.2.1
             ),
-            Family(
+            ScheduleFamily(
                 name="1f1b",
                 order=one_f_one_b,
                 chunks="one",
@@ -107,7 +107,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     waits=_waits_1f1b,
                 ),  # arXiv 2104.04473, section 2.2.1
             ),
-            Family(
+            ScheduleFamily(
                 name=INTERLEAVED,
                 order=interleaved_one_f_one_b,
                 chunks="several",
@@ -121,7 +121,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     waits=lambda p, v, m: 2 * (p * v - 1),
                 ),  # arXiv 2104.04473, section 2.2.2
             ),
-            Family(
+            ScheduleFamily(
                 name="zb_h1",
                 order=zb_h1,
                 chunks="one",
@@ -136,7 +136,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     waits=lambda p, v, m: 4 * (p - 1),
                 ),  # arXiv 2401.10241, section 3
             ),
-            Family(
+            ScheduleFamily(
                 name="zb_v",
                 order=zb_v,
                 placement="v",
@@ -152,7 +152,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     waits=lambda p, v, m: 6 * (p - 1),
                 ),  # arXiv 2401.10241, section 6
             ),
-            Family(
+            ScheduleFamily(
                 name="dualpipe_v",
                 order=dualpipe_v,
                 placement="v",

@@ -4,8 +4,8 @@ from torch import nn
 
 from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds.expert_kinds import Experts
-from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, Place, check_divides
-from lightning_ptdp.tensor_parallel.kinds.linear_kinds import Attention, Column, Row
+from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, ModulePlace, check_divides
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import AttentionHeads, Column, Row
 from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Partial, Region, Whole
 from lightning_ptdp.tensor_parallel.kinds.sequence_mean import Mean
 
@@ -13,13 +13,13 @@ __all__ = [
     "KINDS",
     "SPLIT_AXES",
     "Alias",
-    "Attention",
+    "AttentionHeads",
     "Column",
     "Experts",
     "Kind",
     "Mean",
+    "ModulePlace",
     "Partial",
-    "Place",
     "Position",
     "Region",
     "Row",
@@ -36,7 +36,7 @@ KINDS: tuple[type[Kind], ...] = (
     Vocabulary,
     Position,
     Partial,
-    Attention,
+    AttentionHeads,
     Alias,
     Region,
     Whole,

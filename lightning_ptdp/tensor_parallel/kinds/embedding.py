@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_embedding, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_embedding, shape_text
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange, shard_vocabulary
 from lightning_ptdp.tensor_parallel.vocabulary import (
     SequenceShardedEmbedding,
@@ -36,7 +36,7 @@ class Vocabulary(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         words = _words(module, place)
         return {
             name: shard_vocabulary(parameter.shape, words)
@@ -44,7 +44,7 @@ class Vocabulary(Kind):
         }
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         weight, words, group = local["weight"], _words(module, place), place.group
         if isinstance(module, nn.Embedding):
@@ -84,7 +84,7 @@ class Position(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
 
-    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
+    def shard(self, module: nn.Module, place: ModulePlace) -> tuple[nn.Module, dict[str, Sharding]]:
         return (
             super().shard(module, place)
             if place.sequence_parallel
@@ -92,7 +92,7 @@ class Position(Kind):
         )
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         assert isinstance(module, nn.Embedding)
         return SequenceShardedEmbedding(
@@ -104,7 +104,7 @@ class Position(Kind):
         return local, f"position: {fate}"
 
 
-def _words(module: nn.Module, place: Place) -> VocabularyRange:
+def _words(module: nn.Module, place: ModulePlace) -> VocabularyRange:
     return VocabularyRange(
         size=module.get_parameter("weight").size(0), parts=place.group.size, index=place.group.rank
     )

@@ -12,7 +12,7 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.expert_parallel import inner_parts, inner_width, stores_as_usual
 from lightning_ptdp.forward.own_forward import replace_forward
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, check_divides, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides, shape_text
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertsForward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_twice
 
@@ -92,7 +92,7 @@ class Experts(Kind):
             axis="expert_tensor",
         )
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         found = {
             name: self._sharding(module, name, p.shape, place)
             for name, p in module.named_parameters()
@@ -103,7 +103,7 @@ class Experts(Kind):
         }
 
     def _sharding(
-        self, module: nn.Module, name: str, shape: Sequence[int], place: Place
+        self, module: nn.Module, name: str, shape: Sequence[int], place: ModulePlace
     ) -> Sharding:
         inner = inner_parts(module, name) if self.split_over > 1 else None
         # Without an inner dimension each tensor-parallel rank has one term of the gradient: that of
@@ -128,7 +128,7 @@ class Experts(Kind):
         )
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         number = getattr(module, _COUNT)
         setattr(module, _COUNT, number // place.group.size)

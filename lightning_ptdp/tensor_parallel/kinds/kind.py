@@ -18,7 +18,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = [
     "SPLIT_AXES",
     "Kind",
-    "Place",
+    "ModulePlace",
     "SplitAxis",
     "check_divides",
     "check_embedding",
@@ -34,7 +34,7 @@ _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ModulePlace:
     """Group and options with which a module is sharded.
 
     Attributes:
@@ -171,14 +171,14 @@ class Kind:
 
     # ---- sharding --------------------------------------------------------------------------------
 
-    def shard(self, module: nn.Module, place: Place) -> tuple[nn.Module, dict[str, Sharding]]:
+    def shard(self, module: nn.Module, place: ModulePlace) -> tuple[nn.Module, dict[str, Sharding]]:
         """Return the replacement module, and a sharding for each parameter by its name."""
         shardings = self.shardings(module, place)
         local = {name: place.local(module, name, sharding) for name, sharding in shardings.items()}
         new = self.build(module, local, place)
         return new if new is module else new.train(module.training), shardings
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         """Return the sharding of every parameter; by default each rank holds it whole."""
         return {
             name: Sharding.replicated(parameter.shape, partial=place.partial)
@@ -186,7 +186,7 @@ class Kind:
         }
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         """Build the parallel version of the module from its local parameters.
 

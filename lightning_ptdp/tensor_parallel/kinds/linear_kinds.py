@@ -11,7 +11,7 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.tensor_parallel.kinds.kind import (
     Kind,
-    Place,
+    ModulePlace,
     check_divides,
     check_embedding,
     shape_text,
@@ -25,7 +25,7 @@ from lightning_ptdp.tensor_parallel.linear_like import (
 )
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention, why_not
 
-__all__ = ["Attention", "Column", "Row"]
+__all__ = ["AttentionHeads", "Column", "Row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Column(Kind):
             return (1,) * len(self.parts or (0,))
         return tuple(max(1, size // count) for count in self.heads)
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         found = {}
         for name, parameter in module.named_parameters():
             dim = parameter.dim() - 1 if stores_outputs_last(module) else 0
@@ -112,7 +112,7 @@ class Column(Kind):
         return found
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         weight = local["weight"]
         if isinstance(module, nn.Embedding):
@@ -166,14 +166,14 @@ class Row(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_divides(name, "in_features", output_input_sizes(module)[1], size)
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         shape, dim = module.get_parameter("weight").shape, 0 if is_conv1d(module) else 1
         return super().shardings(module, place) | {
             "weight": place.columns(shape, (shape[dim],), dim=dim)
         }
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         return RowParallelLinear(
             local["weight"],
@@ -192,7 +192,7 @@ class Row(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention(Kind):
+class AttentionHeads(Kind):
     """``nn.MultiheadAttention`` split by heads, with a column and a row projection."""
 
     name = "attention"
@@ -217,7 +217,7 @@ class Attention(Kind):
                 "batch_first=True"
             )
 
-    def shardings(self, module: nn.Module, place: Place) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
         found = super().shardings(module, place)
         shapes = {name: sharding.full_shape for name, sharding in found.items()}
         found["out_proj.weight"] = place.columns(
@@ -228,7 +228,7 @@ class Attention(Kind):
         return found
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         assert isinstance(module, nn.MultiheadAttention)
         group, split = place.group, place.sequence_parallel

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.tensor_parallel.collectives import total
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, Place, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, shape_text
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Mean"]
@@ -30,7 +30,7 @@ class Mean(Kind):
     parameters = frozenset()
 
     def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: Place
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         replace_forward(module, _MeanForward, group=place.group)
         return module
