@@ -259,7 +259,7 @@ def test_torchao_is_imported_by_those_who_use_it() -> None:
                 else [getattr(node, "module", "") or ""]
             )
             assert not any(name.startswith("torchao") for name in names), path
-        assert path.name == "shims/torchao.py" or "from torchao" not in path.read_text(), path
+        assert path.name == "torchao.py" or "from torchao" not in path.read_text(), path
 
 
 def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:

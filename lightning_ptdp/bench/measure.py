@@ -45,6 +45,10 @@ class StepTimes(Callback):
     def __init__(
         self, *, warmup: int, steps: int, file: Path, peak_flops: float | None = None
     ) -> None:
+        if warmup < 1:
+            raise ValueError(
+                f"warmup={warmup} must be at least 1: the end of a step begins the next"
+            )
         self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
         self._ends: list[float] = []
         self._recorder: ActionRecorder | None = None

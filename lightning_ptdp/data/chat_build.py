@@ -142,10 +142,11 @@ class ChatConfig:
             output, overwrite=self.overwrite, check=partial(self._existing, output, hashes)
         )
         if manifest is None:
-            for path in (self.path, self.validation_path)[
-                : 1 if self.validation_path is None else 2
-            ]:
-                for _ in islice(_encoded(self, path, "train", Counter()), 1):
+            sources = [(self.path, "train")]
+            if self.validation_path is not None:
+                sources.append((self.validation_path, "validation"))
+            for path, split in sources:
+                for _ in islice(_encoded(self, path, split, Counter()), 1):
                     pass
         return manifest
 

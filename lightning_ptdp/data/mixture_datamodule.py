@@ -7,12 +7,12 @@ from typing import Any, TypedDict
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.data.data_error import StoreError
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.interleave import Turns
 from lightning_ptdp.data.manifest import SplitName, verify_store
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.data.tokenizer import Tokenizer
 
 __all__ = ["CorpusOptions", "MixtureDataModule"]
 
@@ -76,9 +76,9 @@ class MixtureDataModule(StreamDataModule):
         self.verify_hashes = verify_hashes
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> AnyTokenizer:
         """Tokenizer of all folders."""
-        return Tokenizer.load(self.corpora[0]["data_dir"])
+        return load_tokenizer(self.corpora[0]["data_dir"])
 
     def check(self, *, num_replicas: int = 1) -> None:
         """Check as ``StreamDataModule.check``, and check files and tokenizers of the folders."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -178,9 +178,10 @@ def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
 
 
 def tokenizer_folder(state: Mapping[str, object]) -> str | None:
-    """Return the prepared folder that a checkpoint's data module names."""
+    """Return the prepared folder that a checkpoint's data module names, if it does."""
     given = state.get("datamodule_hyper_parameters")
-    if not isinstance(given, Mapping):
-        return None
-    folder = given["corpora"][0]["data_dir"] if given.get("corpora") else given.get("data_dir")
-    return None if folder is None else str(folder)
+    corpora = given.get("corpora") if isinstance(given, Mapping) else None
+    if isinstance(corpora, Sequence) and corpora:
+        given = corpora[0]
+    folder = given.get("data_dir") if isinstance(given, Mapping) else None
+    return str(folder) if isinstance(folder, str | Path) else None

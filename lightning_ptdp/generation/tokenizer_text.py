@@ -34,7 +34,11 @@ class TextTokenizer(Protocol):
     eos_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text to continue; at least one."""
+        """Return the ids of a text to continue; at least one.
+
+        Raises:
+            ValueError: The text is empty, and the tokenizer has no token that could begin it.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
@@ -122,8 +126,15 @@ class _HuggingFace:
         found: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         while len(found) > 1 and found[-1] in self.eos_ids:
             found.pop()  # the tokenizer may end every text
-        begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
-        return found or [next(index for index in begins if index is not None)]
+        if not found:
+            begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
+            found = [index for index in begins if index is not None][:1]
+        if not found:
+            raise ValueError(
+                f"the tokenizer in {self._folder} has no token with which a text begins or ends: give "
+                "a prompt that is not empty"
+            )
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

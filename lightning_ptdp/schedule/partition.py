@@ -170,11 +170,19 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
 def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
     """Return the position of the layer whose dotted name ends with ``name``.
 
-    The first match is returned. Within one container, the last component differs between layers.
+    Raises:
+        ValueError: There is none, or there are several, as in an encoder and a decoder.
     """
-    for index, layer in enumerate(layers):
-        if layer == name or layer.endswith(f".{name}"):
-            return index
+    if name in layers:
+        return layers.index(name)
+    found = [index for index, layer in enumerate(layers) if layer.endswith(f".{name}")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(
+            f"partition={list(names)} holds {name!r}, which is {layers[found[0]]!r} or "
+            f"{layers[found[1]]!r}: write the whole name"
+        )
     depth = name.count(".") + 1
     tails = [".".join(layer.split(".")[-depth:]) for layer in layers]
     near = difflib.get_close_matches(name, tails, n=3, cutoff=0.4) or tails[:3]

@@ -539,7 +539,7 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
         assert time.perf_counter() - began < 20
         assert code == 2 and started.is_set() and len(err.splitlines()) == 1
         assert (
-            "is no pretrained_folder, and the config.json of such a model is neither in the hub's "
+            "is no folder, and the config.json of such a model is neither in the hub's "
             "cache nor to be had there (TimeoutError)" in err
         )
         assert "run hf download " in err and "--layers 24" in err

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import PrepareConfig, TextDataModule, TokenStream, prepare
+from lightning_ptdp.data import (
+    MixtureDataModule,
+    PrepareConfig,
+    TextDataModule,
+    TokenStream,
+    prepare,
+)
 from lightning_ptdp.data.data_error import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.models import make_tiny
@@ -104,6 +110,9 @@ def test_the_prepared_folder_holds_the_tokenizer_itself(
         and kept.fingerprint == HuggingFaceTokenizer(model).fingerprint
     )
     assert pickle.loads(pickle.dumps(kept)).decode(kept.encode("def f(x): ...")) == "def f(x): ..."
+    corpora = [{"data_dir": str(tmp_path / "store"), "weight": 1.0}]
+    mixture = MixtureDataModule(corpora=corpora, sequence_length=16, micro_batch_size=2)
+    assert mixture.tokenizer.fingerprint == kept.fingerprint
     file = tmp_path / "store" / "tokenizer" / "tokenizer.json"
     file.write_text(file.read_text() + " ")
     with pytest.raises(ValueError, match=r"tokenizer.json has"):

@@ -121,13 +121,14 @@ class Region(Kind):
 
     def check_inside(self, name: str, module: nn.Module, kinds: Mapping[str, Kind]) -> None:
         for inner, child in module.named_modules():
-            kind = kinds.get(f"{name}.{inner}")
+            path = f"{name}.{inner}" if inner else name
+            kind = kinds.get(path)
             own = {key for key, parameter in child._parameters.items() if parameter is not None}
             if not (kind is not None and kind.region_part) and own - set(
                 () if inner else self.per_head
             ):
                 raise ValueError(
-                    f"'{name}' is a region, but '{name}.{inner}' in it is kept whole, and its "
+                    f"'{name}' is a region, but '{path}' in it is kept whole, and its "
                     "gradient would be counted once for "
                     "each rank; shard it, or leave the region out of the plan"
                 )
