@@ -135,9 +135,7 @@ def test_every_kind_of_file_and_of_columns_gives_the_same(
     frame.save_to_disk(str(tmp_path / "saved"))
     # A data set with a validation split only, as the data for validation.
     datasets.DatasetDict({"validation": frame}).save_to_disk(str(tmp_path / "validation"))
-    apart = prepared(
-        model, chat, tmp_path / "apart", validation_path=str(tmp_path / "validation")
-    )
+    apart = prepared(model, chat, tmp_path / "apart", validation_path=str(tmp_path / "validation"))
     assert len(apart._stream("validation")) > 0
     shared = [
         {

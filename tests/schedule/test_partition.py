@@ -127,7 +127,9 @@ def test_names_are_taken_whole() -> None:
 
 def test_a_name_of_two_layers_is_refused() -> None:
     layers = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    with pytest.raises(ValueError, match=r"'encoder.block.1' or 'decoder.block.1': write the whole"):
+    with pytest.raises(
+        ValueError, match=r"'encoder.block.1' or 'decoder.block.1': write the whole"
+    ):
         explicit_partition(["encoder.block.0", "block.1"], layers=layers, num_stages=2)
     whole = ["encoder.block.0", "decoder.block.1"]
     assert explicit_partition(whole, layers=layers, num_stages=2) == ((0, 3), (3, 4))
