@@ -116,8 +116,8 @@ class ModelSpaceSaving(ModelSpace):
         elsewhere = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
         if storage_options is not None and not elsewhere:
             raise TypeError(
-                "storage_options is not supported: checkpoints are written by "
-                "torch.distributed.checkpoint"
+                "storage_options is not supported: every rank writes its part of a checkpoint to a "
+                "folder of the shared file system"
             )
         doing = f"saving the checkpoint {filepath}"
         with self.waiting_in(doing):
