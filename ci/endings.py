@@ -1,14 +1,18 @@
 #!/usr/bin/env python
-"""End trainings in every way while a checkpoint is being written in the background, and count those
-that are lost.
+"""Endings of a training during a background save, with a count of lost checkpoints.
 
     python ci/endings.py --runs 200
 
-Every run begins a save (``async_save=True``, slowed down), or has just begun one, when it ends: by
-returning, ``sys.exit``, an exception, SIGTERM or one Ctrl-C; in the middle of fit, in its last
-hooks or after it; on all ranks or on one; alone, or as two ranks that torchrun, Lightning's
-scripts, fork or spawn have started. Exit code 1 if a save that had begun is not whole afterwards,
-or something hangs."""
+Every run begins a save (``async_save=True``, slowed down). It ends during the save or just after
+the save has begun. The cases combine:
+
+- the way to end: return, ``sys.exit``, an exception, SIGTERM or one Ctrl-C;
+- the place: in the middle of fit, in its last hooks, or after it;
+- the ranks that end: all or one;
+- the launcher: one process, or two ranks started by torchrun, Lightning's scripts, fork or spawn.
+
+The exit code is 1 if a save that had begun is incomplete afterwards, or if a run hangs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ LAUNCHERS = ("one", "ranks", "fork", "popen", "torchrun", "spawn")
 WAYS = ("return", "exit", "exception", "SIGTERM", "Ctrl-C", "Ctrl-C to one")
 HOOKS = ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "after fit")
 _SLOW_S = 0.4
-_JOINED_S = 300  # a start beside many busy processes takes minutes
+_JOINED_S = 300  # starting takes minutes on a machine with many busy processes
 _BEGUN = "begun.txt"
 
 
@@ -50,13 +54,13 @@ class Case:
     """One run.
 
     Attributes:
-        launcher: "one" process, two "ranks" of an environment as torchrun's, or the way in which
-            two are started.
-        way: How it ends.
-        hook: Where.
-        on_ranks: Who ends, where all could ("exit", "exception"), and who gets a signal that is for
-            one.
-        saves: Whether there is the callback ``SaveOnSignal``.
+        launcher: "one": a single process; "ranks": two ranks with environment variables like
+            torchrun's; otherwise the start method of two ranks.
+        way: Way in which the run ends.
+        hook: Hook in which the run ends.
+        on_ranks: Ranks that end, for the ways "exit" and "exception"; the first one receives a
+            signal to a single rank.
+        saves: Whether the callback ``SaveOnSignal`` is used.
     """
 
     launcher: str
@@ -67,11 +71,11 @@ class Case:
 
 
 class Ending(Exception):
-    """The user's own mistake."""
+    """An error in the user's code."""
 
 
 class Ends(pl.Callback):
-    """Begins a save in its hook, and ends."""
+    """Callback that begins a save in the hook of the case and ends the run."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self._case, self._folder = case, folder
@@ -93,7 +97,7 @@ class Ends(pl.Callback):
 
 
 def end(case: Case, trainer: pl.Trainer, folder: Path) -> None:
-    """Save, note that, and end."""
+    """Save, record that the save has begun, and end the run."""
     trainer.save_checkpoint(folder / "begun.ckpt")
     if trainer.is_global_zero:
         (folder / _BEGUN).write_text("begun.ckpt")
@@ -106,14 +110,14 @@ def end(case: Case, trainer: pl.Trainer, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     if case.way == "Ctrl-C to one" and trainer.global_rank == case.on_ranks[0]:
         os.kill(os.getpid(), signal.SIGINT)
-    if case.way == "Ctrl-C" and trainer.is_global_zero:  # as a terminal does
+    if case.way == "Ctrl-C" and trainer.is_global_zero:  # like a terminal
         os.kill(os.getppid(), signal.SIGINT) if case.launcher == "torchrun" else os.killpg(
             0, signal.SIGINT
         )
 
 
 def train(case: Case, folder: Path) -> None:
-    """Train as a user's script does."""
+    """Train like a user's script."""
     write = background.save_rectangles
 
     def slow(*args: Any, **kwargs: Any) -> None:
@@ -144,7 +148,7 @@ def train(case: Case, folder: Path) -> None:
 
 
 class Lit(pl.LightningModule):
-    """Four layers."""
+    """A module with four layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ class Lit(pl.LightningModule):
 
 
 def cases(launchers: Sequence[str], seed: int) -> Iterator[Case]:
-    """Cases without an end, every launcher, way and hook alike often."""
+    """Yield cases forever, with every launcher, way and hook equally often."""
     draw = random.Random(seed)
     while True:
         for way, hook in draw.sample(list(itertools.product(WAYS, HOOKS)), len(WAYS) * len(HOOKS)):
@@ -172,8 +176,9 @@ def cases(launchers: Sequence[str], seed: int) -> Iterator[Case]:
 
 
 def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
-    """Fork a process that trains and then ends as Python ends: what is imported here need not be
-    imported again."""
+    """Fork a process that trains and then ends like a Python process.
+
+    The forked process does not repeat the imports of this process."""
     process = os.fork()
     if process:
         return process
@@ -200,7 +205,7 @@ def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
 
 
 def run(case: Case, folder: Path, limit_s: float) -> str:
-    """Run a case and return the fault, or "". After ``limit_s`` seconds it counts as a hang."""
+    """Run a case and return the fault, or "". A run of more than ``limit_s`` seconds is a hang."""
     environments: list[dict[str, str]] = [{}]
     if case.launcher == "ranks":
         common = {
@@ -233,14 +238,14 @@ def run(case: Case, folder: Path, limit_s: float) -> str:
 
 
 def free_port() -> int:
-    """On this machine."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def main() -> int:
-    """Run them."""
+    """Run the cases and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -276,7 +281,7 @@ def main() -> int:
                     print(file.read_text(errors="replace")[-3000:])
             sys.stdout.flush()
         finally:
-            if os.getpid() == here:  # what was forked ends by the same way
+            if os.getpid() == here:  # forked processes leave by the same path
                 shutil.rmtree(folder, ignore_errors=True)
     print(f"{options.runs} runs in {time.monotonic() - began:.0f} s: {wrong} lost or hung")
     return 1 if wrong else 0

@@ -1,32 +1,33 @@
-"""A training whose ranks are killed or frozen again and again, and checkpoints that are damaged:
-what survives.
+"""Training runs with repeatedly killed or frozen ranks, and with damaged checkpoints.
 
     python ci/faults.py [--kills 50] [--seed 0] [--layouts d2,p2] [--kinds "save: renames,load"]
     [--faults kill,stop] [--timeout-s 20]
                         [--allow-s 0] [--folder DIR] [--verbose]
 
-In every layout a tiny GPT is trained by real processes over gloo, with a checkpoint every few
-steps, as torchrun, Lightning or SLURM would start them. One rank, drawn at random, is lost at an
-instant of a drawn kind (fault_campaign/kinds.py), by SIGKILL or SIGSTOP; the training goes on from
-the newest complete checkpoint, from `latest` or from the folder, and so forth. Every process has a
-clock of its own, up to a
-day off, as on other machines. Checked every time:
+In every layout, real processes train a tiny GPT over gloo and save a checkpoint every few steps.
+They are started like those of torchrun, Lightning or SLURM. In each attempt, one random rank is
+lost by SIGKILL or SIGSTOP, at an instant of a random kind (fault_campaign/kinds.py). The next
+attempt continues from the newest complete checkpoint, from `latest`, or from the folder. Every
+process has its own clock, which differs by up to a day, like the clocks of different machines.
+Checks after every attempt:
 
-- the other ranks end by themselves with an error that names the lost one: within 2 s if it was
-  killed, within 1.3 times the strategy's limit if it was frozen, or killed before it had come to
-  rank 0 (and rank 0: before it had answered): then only what started it (torchrun, Lightning, `srun
-  --kill-on-bad-exit`) could know, which nothing here does. Who had finished before has nothing to
-  say;
-- `latest` is a whole checkpoint (every byte is compared with its checksum), and neither it nor the
-  newest whole one is older than before;
-- what stands under a checkpoint's own name is whole.
+- The other ranks end by themselves, with an error that names the lost rank. The limit is 2 s if the
+  rank was killed. It is 1.3 times the strategy's timeout if the rank was frozen, or was killed
+  before it had reached rank 0 (for rank 0: before it had answered). In the latter case only the
+  launcher could detect the loss (torchrun, Lightning, `srun --kill-on-bad-exit`), and here no
+  launcher does. Ranks that had finished before the loss are not checked.
+- `latest` is a complete checkpoint: every byte is compared with its checksum. Neither `latest` nor
+  the newest complete checkpoint is older than before.
+- Everything under a checkpoint's own name is complete.
 
-At the end the weights must be those of a training that nobody disturbed, bit for bit, and nothing
-may be left under a temporary name. Then every file of a checkpoint is damaged, and all of that must
-be noticed. The exit code is 1 if anything was not as it should be; what the ranks of a wrong
-attempt printed is shown. On a machine with other work `--allow-s` is what may be added to the two
-bounds. One after the other 300 take about an hour and a half with `--timeout-s 20`, most of it
-waiting for limits; several runs with a layout each go beside each other."""
+At the end, the weights must equal those of an undisturbed training, bit for bit, and no temporary
+files may be left. Then every file of a checkpoint is damaged, and all damage must be detected.
+
+The exit code is 1 if any check fails. The output of the ranks of a failed attempt is shown. On a
+busy machine, `--allow-s` is added to the two limits. 300 attempts in sequence take about an hour
+and a half with `--timeout-s 20`, mostly waiting for limits. Several runs with one layout each can
+run at the same time.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +51,15 @@ from fault_campaign.kinds import FAULTS, KINDS, Trap
 from fault_campaign.processes import LAUNCHERS, Ended, Processes, Shot
 from fault_campaign.training import LAYOUTS, SAVE_EVERY, Attempt, world_size_of
 
-_LONGEST_S = 4.0  # after which a rank that is to be lost at any time has been
-_KILLED_S, _STOPPED = 2.0, 1.3  # until who was killed is named, in s; who is frozen, in limits
-_HANGING_S = 30.0  # behind these bounds
+_LONGEST_S = 4.0  # time within which a rank is lost, for kinds without traps
+_KILLED_S, _STOPPED = 2.0, 1.3  # limits to name a rank: killed (s), frozen (timeouts)
+_HANGING_S = 30.0  # added to these limits before a rank counts as hanging
 _DAY_S = 86400.0
-_GUARD = 40  # steps after which an attempt ends if nobody was lost
-_REST = 4  # steps that the last attempt makes
+_GUARD = 40  # steps after which an attempt ends if no rank was lost
+_REST = 4  # steps of the last attempt
 _PLACES = 40
 _PRINTED = "\nIt printed:\n"
-# In a rank's last words: who is blamed. What merely lists all ranks blames nobody.
+# Ranks blamed by the last words of a rank. A table that lists all ranks blames none.
 _TABLE = "What each rank did last:"
 _BLAMED = re.compile(
     r"rank (\d+): (?:last heard|has told nothing)|rank (\d+), which keeps the store"
@@ -75,8 +76,8 @@ class Kill:
     Attributes:
         kind: A key of ``KINDS``.
         fault: A key of ``FAULTS``.
-        named_after_s: By rank that was left, until it had named the lost one.
-        steps_lost: That the next attempt has to make again.
+        named_after_s: Time until each surviving rank named the lost rank.
+        steps_lost: Number of steps that the next attempt must repeat.
     """
 
     kind: str
@@ -87,7 +88,7 @@ class Kill:
 
 @dataclass(kw_only=True)
 class Campaign:
-    """Kills in one layout."""
+    """Fault campaign in one layout."""
 
     layout: str
     folder: Path
@@ -103,7 +104,7 @@ class Campaign:
         (self.folder / "checkpoints").mkdir()
 
     def kill(self, kind: str, fault: str) -> None:
-        """One attempt that loses a rank."""
+        """Run one attempt that loses a rank."""
         victim = self.draw.randrange(world_size_of(self.layout)) if KINDS[kind].anyone else 0
         if kind == "load" and self.standing.newest is None:
             self._attempt(SAVE_EVERY)
@@ -156,7 +157,7 @@ class Campaign:
         )
 
     def finish(self) -> None:
-        """Train undisturbed to the end, and from the beginning, and compare."""
+        """Train undisturbed to the end and from the beginning, and compare the two."""
         steps = max(self.standing.newest_step, 0) + _REST
         killed = self._attempt(steps)
         self.standing = look(self.folder / "checkpoints", self.standing)
@@ -215,8 +216,9 @@ class Campaign:
     def _judge(
         self, what: str, victim: int, ended: Ended, *, soon: float, late: float
     ) -> tuple[float, ...]:
-        """Check the time that each of the other ranks took to name the lost one: ``soon`` if it
-        could know of it, else ``late``."""
+        """Check the time that each of the other ranks took to name the lost rank.
+
+        The limit is ``soon`` if the rank could know of the lost rank, else ``late``."""
         times = []
         for rank in {*ended.steps} - {victim, *ended.finished}:
             said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
@@ -240,14 +242,15 @@ class Campaign:
 
 
 def _had_met(rank: int, victim: int, ended: Ended) -> bool:
-    """Return True if ``rank`` could know that ``victim`` had been there: rank 0, which answers all,
-    knows who came; the others know it by that."""
+    """Return True if ``rank`` could know that ``victim`` had joined.
+
+    Rank 0 answers all ranks and knows which ranks joined. The other ranks learn it from rank 0."""
     known = [ended.met.get(victim, math.inf)] + [ended.met.get(rank, math.inf)] * (victim == 0)
     return max(known) < ended.lost_at
 
 
 def blamed(said: str, *, by: int) -> set[int]:
-    """The ranks that the last words of rank ``by`` blame."""
+    """Return the ranks that the last words of rank ``by`` blame."""
     head, table, _ = said.partition(_TABLE)
     ranks = {int(rank) for rank in re.findall(r"\brank (\d+)\b", head if table else "")}
     for groups in _BLAMED.findall(said):
@@ -256,7 +259,7 @@ def blamed(said: str, *, by: int) -> set[int]:
 
 
 def main() -> int:
-    """Run the campaign; the exit code."""
+    """Run the campaign and return the exit code."""
     options = _options()
     began, kinds = time.monotonic(), options.kinds.split(",") if options.kinds else list(KINDS)
     layouts = options.layouts.split(",") if options.layouts else list(LAYOUTS)
@@ -340,7 +343,7 @@ def _options() -> argparse.Namespace:
 
 
 def _deck(cards: Sequence[tuple[str, str]], draw: random.Random) -> Iterator[tuple[str, str]]:
-    """All about equally often, in random order."""
+    """Yield all cards about equally often, in random order."""
     while True:
         yield from draw.sample(list(cards), len(cards))
 

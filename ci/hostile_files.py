@@ -1,13 +1,14 @@
-"""Files from elsewhere that lie: what becomes of whoever reads them.
+"""Damaged and hostile files, with a check of the code that reads them.
 
     python ci/hostile_files.py [--only TEXT] [--show] [--folder DIR]
 
-Every kind of file that is read (tests/hostile/): damaged, cut off, grown, and consistent lies,
-which agree with their own checksums. Each is read in a process of its own, beside a canary. It is
-to end in one sentence that names the file, within a second of a processor and 200 MB; nothing may
-be started, and nothing read, written or removed outside of the case's folder. What is odd and true
-may be accepted: these cases are declared so. The exit code is 1 if anything was not as it should
-be."""
+The cases cover every kind of file that the package reads (tests/hostile/): damaged, truncated and
+extended files, and consistent forgeries that match their own checksums. Each file is read in its
+own process, beside a canary. The read must end with one sentence that names the file, within one
+second of processor time and 200 MB. It must not start anything. It must not read, write or remove
+anything outside the folder of the case. Files that are unusual but valid may be accepted; these
+cases are declared so. The exit code is 1 if any check fails.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +43,9 @@ _COLUMNS = (
 
 
 def all_cases(folder: Path) -> list[Case]:
-    """Return the cases of every module of ``tests.hostile``; ``folder`` keeps the files they are
-    made of."""
+    """Return the cases of every module of ``tests.hostile``.
+
+    ``folder`` receives the files from which the cases are made."""
     names = [
         module.name
         for module in pkgutil.iter_modules(tests.hostile.__path__)
@@ -65,7 +67,7 @@ def main() -> int:
         help="where the cases are written; a temporary folder by default",
     )
     options = parser.parse_args()
-    # What a reader imports when it is used, so that its time and memory are the file's.
+    # Import what readers import on first use, so that only the file's time and memory count.
     for module in ("sentencepiece", "litdata.streaming.downloader"):
         importlib.import_module(module)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

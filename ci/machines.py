@@ -1,12 +1,13 @@
-"""The main job in forty environments of ordinary machines: it trains, or says in at most five lines
-why it cannot.
+"""The main job in forty environments of ordinary machines.
 
 usage: ci/machines.sh [NAME …]   (default: all cases)
 
-Each case is a shell line that runs ``$FIT``, the main job for two steps. A case passes if it ends
-with exit code 0, or with another code, at most five lines of errors and no traceback. Cases that
-need root, network or mount namespaces are skipped, by name, where the machine does not allow them.
-A case may name words that its output must contain."""
+In each environment, the job must train, or say in at most five lines why it cannot. Each case is a
+shell line that runs ``$FIT``, the main job for two steps. A case passes if it ends with exit code
+0, or with another code, at most five lines of errors and no traceback. A case may name words that
+its output must contain. Cases that need root, network or mount namespaces are skipped, by name, if
+the machine does not allow them.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ class Case:
     """One environment.
 
     Attributes:
-        line: Shell line; ``$FIT`` is the main job, ``$HERE`` the case's empty folder.
+        line: Shell line. ``$FIT`` is the main job, and ``$HERE`` is the case's empty folder.
         needs: Commands that must succeed for the case to be possible.
-        refused: Words of the one sentence with which the job must be refused; "" if it must train.
+        refused: Words of the one sentence that must refuse the job; "" if the job must train.
     """
 
     line: str
@@ -44,7 +45,7 @@ IS_ROOT = 'test "$(id -u)" = 0'
 
 
 def mounted(setup: str, job: str = "$FIT") -> str:
-    """Return a line that runs ``setup`` and the job in a mount namespace of their own."""
+    """Return a line that runs ``setup`` and the job in a separate mount namespace."""
     return f"unshare --mount --propagation private sh -c '{setup}; exec {job}'"
 
 
@@ -146,7 +147,7 @@ CASES = {
 
 
 def possible(case: Case, environment: dict[str, str]) -> str | None:
-    """Return the first command that the case needs and that fails here; None if there is none."""
+    """Return the first command that the case needs and that fails here, or None."""
     for command in case.needs:
         done = subprocess.run(
             ["bash", "-c", command], env=environment, capture_output=True, check=False
@@ -157,8 +158,9 @@ def possible(case: Case, environment: dict[str, str]) -> str | None:
 
 
 def run(case: Case, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Run a case in its folder; the exit code (-1: it ran past the limit), and what it printed to
-    standard error or output."""
+    """Run a case in its folder and return its exit code and its standard error or output.
+
+    The exit code is -1 if the case exceeded the time limit."""
     output = folder.with_suffix(".log")
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -180,7 +182,7 @@ def run(case: Case, folder: Path, environment: dict[str, str]) -> tuple[int, str
 
 
 def judge(case: Case, code: int, output: str) -> str:
-    """Return "" if the case passed, else why it did not."""
+    """Return "" if the case passed, else the reason for the failure."""
     lines = output.strip().splitlines()
     if code == -1:
         return f"still running after {LIMIT_S} s"
@@ -196,7 +198,7 @@ def judge(case: Case, code: int, output: str) -> str:
 
 
 def main(names: list[str]) -> int:
-    """Run the cases and print the table; 1 if one failed."""
+    """Run the cases, print the table, and return 1 if a case failed, else 0."""
     unknown = [name for name in names if name not in CASES]
     if unknown:
         print(f"no case {unknown[0]!r}; there are: {', '.join(CASES)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Tables that programs write into pages, between two marks."""
+"""Tables that programs write into documentation pages, between two marks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["write_between_marks"]
 
 
 def write_between_marks(page: Path, name: str, text: str) -> None:
-    """Replace what is between ``<!-- name: begin -->`` and ``<!-- name: end -->`` in a page.
+    """Replace the text between ``<!-- name: begin -->`` and ``<!-- name: end -->`` in a page.
 
     Raises:
         ValueError: The page lacks one of the marks.

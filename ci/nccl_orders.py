@@ -1,13 +1,14 @@
-"""Run every schedule of every size on NCCL's rules, on paper (tests/schedule/nccl.py): which ones
-would hang?
+"""Search for schedules that would hang under NCCL's rules (tests/schedule/nccl.py), without a GPU.
 
     python ci/nccl_orders.py [--ranks 2-16] [--chunks 1-4] [--microbatches 1-64] [--schedules
     1f1b,zb_v] [--own-queues]
 
-The first step, in which shapes are learnt, and a later one, in training and in evaluation, with all
-streams of a rank on one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). What runs there runs
-where streams have queues of their own, which only removes waiting; ``--own-queues`` runs that, too.
-Exit code 1 if anything hangs. All sizes take about an hour."""
+Every schedule is run at every size, in training and in evaluation: the first step, in which shapes
+are exchanged, and a later step. All streams of a rank share one hardware queue
+(``CUDA_DEVICE_MAX_CONNECTIONS=1``). A schedule that runs there also runs if streams have separate
+queues, because separate queues only remove waiting. ``--own-queues`` runs that case, too. The exit
+code is 1 if anything hangs. All sizes take about an hour.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.schedule.streams import stuck_operations
 
 
 def main() -> int:
-    """Run them; the exit code."""
+    """Run the schedules and return the exit code."""
     options = _options()
     began, hanging = time.monotonic(), 0
     for name in options.schedules:
@@ -61,7 +62,7 @@ def _schedules(name: str, options: argparse.Namespace) -> Iterator[Schedule]:
                 training=training,
             )
         except ValueError:
-            continue  # a size that the schedule refuses
+            continue  # the schedule does not support this size
 
 
 def _options() -> argparse.Namespace:

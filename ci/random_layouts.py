@@ -1,12 +1,12 @@
-"""Layouts and options drawn at random, each trained beside one process: the same losses, norms and
-weights, or a refusal by name.
+"""Random layouts and options, each compared with one process.
 
 ::
 
     python ci/random_layouts.py --seed 7 --limit-s 600
 
-What the tests fix by hand is a grid with one option varied at a time; here options meet. Exit code
-1 if an answer differs or an error is none of the user's; what was refused is listed, to be read.
+A layout must give the same losses, norms and weights as one process, or be refused by name. The
+tests cover a fixed grid and vary one option at a time. This program combines options. The exit code
+is 1 if an answer differs, or if an error is not a user error. Refusals are listed for review.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Draw = random.Random
 
 
 def draw_run(draw: Draw) -> Run:
-    """A run on two to eight processes."""
+    """Draw a run on two to eight processes."""
     while True:
         t, p, c, d = (draw.choice((1, 1, 2, 2, 4)) for _ in range(4))
         if 1 < t * p * c * d <= 8:
@@ -68,15 +68,15 @@ def draw_run(draw: Draw) -> Run:
         experts=experts,
         precision="32-true"
         if experts is None
-        else "64-true",  # rounding would decide which expert is chosen
+        else "64-true",  # in float32, rounding would decide the choice of experts
         accumulate=draw.choice((1, 1, 2, 3)),
         clip=draw.choice((None, 0.05)),
         global_batch=d * m * draw.choice((1, 1, 2, 3)),
         count_tokens=draw.random() < 0.8,
         validate_every=draw.choice((None, None, 1, 2)),
     )
-    # Replicas are given the same number of samples, repeating some, where one process has a shorter
-    # last batch.
+    # All replicas receive the same number of samples, with some repeated. One process has a shorter
+    # last batch instead.
     samples = (
         draw.choice((29, 3 * run.global_batch))
         if d == 1 and run.count_tokens
@@ -116,7 +116,7 @@ def _recomputation(draw: Draw, t: int) -> dict[str, Any]:
 
 
 def compare(pool: Pool, run: Run) -> str | None:
-    """Train twice; the refusal, if it was one.
+    """Train in the layout and in one process, and return the refusal, if any.
 
     Raises:
         AssertionError: An answer differs, or a process failed.
@@ -131,7 +131,7 @@ def compare(pool: Pool, run: Run) -> str | None:
     keyed = {"keyed_dropout": True} if run.dropout else {}
     expected = pool.run(fit, world_size=1, args=(replace(run, world_size=1, layout=keyed),))[0]
     for found in ranks:
-        # Biases begin at zero, and AdamW enlarges the rounding of what is small.
+        # Biases start at zero, and AdamW amplifies rounding errors of small values.
         assert_same(found, expected, tolerance=3e-5, of_weights=5e-4)
     return None
 

@@ -1,7 +1,8 @@
-"""Size of the package in tokens of code: without comments, docstrings, newlines and indentation.
+"""Size of the package in tokens of code, without comments, docstrings, newlines and indentation.
 
-Prints the size of each part of ``lightning_ptdp``, the largest first, and the sum. Exit code 1 if the
-sum is above the limit in ``ci/size.txt``: a change that needs more raises the limit and says why.
+Prints the size of each part of ``lightning_ptdp``, largest first, and the total. The exit code is 1
+if the total exceeds the limit in ``ci/size.txt``. A change that needs more tokens raises the limit
+and gives the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOT_CODE = (
 
 
 def count_tokens(source: str) -> int:
-    """Return the number of tokens of code in a file's source."""
+    """Return the number of code tokens in the source of a file."""
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
         # A docstring, or a string below an attribute that documents it.
@@ -42,7 +43,7 @@ def count_tokens(source: str) -> int:
 
 
 def main() -> int:
-    """Print the table, and compare the sum with the limit."""
+    """Print the table, and compare the total with the limit."""
     sizes: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")

@@ -1,5 +1,8 @@
-"""Jobs on the cluster that ci/slurm.sh brings up: generated, documented, requeued, with a lost
-node, and of two experiments."""
+"""Jobs on the SLURM cluster that ci/slurm.sh starts.
+
+The jobs use generated and documented scripts, are requeued, lose a node, or belong to two
+experiments.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +87,10 @@ def main() -> None:
 
 
 def requeued(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The signal comes within a minute, and the job has five more to start and save; both depend on
-    the machine's load."""
+    """Check a job that is requeued at its time limit.
+
+    The signal arrives within a minute. The job then has five more minutes to start and save. Both
+    times depend on the load of the machine."""
     job = generated(
         folder,
         config(folder, "requeued", seconds=4.0),
@@ -96,7 +101,7 @@ def requeued(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     wait(lambda: restarts(job) == 1, "a requeue")
     run(
         "scontrol", "update", f"JobId={job}", "TimeLimit=0:30:00"
-    )  # else a start of a minute is signalled again at its end
+    )  # otherwise a start that takes a minute is signalled again at its end
     finish(job)
     log = output(folder, job)
     assert "continuing from" in log, log
@@ -137,13 +142,13 @@ def config(folder: Path, name: str, *, seconds: float = 0.0) -> Path:
 
 
 def generated(folder: Path, path: Path, *options: str, finish: bool = True) -> str:
-    """Submit by ``ptdp fit --launcher slurm`` and return the job's number."""
+    """Submit a job with ``ptdp fit --launcher slurm`` and return its number."""
     said = run(*PTDP, "fit", "--config", str(path), "--launcher=slurm", *options, cwd=folder)
     return submitted(said, finish)
 
 
 def documented(folder: Path, path: Path) -> str:
-    """Submit the script of the page, on this cluster."""
+    """Submit the script from the documentation page on this cluster."""
     text = DOCUMENTED.read_text().partition('title="train.sbatch"\n')[2].partition("```")[0]
     text = text.replace("/shared/project", str(folder)).replace(
         "/shared/venv/bin/python", sys.executable
@@ -197,7 +202,7 @@ def output(folder: Path, job: str) -> str:
 
 
 def weights(folder: Path, name: str, job: str) -> dict[str, torch.Tensor]:
-    """Return the last weights of a job that has trained to its end."""
+    """Return the final weights of a job that has completed training."""
     assert field(job, "JobState") == "COMPLETED", output(folder, job)
     newest = newest_checkpoint(folder / name)
     assert newest is not None and read_metadata(newest).run["global_step"] == STEPS, output(

@@ -1,5 +1,4 @@
-"""LightningModules of other people's packages, each trained in several layouts beside one process:
-equal, or told by name why not.
+"""LightningModules of other packages, each compared with one process in several layouts.
 
 ::
 
@@ -7,9 +6,11 @@ equal, or told by name why not.
     python ci/third_party.py --only "timm ViT" --only "PyG GIN"
     python ci/third_party.py --table docs/models.md
 
-Every layout of a module is trained as a user would, and then compared with one process by
-``lightning_ptdp.verify``. Packages that are not installed are left out and named. Exit code 1 if a
-layout differs in silence, hangs, or ends with an error that is not ours."""
+Each layout of a module must give the same result as one process, or be refused with a named reason.
+It is trained like a user's script, and then compared with one process by ``lightning_ptdp.verify``.
+Packages that are not installed are skipped and listed. The exit code is 1 if a layout differs
+without a warning, hangs, or ends with an error from outside this package.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Without a driver torch asks for GPUs in a way after which no process can be forked from a forked
+# Without a driver, torch's default query for GPUs prevents a forked process from forking another
 # one.
 os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
@@ -68,8 +69,8 @@ class Outcome:
 
     Attributes:
         kind: "equal", "refused" (before launch), "late" (refused by the ranks), "warned" (differs,
-            which the run said), "different" (in silence), "random" (draws other numbers), "obscure"
-            (another error) or "hung".
+            with a warning), "different" (without a warning), "random" (draws other random numbers),
+            "obscure" (another error) or "hung".
         text: The refusal, warning, error, or report of what differs.
     """
 
@@ -81,8 +82,9 @@ class Outcome:
 
 
 def measure(module: Any, data: Any, layout: str, limit_s: float) -> Outcome:
-    """Return the result of a layout, each half of which has a process of its own and ``limit_s``
-    seconds."""
+    """Train in a layout, compare it with one process, and return the result.
+
+    Training and comparison each have their own process and ``limit_s`` seconds."""
     trained: Outcome = call_in_child(partial(train, module, data, layout), limit_s)
     if trained.kind != "trained":
         return trained
@@ -93,8 +95,9 @@ def measure(module: Any, data: Any, layout: str, limit_s: float) -> Outcome:
 
 
 def train(module: Any, data: Any, layout: str) -> Outcome:
-    """Train as a user would; the text is that of warnings which tell of a result that is not one
-    process's."""
+    """Train like a user's script.
+
+    The text of the outcome holds the warnings about results that differ from one process."""
     namespace = namespace_of(module)
     names = lightning_names(namespace)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +123,7 @@ def train(module: Any, data: Any, layout: str) -> Outcome:
 
 
 def compare(module: Any, data: Any, layout: str) -> Outcome:
-    """Compare with one process."""
+    """Compare the layout with one process."""
     namespace = namespace_of(module)
     strategy = strategy_class(namespace)(**LAYOUTS[layout])
     source = (
@@ -137,8 +140,8 @@ def compare(module: Any, data: Any, layout: str) -> Outcome:
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         return Outcome("obscure", f"in verify: {type(error).__name__}: {error}\n{notes}")
-    # Where one process accumulates over batches that cannot be joined, verify compares losses and
-    # logged values of single batches.
+    # If batches cannot be joined, one process accumulates over them. In this case verify compares
+    # the losses and logged values of single batches.
     accumulates = any("one process accumulates" in note for note in report.notes)
     differing = {each.kind for each in report.differences} - (
         {"loss", "logged value", "metric"} if accumulates else set()
@@ -158,8 +161,9 @@ def compare(module: Any, data: Any, layout: str) -> Outcome:
 
 
 def describe(error: Exception, text: str, *, launched: bool) -> Outcome:
-    """Return the result of a training that ended with an error, of which ``text`` is the
-    traceback."""
+    """Return the result of a training that ended with an error.
+
+    ``text`` is the traceback of the error."""
     message = str(error)
     if type(error).__name__ == "ProcessRaisedException":
         name, _, message = last_error(message)
@@ -176,7 +180,7 @@ def describe(error: Exception, text: str, *, launched: bool) -> Outcome:
 
 
 def last_error(text: str) -> tuple[str, str, str]:
-    """Return (name, ": ", message) of the error that a traceback ends with."""
+    """Return (name, ": ", message) of the last error in a traceback."""
     starts = [
         match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(?=(: |$))", text, re.MULTILINE)
     ]
@@ -209,7 +213,7 @@ def _keep_warning(file: Path, message: Warning | str, *_: object, **__: object) 
         frame = frame.f_back
     if (
         frame is None or frame.f_code.co_name == "__torch_function__"
-    ):  # torch's own, of a call that the package looks at
+    ):  # a warning of torch about a call that the package intercepts
         return
     origin = Path(frame.f_code.co_filename)
     if any(origin.is_relative_to(PACKAGE / part) for part in EXPLAINING):
@@ -218,8 +222,9 @@ def _keep_warning(file: Path, message: Warning | str, *_: object, **__: object) 
 
 
 def call_in_child(function: Callable[[], Any], limit_s: float) -> Any:
-    """Return the result of ``function``, called in a forked process, or an ``Outcome`` if it is
-    late or lost."""
+    """Call ``function`` in a forked process and return its result.
+
+    If the process exceeds the limit or is lost, an ``Outcome`` is returned."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryFile("w+b") as log:
@@ -263,8 +268,9 @@ def measure_all(third: ThirdParty, limit_s: float) -> dict[str, Outcome]:
 def measure_in_children(
     names: list[str], limit_s: float, workers: int
 ) -> Iterator[tuple[str, dict[str, Outcome]]]:
-    """Yield (module, its results), ``workers`` modules at a time, each in a process in which its
-    package alone is imported."""
+    """Yield (module, its results), with ``workers`` modules at a time.
+
+    Each module has its own process, which imports only the package of the module."""
     context = multiprocessing.get_context("fork")
     todo, done = context.SimpleQueue(), context.SimpleQueue()
 
@@ -287,7 +293,7 @@ def measure_in_children(
 
 
 def show(name: str, outcomes: dict[str, Outcome]) -> None:
-    """Print the results of a module, with all of a defect."""
+    """Print the results of a module. A defect is printed in full."""
     print(
         f"{name}: {', '.join(f'{layout} {outcome.kind}' for layout, outcome in outcomes.items())}"
     )
@@ -301,7 +307,7 @@ def show(name: str, outcomes: dict[str, Outcome]) -> None:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence, in one line."""
+    """Return the first sentence as one line."""
     line = re.sub(
         r"^saving the checkpoint \S+ failed: rank \d+: ", "when saving, ", " ".join(text.split())
     )
@@ -311,7 +317,7 @@ def first_sentence(text: str) -> str:
 
 
 def table_of(found: dict[str, dict[str, Outcome]]) -> str:
-    """Return the table of these results in Markdown."""
+    """Return a Markdown table of the results."""
     notes: dict[str, int] = {}
     rows = []
     for name, outcomes in found.items():
@@ -330,7 +336,7 @@ def table_of(found: dict[str, dict[str, Outcome]]) -> str:
 
 
 def is_installed(third: ThirdParty) -> bool:
-    """Return True if everything that a module imports can be found."""
+    """Return True if all imports of a module are installed."""
     return all(
         importlib.util.find_spec(name.partition(".")[0]) is not None for name in third.imports
     )

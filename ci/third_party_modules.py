@@ -1,8 +1,9 @@
-"""LightningModules of other people's packages, small, with data made in code.
+"""Small LightningModules of other packages, with data generated in code.
 
-A package's own LightningModule is taken where there is one; its modules are wrapped as its
-documentation does where there is none. Packages are imported by the functions, so that those that
-are not installed are left out."""
+If a package has a LightningModule, that one is used. Otherwise a module of the package is wrapped
+as its documentation describes. The functions import the packages, so that packages that are not
+installed can be skipped.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ Built = tuple[L.LightningModule, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ThirdParty:
-    """A module of a package.
+    """A module from a third-party package.
 
     Attributes:
-        build: Makes the module and its data.
+        build: Function that creates the module and its data.
         package: Name on PyPI.
-        imports: Modules that it needs.
+        imports: Python modules that it needs.
     """
 
     build: Callable[[], Built]
@@ -41,7 +42,7 @@ class ThirdParty:
 
 
 class Wrapped(L.LightningModule):
-    """A model with a loss of (model, batch), trained by AdamW."""
+    """A model with a loss function of (model, batch), trained with AdamW."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ def _transformer() -> Built:
     module = LightningTransformer(vocab_size=VOCABULARY)
     module.model = Transformer(
         vocab_size=VOCABULARY, ninp=16, nhid=32, dropout=0.0
-    )  # verify cannot follow that of torch's attention
+    )  # verify cannot reproduce the dropout of torch's attention
     module.prepare_data = lambda: None  # type: ignore[method-assign]  # it would download WikiText2
     return module, _loader(_tokens(), _tokens())
 
@@ -341,7 +342,7 @@ def _peft_lora() -> Built:
 
 
 class GraphClassifier(nn.Module):
-    """PyTorch Geometric's example of graph classification."""
+    """Graph classification, from the examples of PyTorch Geometric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,7 +483,7 @@ def _neuralforecast(name: str, **options: Any) -> Callable[[], Built]:
 
 
 class _Given(Exception):
-    """Module and data that darts gives to the Trainer."""
+    """Module and data that darts passes to the Trainer."""
 
 
 def _darts(name: str, **options: Any) -> Callable[[], Built]:

@@ -1,8 +1,7 @@
-"""Architectures of Hugging Face, layouts, options and habits drawn at random, each trained beside
-one process.
+"""Random Hugging Face architectures, layouts, options and habits, compared with one process.
 
-A run must have the same losses and weights, or be refused in one sentence: before launch, or for a
-habit where the module shows it.
+A run must give the same losses and weights as one process, or be refused in one sentence. The
+refusal must come before launch. For a habit, it may come when the module shows the habit.
 
 ::
 
@@ -10,8 +9,9 @@ habit where the module shows it.
     python ci/unseen_models.py --only falcon --runs 20
     python ci/unseen_models.py --table docs/models.md
 
-A difference, or an error that comes after the checks before launch, is printed with what repeats
-it. Exit code 1 if there was one."""
+A difference, or an error after the checks before launch, is printed with the options that repeat
+it. The exit code is 1 if there was one.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Outcome:
     """Result of a run.
 
     Attributes:
-        kind: "equal", "refused", "different" or "late" (an error behind the checks).
-        text: Why, unless it is equal.
+        kind: "equal", "refused", "different" or "late" (an error after the checks).
+        text: Reason, unless the result is equal.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def draw_run(draw: Draw, name: str) -> Run:
-    """A run of this architecture on two or four processes."""
+    """Draw a run of this architecture on two or four processes."""
     found = ARCHITECTURES[name]
     while True:
         t, p, c, d = (draw.choice((1, 1, 2, 2, 4)) for _ in range(4))
@@ -85,15 +85,15 @@ def draw_run(draw: Draw, name: str) -> Run:
     if c > 1:
         layout["context_parallel_attention"] = draw.choice(("ring", "all_to_all"))
     padded = found.task in COUNTED and draw.random() < 0.4
-    # Under context parallelism a step's loss counts as the mean over its slice's labels, which a
-    # term over all tokens is not.
+    # Under context parallelism, the loss of a step must be a mean over the labels of its slice. A
+    # term over all tokens is not such a mean.
     hidden = found.task in WHOLE_STATES and not padded and c == 1 and draw.random() < 0.2
     options: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
     if found.task in ("causal", "masked") and draw.random() < 0.5:
         options["tie_word_embeddings"] = draw.random() < 0.5
     habit = draw.choice(sorted(HABITS)) if draw.random() < 0.5 else ""
     if habit == "measures" and (padded or c > 1):
-        habit = ""  # it takes the loss, a mean over labels, for one over samples
+        habit = ""  # the habit treats the loss, a mean over labels, as a mean over samples
     return Run(
         architecture=name,
         options=options,
@@ -110,7 +110,7 @@ def draw_run(draw: Draw, name: str) -> Run:
 
 
 def compare(pool: Pool, run: Run) -> Outcome:
-    """Check, and train if nothing is refused."""
+    """Run the checks, train if nothing is refused, and return the result."""
     try:
         refused = pool.run(refusal, world_size=1, args=(run,))[0]
     except WorkerFailure as failure:
@@ -125,7 +125,7 @@ def compare(pool: Pool, run: Run) -> Outcome:
 
 
 def _last_line(failure: WorkerFailure) -> str:
-    """The error of the rank that says most, not of those that waited for it."""
+    """Return the most informative error, which is not from a rank that waited for another."""
     lines = [
         line
         for line in str(failure).splitlines()
@@ -139,12 +139,14 @@ def _last_line(failure: WorkerFailure) -> str:
 
 
 def _is_refusal(error: VerificationError) -> bool:
-    """Return True if the strategy refused, by name, what it can see only while the module runs."""
+    """Return True if the strategy refused by name a fault that it can detect only at run time."""
     return any(name in str(error) for name in ("PartialModelError", "MisconfigurationException"))
 
 
 def draw_runs(seed: int, names: list[str]) -> Iterator[tuple[str, Run]]:
-    """(what repeats it, run) without end: every architecture in turn, in a drawn order."""
+    """Yield (options that repeat the run, run) forever.
+
+    The architectures take turns in a random order."""
     index = 0
     while True:
         order = random.Random(f"{seed} {index // len(names)}").sample(names, len(names))
@@ -185,7 +187,7 @@ def measure(pool: Pool, names: list[str]) -> dict[str, list[Outcome]]:
 
 
 def around(pool: Pool, names: list[str]) -> dict[str, Outcome]:
-    """Return the result of the way from a folder to a folder."""
+    """Return the result of training from one folder to another, for each architecture."""
     found: dict[str, Outcome] = {}
     for name in (name for name in names if name in CIRCLE):
         with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +200,7 @@ def around(pool: Pool, names: list[str]) -> dict[str, Outcome]:
 
 
 def table_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> str:
-    """Return the table of these results in Markdown."""
+    """Return a Markdown table of the results."""
     notes: dict[str, int] = {}
     rows = []
     for name, outcomes in found.items():
@@ -220,7 +222,7 @@ def table_of(found: dict[str, list[Outcome]], circles: dict[str, Outcome]) -> st
 
 
 def _reason(text: str, name: str) -> str:
-    """A refusal without what is the same in all of them."""
+    """Return a refusal without the text that all refusals share."""
     for opening in ("cannot run this model: ", "of this model: ", "into pipeline stages: "):
         text = text.partition(opening)[2] or text
     text = text.partition("; or use")[0].partition("; use ")[0]

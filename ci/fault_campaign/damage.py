@@ -1,4 +1,4 @@
-"""Every file of a checkpoint, damaged in one place after the other: all of it must be noticed."""
+"""Damage to every file of a checkpoint, one place at a time, which must be detected."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Damage:
     """Damage done to one file.
 
     Attributes:
-        file: Its name.
-        size: Its bytes.
-        flips: Places at which a bit was turned over.
-        cuts: Lengths that it was cut to.
-        unseen: Those that were not noticed.
+        file: Name of the file.
+        size: Size of the file in bytes.
+        flips: Places at which a bit was flipped.
+        cuts: Lengths to which the file was truncated.
+        unseen: Damage that was not detected.
     """
 
     file: str
@@ -34,8 +34,9 @@ class Damage:
 def damage_every_file(
     checkpoint: Path, folder: Path, draw: random.Random, *, places: int
 ) -> list[Damage]:
-    """Flip a bit at ``places`` random places of each file, cut it to ``places`` random lengths, and
-    remove it; on a copy in ``folder``."""
+    """Flip bits in each file, truncate it and remove it, in a copy in ``folder``.
+
+    Bits are flipped at ``places`` random places. Truncation uses ``places`` random lengths."""
     copy = Path(shutil.copytree(checkpoint, folder / "damaged.ckpt"))
     verify_checkpoint(copy)
     found = []

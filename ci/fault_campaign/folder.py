@@ -1,4 +1,4 @@
-"""Invariants of a folder of checkpoints, which hold at every instant."""
+"""Invariants of a folder of checkpoints that hold at every instant."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LEFTOVER = re.compile(r"\.(tmp|old|gone)-[0-9a-f]+(\.lock)?$|^\.latest-")
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Content of a folder; steps are -1 if there are none.
+    """Content of a folder. A step is -1 if there is no such checkpoint.
 
     Attributes:
         newest: The newest complete checkpoint.
-        newest_step: Its optimizer step.
-        latest_step: That of the one that ``latest`` points to.
-        wrong: What should not be.
+        newest_step: Optimizer step of that checkpoint.
+        latest_step: Optimizer step of the checkpoint that ``latest`` points to.
+        wrong: Violations of the invariants.
     """
 
     newest: Path | None = None
@@ -36,8 +36,7 @@ class Standing:
 
 
 def look(folder: Path, before: Standing) -> Standing:
-    """Read every byte of every checkpoint in ``folder``, and compare with what was there
-    ``before``."""
+    """Read every byte of every checkpoint in ``folder``, and compare with ``before``."""
     wrong: list[str] = []
     newest, newest_step, latest_step = newest_checkpoint(folder), -1, -1
     if newest is not None:

@@ -1,10 +1,11 @@
 """Instants at which the fault campaign kills a process, and the traps that wait for them.
 
-A trap replaces functions in the process that is to be lost, and in no other. It counts their calls
-from a given step on, and then sends the
-process a signal: SIGKILL, as the kernel does when memory is short (nothing is flushed, closed or
-told to anybody), or SIGSTOP, after which it is there and does nothing, as where a file system or a
-device has stopped to answer."""
+A trap replaces functions only in the process to be lost. It counts their calls from a given step
+on, and then sends a signal to the process:
+
+- SIGKILL, like the kernel when memory is short. Nothing is flushed, closed or reported.
+- SIGSTOP. The process still exists but does nothing, as if a file system or a device had stopped
+  responding."""
 
 from __future__ import annotations
 
@@ -31,18 +32,18 @@ class Kind:
     """A kind of instant.
 
     Attributes:
-        calls: The functions in which it lies, as "module:attribute"; none: the campaign sends the
-            signal after a random time instead.
-        most: The process is lost in one of the first so many calls.
-        anyone: Whether any rank may be the one; otherwise rank 0, which alone writes what is
-            written once.
-        saves: "" if it does not depend on a save; "while" one goes on in front of training,
-            "beside" training in the background.
-        armed: From when on calls count: "step" (the beginning of the chosen step), "start" (of the
-            process), "saving" (calls while a save goes on in the background) or "validation" (calls
-            while the model is validated, from the chosen step on).
-        alone: The process has not told anybody yet that it is there: that it is lost can only be
-            known from the limit.
+        calls: Functions that contain the instant, as "module:attribute". If there are none, the
+            campaign sends the signal after a random time instead.
+        most: Number of first calls, in one of which the process is lost.
+        anyone: Whether any rank may be lost; otherwise rank 0 is lost, which alone writes the parts
+            that are written once.
+        saves: "" if the kind does not depend on a save; "while": during a save that blocks
+            training; "beside": during a save in the background.
+        armed: Start of the count of calls: "step" (beginning of the chosen step), "start" (of the
+            process), "saving" (calls during a background save) or "validation" (calls during
+            validation, from the chosen step on).
+        alone: The process has not yet announced itself to other ranks. Its loss is detected only by
+            the time limit.
     """
 
     calls: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ _LATEST = ("os:symlink", "os:replace")
 _FORWARD = (
     "lightning_ptdp.models.gpt:Block.forward",
     "torch.distributed:all_to_all_single",
-)  # the latter where there are experts
+)  # the latter for mixtures of experts
 
 KINDS = {
     "absent": Kind(
@@ -117,17 +118,16 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trap:
-    """Lose this process in call number ``call`` (from 1) of the kind's functions, before or behind
-    what they do.
+    """Loss of this process before or after a call of the kind's functions.
 
     Attributes:
         kind: A key of ``KINDS``.
         fault: A key of ``FAULTS``.
-        note: The file in which the time of it is left, as ``time.monotonic``.
-        victim: Global rank.
-        step: Optimizer step from whose beginning on calls count.
-        call: Which call.
-        behind: Let the call do what it does first.
+        note: File that receives the time of the loss, as ``time.monotonic``.
+        victim: Global rank that is lost.
+        step: Optimizer step. Calls count from its beginning on.
+        call: Number of the call, from 1.
+        behind: Whether the call completes before the loss.
     """
 
     kind: str
@@ -140,7 +140,7 @@ class Trap:
 
 
 class TrapCallback(pl.Callback):
-    """Arms a trap at the beginning of its step."""
+    """Callback that arms a trap at the beginning of its step."""
 
     def __init__(self, trap: Trap) -> None:
         self._trap, self._left = trap, trap.call
@@ -161,7 +161,7 @@ class TrapCallback(pl.Callback):
                 parameter.register_hook(self._gradient)
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` with the trap before or behind it."""
+        """Return ``function`` with the trap before or after it."""
 
         @functools.wraps(function)
         def trapped(*args: Any, **kwargs: Any) -> Any:
@@ -193,8 +193,9 @@ class TrapCallback(pl.Callback):
 
 
 def set_trap(trap: Trap) -> TrapCallback:
-    """Replace the functions of the trap's kind in this process, for good; the callback belongs into
-    the Trainer."""
+    """Replace the functions of the trap's kind in this process, permanently.
+
+    Pass the returned callback to the Trainer."""
     callback = TrapCallback(trap)
     for call in KINDS[trap.kind].calls:
         module, _, path = call.partition(":")

@@ -1,5 +1,4 @@
-"""All ranks of one attempt as processes: started, watched until they have ended, ended if they
-hang."""
+"""Processes of all ranks of one attempt: start, monitoring, and the end of hanging processes."""
 
 from __future__ import annotations
 
@@ -40,20 +39,20 @@ _PRINTED = 6000  # characters
 
 @dataclass(kw_only=True)
 class Ended:
-    """Result of an attempt; times are ``time.monotonic``.
+    """Result of an attempt. Times are ``time.monotonic``.
 
     Attributes:
-        lost: The rank that was lost, if one was.
-        lost_at: When.
-        began: By rank, when it began to ask for the others.
-        met: By rank, when rank 0 had answered it; for rank 0 when it began to answer.
-        steps: By rank, the last optimizer step that it began; -1: none.
-        finished: By rank that came to the end of its training, when.
-        weights: By rank that told them, the digest of the whole model's weights.
-        errors: By rank that raised, what and when.
-        ended_at: By rank, when its process had ended.
-        hanging: Ranks that had to be ended; their stacks are the last thing that they printed.
-        printed: By rank, the end of what it printed.
+        lost: Rank that was lost, if any.
+        lost_at: Time of the loss.
+        began: By rank, time at which it began to contact the other ranks.
+        met: By rank, time at which rank 0 had answered it; for rank 0, when it began to answer.
+        steps: By rank, last optimizer step that it began; -1: none.
+        finished: By rank that completed its training, time of completion.
+        weights: By rank that reported it, digest of the full model's weights.
+        errors: By rank that raised an error, the error and its time.
+        ended_at: By rank, time at which its process had ended.
+        hanging: Ranks that had to be ended. Their stacks are at the end of their output.
+        printed: By rank, the end of its output.
     """
 
     lost: int | None = None
@@ -73,7 +72,7 @@ class Ended:
         return self.errors[rank][0] if rank in self.errors else self.printed.get(rank, "")
 
     def said_at(self, rank: int) -> float:
-        """When."""
+        """Return the time at which the rank reported it."""
         return self.errors[rank][1] if rank in self.errors else self.ended_at.get(rank, math.inf)
 
 
@@ -88,11 +87,12 @@ class Shot:
 
 
 class Processes:
-    """Forks ranks from a server that has torch and Lightning loaded: a start costs a fraction of a
-    second and not the imports.
+    """Ranks forked from a server process that has already imported torch and Lightning.
+
+    A start takes a fraction of a second, because it needs no imports.
 
     Args:
-        folder: For what the ranks print.
+        folder: Folder for the output of the ranks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -104,9 +104,10 @@ class Processes:
         """Run an attempt to its end.
 
         Args:
-            attempt: What to train.
-            shot: Lose this rank, unless it has ended.
-            patience_s: Ranks that are there so long after one was lost hang, and are ended.
+            attempt: Training to run.
+            shot: Signal for a rank, unless the rank has already ended.
+            patience_s: Time after the loss of a rank. Ranks that still run then count as hanging
+                and are ended.
         """
         ranks = range(world_size_of(attempt.layout))
         pipes = [self._context.Pipe(duplex=False) for _ in ranks]
@@ -142,7 +143,7 @@ class Processes:
         shot: Shot | None,
         patience_s: float,
     ) -> None:
-        """Until all have ended but one that was stopped."""
+        """Wait until all ranks have ended, except a rank that was stopped."""
         began = time.monotonic()
         deadline = began + _TRAINING_LIMIT_S
         while alive := {
@@ -183,7 +184,7 @@ class Processes:
                 ended.hanging.append(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR2)
-        time.sleep(_STACK_S)  # there is no word that a stack is written
+        time.sleep(_STACK_S)  # nothing signals that the stack has been written
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.txt"
@@ -206,7 +207,7 @@ def _read(rank: int, pipe: Connection, ended: Ended) -> None:
 
 @contextlib.contextmanager
 def torchrun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
-    """The variables that torchrun sets: the store lives outside the ranks, and outlives them."""
+    """Return the environment that torchrun sets. The store outlives the ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "TORCHELASTIC_RUN_ID": "faults",
@@ -222,15 +223,16 @@ def torchrun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
 
 @contextlib.contextmanager
 def popen(world_size: int) -> Iterator[list[Mapping[str, str]]]:
-    """Return the environment that Lightning's own launcher sets: rank 0 keeps the store, which dies
-    with it."""
+    """Return the environment that Lightning's own launcher sets.
+
+    Rank 0 holds the store, which is lost with rank 0."""
     port = _free_port()
     yield [_rank(rank, world_size, port) | {"NODE_RANK": "0"} for rank in range(world_size)]
 
 
 @contextlib.contextmanager
 def srun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
-    """Return the environment that SLURM sets; here too rank 0 keeps the store."""
+    """Return the environment that SLURM sets. Rank 0 holds the store."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     job = {
         "SLURM_JOB_ID": "1",
@@ -250,8 +252,9 @@ LAUNCHERS = {"torchrun": torchrun, "popen": popen, "srun": srun}
 
 
 def _free_port() -> int:
-    """Below those that the system gives to whoever asks for any, which may have given it away
-    before rank 0 comes."""
+    """Return a free port below the system's ephemeral ports.
+
+    The system could assign an ephemeral port to another process before rank 0 uses it."""
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", random.randrange(20000, 32000)))

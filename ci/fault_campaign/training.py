@@ -1,5 +1,4 @@
-"""Work of one process of the fault campaign: train a tiny GPT, from the beginning or from a
-checkpoint."""
+"""Training of a tiny GPT in one process of the fault campaign, from the start or a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,24 +45,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def world_size_of(layout: str) -> int:
-    """Processes of a layout."""
+    """Return the number of processes of a layout."""
     return LAYOUTS[layout][0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One life of all ranks.
+    """One attempt, from the start of all ranks to their end.
 
     Attributes:
         layout: A key of ``LAYOUTS``.
-        folder: Where the checkpoints are.
-        resume: What to continue from; None: nothing.
-        steps: Optimizer steps of the whole training.
-        timeout_s: The strategy's.
-        async_save: The strategy's; writing is then slowed down, so that training goes on beside it.
-        trap: Where one rank is lost.
-        clocks: By rank, how much its clock is ahead in s, as that of another machine may be.
-        environment: By rank, the variables that torchrun, SLURM or Lightning would set.
+        folder: Folder of the checkpoints.
+        resume: Checkpoint to continue from; None: start from the beginning.
+        steps: Number of optimizer steps of the whole training.
+        timeout_s: Option of the strategy.
+        async_save: Option of the strategy. If True, writing is slowed down so that training
+            continues during the save.
+        trap: Trap that loses one rank.
+        clocks: By rank, seconds by which its clock is ahead, like the clock of another machine.
+        environment: By rank, environment variables that torchrun, SLURM or Lightning would set.
     """
 
     layout: str
@@ -78,7 +78,7 @@ class Attempt:
 
 
 class Tokens(SampleStream):
-    """Random tokens, the same in every process."""
+    """Stream of random tokens that are the same in every process."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -98,7 +98,7 @@ class Tokens(SampleStream):
 
 
 class _Tells(pl.Callback):
-    """Tells the campaign how far this rank is."""
+    """Callback that reports the progress of this rank to the campaign."""
 
     def __init__(self, tell: Callable[[str, Any], None]) -> None:
         self._tell = tell
@@ -110,13 +110,16 @@ class _Tells(pl.Callback):
 def train_rank(rank: int, attempt: Attempt, pipe: Connection, log: Path) -> None:
     """Train as rank ``rank``.
 
-    Tells ("began", time) before it asks for the others, ("met", time) when rank 0 has answered it
-    (or it is rank 0 and begins to), ("step", number), ("finished", time) when it has trained, and
-    at last ("weights", digest) or ("error", (text, time)); times are ``time.monotonic``."""
-    # else the kernel wakes who is stopped when the shell ends that the campaign was started from
+    The rank reports, with times of ``time.monotonic``:
+
+    - ("began", time) before it contacts the other ranks;
+    - ("met", time) when rank 0 has answered it, or when it is rank 0 and begins to answer;
+    - ("step", number) at each step;
+    - ("finished", time) after training;
+    - finally ("weights", digest) or ("error", (text, time))."""
+    # Otherwise the kernel wakes a stopped rank when the shell that started the campaign ends.
     os.setsid()
-    # What is printed, by torch's own C++ too, is of interest only where the campaign finds
-    # something.
+    # Output, also from torch's C++ code, is shown only if the campaign finds a fault.
     with open(log, "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stdout.fileno())
         os.dup2(stream.fileno(), sys.stderr.fileno())
