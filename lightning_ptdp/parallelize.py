@@ -20,7 +20,7 @@ from lightning_ptdp.parameters.layout_notes import layout_notes
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
 from lightning_ptdp.parameters.records import ParameterRecord, Records, Sum
 from lightning_ptdp.parameters.sharding import Sharding
-from lightning_ptdp.parameters.uncut_view import WholeView
+from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
@@ -64,7 +64,7 @@ class ParallelModel:
     records: Records = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    whole: WholeView | None = None
+    whole: UncutView | None = None
     notes: tuple[str, ...] = ()
     split_blocks: str | None = None
 
@@ -151,7 +151,7 @@ def parallelize(  # noqa: PLR0913
     ]
     differing = agree_on_values(built, device=device)
     whole = _Whole.of(module)
-    view = WholeView(module, whole.names) if layout.divides_model else None
+    view = UncutView(module, whole.names) if layout.divides_model else None
     materialize = Materializer(module, seed=seed, device=device, left=left)
 
     cut: PipelineCut | None = None

@@ -19,7 +19,7 @@ import pytest
 
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.expected_ranks import Crowd
+from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
 
@@ -50,7 +50,7 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer"
 
 
 def joined(place: Place, rank: int, world_size: int, make: Callable[[Any], Any]) -> Any:
-    crowd = Crowd(rank=rank, world_size=world_size, address="127.0.0.1", port=place.port)
+    crowd = ExpectedRanks(rank=rank, world_size=world_size, address="127.0.0.1", port=place.port)
 
     def open_store() -> Any:
         return meeting_store(
@@ -164,7 +164,7 @@ def test_errors_of_other_kinds_pass(place: Place) -> None:
 
 def test_a_process_that_ended_before_it_came(place: Place) -> None:
     """The process that started it reports the loss at once."""
-    crowd = Crowd(rank=0, world_size=2, address="127.0.0.1", port=place.port)
+    crowd = ExpectedRanks(rank=0, world_size=2, address="127.0.0.1", port=place.port)
     store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
     said = "rank 1 was lost: its process ended with exit code -9"
     with pytest.raises(
@@ -197,7 +197,7 @@ def test_the_processes_that_this_one_started_are_looked_after() -> None:
 
 
 def test_where_to_start_those_that_are_missing() -> None:
-    crowd = Crowd(
+    crowd = ExpectedRanks(
         rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True
     )
     said = crowd.missing([1, 2, 3, 4, 5])

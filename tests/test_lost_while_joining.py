@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.strategy.expected_ranks import Crowd
+from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -44,7 +44,9 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
     what it has logged."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=limit_s)
-    crowd = Crowd(rank=rank, world_size=world_size, address="127.0.0.1", port=port, say_every_s=0.5)
+    crowd = ExpectedRanks(
+        rank=rank, world_size=world_size, address="127.0.0.1", port=port, say_every_s=0.5
+    )
     logged = io.StringIO()
     logging.getLogger("lightning_ptdp").addHandler(logging.StreamHandler(logged))
 

@@ -58,7 +58,7 @@ from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
-from lightning_ptdp.checkpoint.save_folders import Keeper
+from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import portable, read_state
 from lightning_ptdp.checkpoint.single_file import PARAMETER_NAMES, InMemory, write_file
 from lightning_ptdp.checkpoint.whole_checkpoint import (
@@ -77,11 +77,11 @@ __all__ = [
     "CheckpointMetadata",
     "FileEntry",
     "InMemory",
-    "Keeper",
     "LocalRectangle",
     "MissingCheckpointError",
     "OnDamage",
     "Placed",
+    "SaveFolders",
     "Stored",
     "StoredOptimizers",
     "StoredWeights",

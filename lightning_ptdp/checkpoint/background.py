@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, 
 from lightning_ptdp.checkpoint.metadata import Json
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
-from lightning_ptdp.checkpoint.save_folders import Keeper
+from lightning_ptdp.checkpoint.save_folders import SaveFolders
 
 __all__ = ["BackgroundSaver"]
 
@@ -41,8 +41,8 @@ class BackgroundSaver:
         keeper: The training's knowledge of its folders; None: none yet.
     """
 
-    def __init__(self, *, limit: timedelta, keeper: Keeper | None = None) -> None:
-        self._limit, self._keeper = limit, keeper or Keeper()
+    def __init__(self, *, limit: timedelta, keeper: SaveFolders | None = None) -> None:
+        self._limit, self._keeper = limit, keeper or SaveFolders()
         self._group: Any = None
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=limit)

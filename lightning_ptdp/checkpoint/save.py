@@ -28,9 +28,9 @@ from lightning_ptdp.checkpoint.metadata import (
     write_metadata,
 )
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.save_folders import Keeper
+from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import dump_state
-from lightning_ptdp.checkpoint.write_locks import Claim
+from lightning_ptdp.checkpoint.write_locks import WriteLock
 
 __all__ = ["checked_content", "save_checkpoint", "save_rectangles", "write_checkpoint"]
 
@@ -50,7 +50,7 @@ def save_checkpoint(
     tensors: Tensors,
     state: dict[str, Any],
     metadata: Mapping[str, Json],
-    keeper: Keeper | None = None,
+    keeper: SaveFolders | None = None,
 ) -> None:
     """Write a checkpoint folder; collective over the default process group, if there is one.
 
@@ -85,7 +85,7 @@ def write_checkpoint(
     rectangles: Iterable[LocalRectangle],
     state: dict[str, Any],
     metadata: Mapping[str, Json],
-    keeper: Keeper | None = None,
+    keeper: SaveFolders | None = None,
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
@@ -113,7 +113,7 @@ def write_checkpoint(
         rectangles=rectangles,
         content=content,
         metadata=metadata,
-        keeper=keeper or Keeper(),
+        keeper=keeper or SaveFolders(),
         num_files=num_files,
         created=created,
     )
@@ -144,7 +144,7 @@ def save_rectangles(
     rectangles: Iterable[LocalRectangle],
     content: bytes,
     metadata: Mapping[str, Json],
-    keeper: Keeper,
+    keeper: SaveFolders,
     group: dist.ProcessGroup | None = None,
     num_files: int = 1,
     created: float | None = None,
@@ -158,7 +158,7 @@ def save_rectangles(
     """
     doing = _doing(target)
     part = from_rank_zero(lambda: files.part_name(target), group)
-    claim = Claim(part)
+    claim = WriteLock(part)
     try:
         with same_outcome(doing, group):
             if is_rank_zero():

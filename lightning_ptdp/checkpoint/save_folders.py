@@ -32,15 +32,15 @@ from lightning_ptdp.checkpoint.metadata import (
     README_FILE,
     STATE_FILE,
 )
-from lightning_ptdp.checkpoint.write_locks import Abandoned, Claim, writer_of
+from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
 
-__all__ = ["Keeper"]
+__all__ = ["SaveFolders"]
 
 _TURN_S = 5.0
 _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
 
 
-class Keeper:
+class SaveFolders:
     """Knowledge of a training's folders, used by rank 0 alone."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Keeper:
         self._newest = max(time.time(), math.nextafter(self._newest, math.inf))
         return self._newest
 
-    def take(self, claim: Claim) -> None:
+    def take(self, claim: WriteLock) -> None:
         """Tidy the folder, and begin to write there.
 
         Raises:

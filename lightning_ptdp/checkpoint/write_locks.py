@@ -31,7 +31,7 @@ from typing import IO
 from lightning_ptdp.base.file_locks import locked, wait_for_lock
 from lightning_ptdp.checkpoint import files
 
-__all__ = ["Abandoned", "Claim", "Writer", "writer_of"]
+__all__ = ["Abandoned", "LockHolder", "WriteLock", "writer_of"]
 
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
@@ -40,7 +40,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Writer:
+class LockHolder:
     """The process that wrote a lock file; ``machine`` changes with every start of the machine."""
 
     machine: str
@@ -48,7 +48,7 @@ class Writer:
     pid: int
 
 
-class Claim:
+class WriteLock:
     """Lock that shows other processes that this one writes ``part``.
 
     It is held from ``take`` to ``release``.
@@ -95,7 +95,7 @@ class Claim:
                 fcntl.flock(stream, fcntl.LOCK_UN)
 
 
-def writer_of(path: Path) -> Writer | None:
+def writer_of(path: Path) -> LockHolder | None:
     """Return the living process whose save uses the temporary name ``path``.
 
     None means that the process has ended, or that its state is unknown.
@@ -158,19 +158,21 @@ class Abandoned:
         return before == touched and now - since > _UNCHANGED_S
 
 
-def _record(stream: IO[bytes]) -> Writer | None:
+def _record(stream: IO[bytes]) -> LockHolder | None:
     stream.seek(0)
     try:
         found = json.loads(stream.read(10_000))
-        return Writer(machine=str(found["machine"]), host=str(found["host"]), pid=int(found["pid"]))
+        return LockHolder(
+            machine=str(found["machine"]), host=str(found["host"]), pid=int(found["pid"])
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
-def _this_process() -> Writer:
+def _this_process() -> LockHolder:
     host = socket.gethostname()
     machine = _BOOT.read_text().strip() if _BOOT.is_file() else f"{host} {uuid.getnode():x}"
-    return Writer(machine=machine, host=host, pid=os.getpid())
+    return LockHolder(machine=machine, host=host, pid=os.getpid())
 
 
 def _touch(file: Path, over: threading.Event) -> None:

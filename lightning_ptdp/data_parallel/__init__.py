@@ -20,11 +20,11 @@ from lightning_ptdp.data_parallel.manual_optimization import (
     ManualGradients,
     ManualOptimizationError,
 )
-from lightning_ptdp.data_parallel.optimizer_parameters import Stepped, SteppedParameters
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, OptimizerTensor
 from lightning_ptdp.data_parallel.parameter_gather import overlaps_gather
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
 from lightning_ptdp.data_parallel.replica_buffers import ReplicaBuffers
-from lightning_ptdp.data_parallel.unbucketed_gradients import LooseGradients
+from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradients
 
 __all__ = [
     "HALF",
@@ -34,14 +34,14 @@ __all__ = [
     "GradientBuckets",
     "Gradients",
     "GroupTrial",
-    "LooseGradients",
     "ManualGradients",
     "ManualOptimizationError",
     "MixingOptimizerError",
+    "OptimizerParameters",
+    "OptimizerTensor",
     "Reduction",
     "ReplicaBuffers",
-    "Stepped",
-    "SteppedParameters",
+    "UnbucketedGradients",
     "check_elementwise",
     "constructed_state",
     "global_norm",

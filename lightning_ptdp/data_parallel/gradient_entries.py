@@ -14,9 +14,9 @@ import torch
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.bucket import HALF
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
-from lightning_ptdp.data_parallel.optimizer_parameters import SteppedParameters
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
 from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
-from lightning_ptdp.data_parallel.unbucketed_gradients import LooseGradients
+from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradients
 from lightning_ptdp.parameters.records import Records
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -34,7 +34,7 @@ def lay_out(
     mesh: ProcessMesh,
     records: Records,
     launched: Callable[[int | None, Any], None],
-) -> GradientBuckets | LooseGradients:
+) -> GradientBuckets | UnbucketedGradients:
     """Return buckets if a gradient must be summed over ranks that read different data.
 
     Otherwise return gradients as autograd creates them.
@@ -61,7 +61,7 @@ def lay_out(
     ]
     widen = config.master_weights and config.gradient_dtype == "float32"
     if all(reduction.size == 1 for reduction in reductions.values()):
-        return LooseGradients(entries, widen=widen)
+        return UnbucketedGradients(entries, widen=widen)
     return GradientBuckets(
         entries,
         scatters=any(reduction.scatter for reduction in reductions.values()),
@@ -88,8 +88,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def make_stepped(
-    gradients: GradientBuckets | LooseGradients, *, config: PTDPConfig, records: Records
-) -> SteppedParameters | None:
+    gradients: GradientBuckets | UnbucketedGradients, *, config: PTDPConfig, records: Records
+) -> OptimizerParameters | None:
     """Return the tensors on which the optimizer steps; None if these are the parameters."""
     masters = needs_masters(config, records)
-    return SteppedParameters(gradients, masters=masters) if masters or gradients.scatters else None
+    return (
+        OptimizerParameters(gradients, masters=masters) if masters or gradients.scatters else None
+    )

@@ -19,9 +19,9 @@ from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.gradient_entries import lay_out, make_stepped, needs_masters
 from lightning_ptdp.data_parallel.gradient_sums import global_norm
 from lightning_ptdp.data_parallel.gradient_view import GradientView
-from lightning_ptdp.data_parallel.optimizer_parameters import Stepped, SteppedParameters
-from lightning_ptdp.data_parallel.parameter_gather import Arrivals
-from lightning_ptdp.data_parallel.unbucketed_gradients import LooseGradients
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, OptimizerTensor
+from lightning_ptdp.data_parallel.parameter_gather import ParameterGather
+from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradients
 from lightning_ptdp.parameters.records import Records
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -60,11 +60,11 @@ class Gradients:
     ) -> None:
         self._module, self._config, self._mesh, self._records = module, config, mesh, records
         self._launched, self._device = launched, device
-        self._kept: GradientBuckets | LooseGradients | None = None
-        self.stepped: SteppedParameters | None = None
-        self._arrivals: Arrivals | None = None
+        self._kept: GradientBuckets | UnbucketedGradients | None = None
+        self.stepped: OptimizerParameters | None = None
+        self._arrivals: ParameterGather | None = None
         self._trainable: set[nn.Parameter] = set()
-        self._values = [Stepped(parameter, parameter) for parameter in records]
+        self._values = [OptimizerTensor(parameter, parameter) for parameter in records]
         self.accumulates = self.reduces = False
         self._clears, self._open = True, False
         self._left: dict[Tensor, Tensor] = {}
@@ -100,7 +100,7 @@ class Gradients:
         self.stepped = make_stepped(self._kept, config=self._config, records=self._records)
         if self.stepped is not None:
             self.stepped.adopt(self._optimizer)
-            self._arrivals = Arrivals(
+            self._arrivals = ParameterGather(
                 self._module, self.stepped, overlaps=self._overlaps and self.stepped.is_sharded
             )
             self._values = self.stepped.entries
@@ -117,7 +117,7 @@ class Gradients:
         if self._kept is not None:
             self._kept.close()
         self._kept = self.stepped = self._arrivals = None
-        self._values = [Stepped(parameter, parameter) for parameter in self._records]
+        self._values = [OptimizerTensor(parameter, parameter) for parameter in self._records]
 
     # ---- batches ---------------------------------------------------------------------------------
 

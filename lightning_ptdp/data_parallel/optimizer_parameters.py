@@ -28,14 +28,14 @@ from lightning_ptdp.data_parallel.bucket import HALF, Bucket
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.flat_shards import FlatSharding, Shard
 from lightning_ptdp.data_parallel.reduction import PendingReduction
-from lightning_ptdp.data_parallel.unbucketed_gradients import LooseGradients
+from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradients
 from lightning_ptdp.parameters.sharding import Sharding
 
-__all__ = ["Stepped", "SteppedParameters"]
+__all__ = ["OptimizerParameters", "OptimizerTensor"]
 
 
 @dataclass(eq=False)
-class Stepped:
+class OptimizerTensor:
     """One tensor of the optimizer.
 
     Attributes:
@@ -64,7 +64,7 @@ class Stepped:
         return whole if self.shard is None else FlatSharding(whole=whole, shard=self.shard)
 
 
-class SteppedParameters:
+class OptimizerParameters:
     """Replacement of an optimizer's tensors; keeps the model's parameters up to date.
 
     Args:
@@ -72,7 +72,7 @@ class SteppedParameters:
         masters: Step on float32 copies of half-precision parameters.
     """
 
-    def __init__(self, gradients: GradientBuckets | LooseGradients, *, masters: bool) -> None:
+    def __init__(self, gradients: GradientBuckets | UnbucketedGradients, *, masters: bool) -> None:
         self._gradients, self._masters = gradients, masters
         self.is_sharded = gradients.scatters
         self._flat: list[tuple[Bucket, Tensor]] = []
@@ -153,17 +153,17 @@ class SteppedParameters:
                     same = stepped.value.to(stepped.target.dtype) == stepped.target
                     stepped.value.copy_(torch.where(same, stepped.value, stepped.target.float()))
 
-    def _wholes(self) -> Iterator[Stepped]:
+    def _wholes(self) -> Iterator[OptimizerTensor]:
         for entry in self._gradients.entries:
             parameter = entry.parameter
             if self._masters and parameter.dtype in HALF:
-                yield Stepped(
+                yield OptimizerTensor(
                     parameter, nn.Parameter(parameter.detach().float()), target=parameter.detach()
                 )
             else:
-                yield Stepped(parameter, parameter)
+                yield OptimizerTensor(parameter, parameter)
 
-    def _shards(self) -> Iterator[Stepped]:
+    def _shards(self) -> Iterator[OptimizerTensor]:
         assert isinstance(self._gradients, GradientBuckets)
         for bucket in self._gradients.buckets():
             flat = _flatten(bucket)
@@ -173,7 +173,7 @@ class SteppedParameters:
             for entry, shard in bucket.own_shards():
                 here = shard.within(flat)
                 is_master = self._masters and flat.dtype in HALF
-                yield Stepped(
+                yield OptimizerTensor(
                     entry.parameter,
                     nn.Parameter(here.float() if is_master else here),
                     shard=shard,
@@ -194,7 +194,7 @@ def _flatten(bucket: Bucket) -> Tensor:
     return flat
 
 
-def _state_of(stepped: Stepped, state: dict[str, object]) -> dict[str, object]:
+def _state_of(stepped: OptimizerTensor, state: dict[str, object]) -> dict[str, object]:
     """Cut the optimizer's state of a whole parameter to the stepped tensor.
 
     The optimizer created the state in its constructor.

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.data_parallel.optimizer_parameters import SteppedParameters
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
 from lightning_ptdp.shims.lightning import LightningNames
 
-__all__ = ["Arrivals", "overlaps_gather"]
+__all__ = ["ParameterGather", "overlaps_gather"]
 
 _HOOKS = (
     "on_train_",
@@ -30,7 +30,7 @@ _HOOKS = (
 )
 
 
-class Arrivals:
+class ParameterGather:
     """Waits for parameters before they are used.
 
     Args:
@@ -40,7 +40,7 @@ class Arrivals:
         overlaps: Let each block wait for its own parameters.
     """
 
-    def __init__(self, module: nn.Module, stepped: SteppedParameters, *, overlaps: bool) -> None:
+    def __init__(self, module: nn.Module, stepped: OptimizerParameters, *, overlaps: bool) -> None:
         self._stepped, self._module = stepped, module
         self._called: set[nn.Module] = set()
         self._hooks: list[Any] = [

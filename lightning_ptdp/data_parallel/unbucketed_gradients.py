@@ -19,11 +19,11 @@ from lightning_ptdp.data_parallel.gradient_sums import add_up
 from lightning_ptdp.data_parallel.reduction import BucketEntry
 from lightning_ptdp.shims.torch import gradient_dtype, set_gradient_dtype
 
-__all__ = ["LooseGradients"]
+__all__ = ["UnbucketedGradients"]
 
 
 @dataclass(eq=False)
-class LooseGradients:
+class UnbucketedGradients:
     """All gradients of one rank of a single replica, without a reduction.
 
     Args:

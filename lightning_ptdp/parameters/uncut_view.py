@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
 from lightning_ptdp.parameters.records import Records
 
-__all__ = ["WholeView"]
+__all__ = ["UncutView"]
 
 
-class WholeView:
+class UncutView:
     """Structure of a module before it is cut.
 
     Args:

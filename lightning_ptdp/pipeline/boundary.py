@@ -22,7 +22,7 @@ from lightning_ptdp.pipeline.crossing import (
     substitute,
     tensors_in,
 )
-from lightning_ptdp.pipeline.first_stage_values import Foreign, Origin, plain, replacement
+from lightning_ptdp.pipeline.first_stage_values import FirstStageValue, Origin, plain, replacement
 from lightning_ptdp.pipeline.refusals import computed_between
 from lightning_ptdp.pipeline.stage_run import StageRun
 from lightning_ptdp.shims.transformers import captured_outputs
@@ -67,14 +67,14 @@ class Boundary:
 
     def mark(self, tensor: Tensor) -> Tensor:
         """Mark the output of a stub of a module before the blocks, if a stage runs."""
-        return tensor if self.run is None else Foreign.mark(tensor, self.run.lost)
+        return tensor if self.run is None else FirstStageValue.mark(tensor, self.run.lost)
 
     def mark_true(
         self, stages: frozenset[int], _module: nn.Module, _args: object, output: Tensor
     ) -> Tensor:
         """Mark the output of a module before the blocks, if one of its ``stages`` runs."""
         return (
-            Foreign.mark(output, self.run.true)
+            FirstStageValue.mark(output, self.run.true)
             if self.run is not None and self.run.stage in stages
             else output
         )
@@ -273,7 +273,7 @@ class Boundary:
 
 
 def _marked(output: object, origin: Origin) -> object:
-    return substitute(output, lambda _path, tensor: Foreign.mark(tensor, origin))
+    return substitute(output, lambda _path, tensor: FirstStageValue.mark(tensor, origin))
 
 
 def _recalled(_path: Path, tensor: Tensor) -> Tensor:

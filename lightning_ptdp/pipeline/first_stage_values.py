@@ -2,7 +2,7 @@
 
 Modules before the blocks belong to the first stage. On later stages, stubs return zeros for them,
 and placeholder blocks ignore these zeros. But a model may use such an output for more: give it to
-every block, add it to the blocks' result, log it. ``Foreign`` marks these tensors and everything
+every block, add it to the blocks' result, log it. ``FirstStageValue`` marks these tensors and everything
 computed from them, on every stage. The first stage thus knows which tensors the next one cannot
 compute itself. That works with frozen weights and in evaluation too, where ``requires_grad`` gives
 no information. Zeros that would be used as if they were values are refused.
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["Foreign", "Origin", "known", "plain", "put_instead", "replacement"]
+__all__ = ["FirstStageValue", "Origin", "known", "plain", "put_instead", "replacement"]
 
 _INSTEAD = "_ptdp_instead"
 _LIKE = frozenset(
@@ -68,7 +68,7 @@ class Origin:
         return any(memory == storage_key(written) for written in self.written)
 
 
-class Foreign(Tensor):
+class FirstStageValue(Tensor):
     """A tensor with values on the first stage only; an ordinary tensor to the model's code.
 
     Attributes:
@@ -78,7 +78,7 @@ class Foreign(Tensor):
     origin: Origin
 
     @classmethod
-    def mark(cls, tensor: Tensor, origin: Origin) -> Foreign:
+    def mark(cls, tensor: Tensor, origin: Origin) -> FirstStageValue:
         """Return ``tensor`` (same memory, same gradient) as a foreign tensor."""
         found = tensor.as_subclass(cls)
         found.origin = origin
@@ -89,7 +89,9 @@ class Foreign(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        sources = [tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, Foreign)]
+        sources = [
+            tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, FirstStageValue)
+        ]
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
         if origin.why is not None and name in _READS and (origin.behind or origin.over):
@@ -104,16 +106,16 @@ class Foreign(Tensor):
                 substitute(value, lambda _path, tensor: _instead(tensor))
                 for value in (args, kwargs)
             )
-            if not any(isinstance(tensor, Foreign) for tensor in _tensors((args, kwargs))):
+            if not any(isinstance(tensor, FirstStageValue) for tensor in _tensors((args, kwargs))):
                 return function(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)
         if (
             name in _LIKE
             or name in _NEW
-            or (name in _SHAPE_OF_SECOND and not isinstance(args[0], Foreign))
+            or (name in _SHAPE_OF_SECOND and not isinstance(args[0], FirstStageValue))
         ):
             return plain(result)
-        made = [tensor for tensor in _tensors(result) if isinstance(tensor, Foreign)]
+        made = [tensor for tensor in _tensors(result) if isinstance(tensor, FirstStageValue)]
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if origin.why is not None and (made or writes) and origin.behind and not origin.over:
             raise StageError(origin.why)
@@ -129,7 +131,7 @@ class Foreign(Tensor):
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the same tensor, including its gradient, as an ordinary tensor."""
-    return tensor.as_subclass(Tensor) if isinstance(tensor, Foreign) else tensor
+    return tensor.as_subclass(Tensor) if isinstance(tensor, FirstStageValue) else tensor
 
 
 def known(output: Any) -> Any:
@@ -138,20 +140,20 @@ def known(output: Any) -> Any:
     Raises:
         StageError: It contains a tensor whose values this stage does not have.
     """
-    if not any(isinstance(tensor, Foreign) for tensor in _tensors(output)):
+    if not any(isinstance(tensor, FirstStageValue) for tensor in _tensors(output)):
         return output
-    return apply_to_collection(output, Foreign, _known)
+    return apply_to_collection(output, FirstStageValue, _known)
 
 
-def _known(tensor: Foreign) -> Tensor:
+def _known(tensor: FirstStageValue) -> Tensor:
     instead = _instead(tensor)
-    if isinstance(instead, Foreign) and instead.origin.why is not None:
+    if isinstance(instead, FirstStageValue) and instead.origin.why is not None:
         raise StageError(instead.origin.why)
     return plain(instead)
 
 
 def _instead(tensor: Tensor) -> Tensor:
-    found = replacement(tensor) if isinstance(tensor, Foreign) else None
+    found = replacement(tensor) if isinstance(tensor, FirstStageValue) else None
     return tensor if found is None else found
 
 

@@ -43,7 +43,7 @@ from lightning_ptdp.pipeline.status import duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch import abort_process_groups
 
-__all__ = ["Guard", "Judge", "Pulse", "Sight", "give_up"]
+__all__ = ["GuardObservation", "HangGuard", "HangJudge", "Heartbeat", "give_up"]
 
 _FAILED_S = 10.0
 _FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
@@ -53,7 +53,7 @@ _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class GuardObservation:
     """Observable state of a rank at one instant.
 
     Attributes:
@@ -78,7 +78,7 @@ class Sight:
     pulse: int | None = None
 
 
-class Judge:
+class HangJudge:
     """Decides from successive observations whether to end this process.
 
     Args:
@@ -92,7 +92,7 @@ class Judge:
         self._clock, self._last = 0.0, float("inf")
         self._since: dict[object, tuple[object, float]] = {}
 
-    def look(self, seen: Sight) -> str:
+    def look(self, seen: GuardObservation) -> str:
         """Return the reason to end this process; "" if there is none."""
         self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
         self._last = seen.now
@@ -138,13 +138,13 @@ class Judge:
             self._since[what] = (value, self._clock)
         return self._clock - self._since[what][1]
 
-    def _in_one_call(self, seen: Sight) -> float:
+    def _in_one_call(self, seen: GuardObservation) -> float:
         if seen.pulse is None:
             self._since.pop("pulse", None)
             return 0.0
         return self._unchanged("pulse", seen.pulse)
 
-    def _failures(self, seen: Sight) -> dict[int, float]:
+    def _failures(self, seen: GuardObservation) -> dict[int, float]:
         """Return, by rank, the time for which it has been known to have failed.
 
         Statuses from an earlier training in this world do not count.
@@ -158,7 +158,7 @@ class Judge:
             if failure
         }
 
-    def _silences(self, seen: Sight) -> dict[str, float]:
+    def _silences(self, seen: GuardObservation) -> dict[str, float]:
         """Return, by name, the time for which a rank or the store has been silent.
 
         A rank is silent if it sends nothing although the store answers.
@@ -175,11 +175,11 @@ class Judge:
         }
 
 
-def _failure(seen: Sight, rank: int) -> str:
+def _failure(seen: GuardObservation, rank: int) -> str:
     return f"rank {rank} failed ({seen.heard[rank].status.failure})"
 
 
-class Guard:
+class HangGuard:
     """Thread that calls ``look`` every ``interval_s`` seconds.
 
     It ends when the guard is closed or garbage collected, or when ``look`` returns False.
@@ -209,7 +209,7 @@ def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event
             pass
 
 
-class Pulse:
+class Heartbeat:
     """Detector of a main thread that is inside one call that does not return."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from lightning_ptdp.pipeline.status import RankStatus, duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch import is_communication_error
 
-__all__ = ["LOST", "Account", "place_of", "summary"]
+__all__ = ["LOST", "RankReport", "place_of", "summary"]
 
 LOST = "lost another rank"
 _MOST_LINES = 16
@@ -22,7 +22,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class RankReport:
     """Status of all ranks as one rank knows it.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ptdp.pipeline.containers import BlockPlace
 from lightning_ptdp.pipeline.crossing import Crossing, Form, Path, rebuild, tensors_in
 from lightning_ptdp.pipeline.first_stage_values import (
-    Foreign,
+    FirstStageValue,
     Origin,
     plain,
     put_instead,
@@ -121,7 +121,9 @@ class StageRun:
 
     def unknown(self, tensor: Tensor | None = None) -> Tensor:
         """Return a tensor that may be passed on, but not used."""
-        return Foreign.mark(torch.empty(0) if tensor is None else tensor.detach(), self.unsent)
+        return FirstStageValue.mark(
+            torch.empty(0) if tensor is None else tensor.detach(), self.unsent
+        )
 
     def returned_ids(self) -> set[int]:
         """Return the ids of the tensors that the last block returned."""
@@ -208,14 +210,14 @@ class StageRun:
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         return (
-            isinstance(tensor, Foreign)
+            isinstance(tensor, FirstStageValue)
             or self.lost.has_written(tensor)
             or self.true.has_written(tensor)
         )
 
     def _is_lost(self, tensor: Tensor) -> bool:
         return self.lost.has_written(tensor) or (
-            isinstance(tensor, Foreign) and tensor.origin.why is not None
+            isinstance(tensor, FirstStageValue) and tensor.origin.why is not None
         )
 
     def _entered(self, tensor: Tensor) -> bool:

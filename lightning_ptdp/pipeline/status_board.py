@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 
-__all__ = ["Board", "Bulletin", "Heard"]
+__all__ = ["Heard", "StatusBoard", "StatusStore"]
 
 _POLL_S = 0.02
 # Reads of single keys, by all ranks together, that the store's host should have to serve.
@@ -44,7 +44,7 @@ class Heard:
 
 
 @dataclass(eq=False)
-class Board:
+class StatusStore:
     """State and actions of the background thread; only that thread writes received statuses.
 
     Attributes:
@@ -162,7 +162,7 @@ class Board:
             self.requests.put(threading.Event())
 
 
-class Bulletin:
+class StatusBoard:
     """Background thread that publishes this rank's status and receives the other ranks'.
 
     It runs until the bulletin is closed or garbage collected, or until the store is gone.
@@ -171,7 +171,7 @@ class Bulletin:
         board: The received statuses.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: StatusStore) -> None:
         self.board = board
         self._thread = threading.Thread(target=board.serve, name="ptdp bulletin", daemon=True)
         self._thread.start()

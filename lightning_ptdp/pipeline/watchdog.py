@@ -23,12 +23,18 @@ from functools import partial
 import torch.distributed as dist
 
 from lightning_ptdp.pipeline.flight_recorder import keep_flight_record
-from lightning_ptdp.pipeline.hang_guard import Guard, Judge, Pulse, Sight, give_up
+from lightning_ptdp.pipeline.hang_guard import (
+    GuardObservation,
+    HangGuard,
+    HangJudge,
+    Heartbeat,
+    give_up,
+)
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.program_observers import StepObserver
-from lightning_ptdp.pipeline.rank_report import LOST, Account, place_of, summary
+from lightning_ptdp.pipeline.rank_report import LOST, RankReport, place_of, summary
 from lightning_ptdp.pipeline.status import LiveStatus, cause_first, duration
-from lightning_ptdp.pipeline.status_board import Board, Bulletin
+from lightning_ptdp.pipeline.status_board import StatusBoard, StatusStore
 from lightning_ptdp.schedule.actions import Action
 from lightning_ptdp.shims.torch import default_store, is_communication_error
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -78,23 +84,23 @@ class Watchdog(StepObserver):
 
     def __post_init__(self, store: dist.Store | None) -> None:
         others = tuple(sorted({*self.ranks} - {self.rank}))
-        self._progress, self._pulse, self._thread = LiveStatus(), Pulse(), threading.get_ident()
+        self._progress, self._pulse, self._thread = LiveStatus(), Heartbeat(), threading.get_ident()
         self._action: Action | None = None
         self._reported, self._is_over = 0.0, False
         self.interval_s = self.interval_s or max(
             min(_INTERVAL_S, self.limit_s / 10), self.world_size / _RANKS_PER_SECOND
         )
-        self._judge = Judge(
+        self._judge = HangJudge(
             limit_s=self.limit_s, interval_s=self.interval_s, waits_raise=self.waits_raise
         )
-        self._bulletin: Bulletin | None = None
-        self._guard: Guard | None = None
+        self._bulletin: StatusBoard | None = None
+        self._guard: HangGuard | None = None
         if self.world_size > 1 and store is not None:
-            board = Board(
+            board = StatusStore(
                 store, self.rank, others, self.world_size, self._progress, self.interval_s
             )
-            self._bulletin = Bulletin(board)
-            self._guard = Guard(
+            self._bulletin = StatusBoard(board)
+            self._guard = HangGuard(
                 partial(Watchdog._look, weakref.proxy(self)), interval_s=self.interval_s
             )
 
@@ -215,10 +221,10 @@ class Watchdog(StepObserver):
                 time.sleep(self.interval_s)
         return account.text()
 
-    def _account(self) -> Account:
+    def _account(self) -> RankReport:
         silent_after = self.interval_s * _SILENT_INTERVALS
         account = partial(
-            Account,
+            RankReport,
             rank=self.rank,
             own=self._progress.status(),
             world_size=self.world_size,
@@ -318,7 +324,7 @@ class Watchdog(StepObserver):
         now, since = time.monotonic(), progress.note[3]
         stuck = now - since
         asks = stuck > self.limit_s / 4 and self._thread == threading.main_thread().ident
-        sight = Sight(
+        sight = GuardObservation(
             now=now,
             note=progress.note,
             watched=bool(progress.during),

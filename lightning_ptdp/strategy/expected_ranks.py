@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Crowd", "has_ended", "listed", "this_process"]
+__all__ = ["ExpectedRanks", "has_ended", "listed", "this_process"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crowd:
+class ExpectedRanks:
     """Ranks of a world, as seen by one of them.
 
     Attributes:

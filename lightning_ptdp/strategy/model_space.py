@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.save_agreement import gather
-from lightning_ptdp.data_parallel import Stepped
+from lightning_ptdp.data_parallel import OptimizerTensor
 from lightning_ptdp.parameters.materialize import Materializer, make_room
 from lightning_ptdp.parameters.sharding import Sharding
 from lightning_ptdp.shims.lightning import LightningModule
@@ -32,7 +32,7 @@ class ModelSpace(RunningStrategy):
     """Mixin of the strategy: local tensors with their names and positions in the uncut model."""
 
     # values that the optimizer of the last fit steps on, instead of the model's parameters
-    _adopted: Sequence[Stepped] | None = None
+    _adopted: Sequence[OptimizerTensor] | None = None
 
     # names of each optimizer's parameters, group by group, before they are sharded
     _named_groups: list[list[list[str]]]

@@ -22,14 +22,14 @@ from torch.utils.data import RandomSampler
 
 from lightning_ptdp.base.requirements import check_url
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
-from lightning_ptdp.checkpoint import Keeper, same_outcome
+from lightning_ptdp.checkpoint import SaveFolders, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
 from lightning_ptdp.parallelize import KnownParts, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
-from lightning_ptdp.parameters.uncut_view import WholeView
+from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.shims.lightning import (
     LightningModule,
     StrategyBase,
@@ -107,7 +107,7 @@ class _PTDPStrategy(
         self._parent = os.getppid()
         self._interfaces: list[str] = []
         self._surroundings = Surroundings()
-        self._keeper = Keeper()
+        self._keeper = SaveFolders()
         self._known_parts: KnownParts | None = None
         super().__init__(**options)
 
@@ -299,7 +299,7 @@ class _PTDPStrategy(
                 check_optimizer_state(optimizer, groups, device=self.root_device)
 
     def _whole_view(
-        self, whole: WholeView
+        self, whole: UncutView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Return a context in which the module looks uncut."""
         records, pipeline = self.parallel.records, self.mesh.group("pipeline")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch import is_communication_error
-from lightning_ptdp.strategy.expected_ranks import Crowd, has_ended, listed, this_process
+from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
 
 __all__ = ["join"]
 
@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 def join(
-    crowd: Crowd,
+    crowd: ExpectedRanks,
     *,
     open_store: Callable[[], dist.Store],
     make: Callable[[dist.Store], _T],
@@ -115,7 +115,7 @@ def join(
 class _Beside:
     """Runner of blocking calls in another thread, which are abandoned after a limit."""
 
-    def __init__(self, crowd: Crowd, limit: timedelta, ended: Callable[[], str]) -> None:
+    def __init__(self, crowd: ExpectedRanks, limit: timedelta, ended: Callable[[], str]) -> None:
         self._crowd, self._limit, self._ended = crowd, limit.total_seconds(), ended
         self._notes: dist.Store | None = None
         self._closed = threading.Event()
@@ -234,7 +234,7 @@ def _meet(
     shared: dist.Store,
     own: dist.Store,
     life: str,
-    crowd: Crowd,
+    crowd: ExpectedRanks,
     missing: list[int],
     limit: timedelta,
 ) -> None:
@@ -281,7 +281,7 @@ def _answer(
         time.sleep(_POLL_S)
 
 
-def _lost(shared: dist.Store, life: str, crowd: Crowd) -> str:
+def _lost(shared: dist.Store, life: str, crowd: ExpectedRanks) -> str:
     # An abandoned thread may occupy the existing connection.
     missed = _started(
         lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)

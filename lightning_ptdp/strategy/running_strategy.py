@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.checkpoint import Keeper
+from lightning_ptdp.checkpoint import SaveFolders
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
@@ -69,7 +69,7 @@ class RunningStrategy(StrategyBase):
     config: PTDPConfig
     num_nodes: int
     gradient_norm: Tensor | None = None
-    _keeper: Keeper
+    _keeper: SaveFolders
     _surroundings: Surroundings
     _run: Run | None = None
     _parallel: ParallelModel | None = None

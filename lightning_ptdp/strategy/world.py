@@ -18,7 +18,7 @@ from lightning_ptdp.shims.lightning import Launcher
 from lightning_ptdp.strategy.checks.device import check_device
 from lightning_ptdp.strategy.checks.machine_limits import check_machine
 from lightning_ptdp.strategy.checks.started_processes import check_processes
-from lightning_ptdp.strategy.expected_ranks import Crowd
+from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
@@ -208,7 +208,7 @@ class World(RunningStrategy):
         environment, limit = self.cluster_environment, self.config.timeout
         assert environment is not None
         one_machine, by_torchrun = self.num_nodes == 1, torchrun_keeps_store()
-        crowd = Crowd(
+        crowd = ExpectedRanks(
             rank=self.global_rank,
             world_size=layout.world_size,
             address=environment.main_address if by_torchrun or not one_machine else LOOPBACK,

@@ -23,14 +23,14 @@ import pytest
 
 from lightning_ptdp.checkpoint import (
     CheckpointError,
-    Keeper,
+    SaveFolders,
     complete_checkpoints,
     files,
     newest_checkpoint,
     read_metadata,
 )
 from lightning_ptdp.checkpoint.files import discard, part_name
-from lightning_ptdp.checkpoint.write_locks import Claim
+from lightning_ptdp.checkpoint.write_locks import WriteLock
 from tests.checkpoint.every_step import fit_saving
 from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
 
@@ -61,7 +61,7 @@ def _elsewhere(part: Path) -> Iterator[BaseProcess]:
     taken = context.Event()
 
     def write() -> None:
-        claim = Claim(part)
+        claim = WriteLock(part)
         claim.take()
         part.mkdir()
         taken.set()
@@ -143,7 +143,7 @@ def test_a_process_of_another_machine_is_gone_when_it_was_silent_for_two_minutes
     part = (tmp_path / "b.ckpt").rename(part_name(tmp_path / "a.ckpt"))
     lock = Path(f"{part}.lock")
     lock.write_text(json.dumps({"machine": "another", "host": "there", "pid": 1}))
-    keeper, now = Keeper(), time.monotonic()
+    keeper, now = SaveFolders(), time.monotonic()
     for seconds, touched, expected in (
         (0, 1, True),
         (100, 2, True),
@@ -174,7 +174,7 @@ def test_a_removal_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path) 
     _run_killed(functools.partial(discard, tmp_path / "a.ckpt"), os, "unlink")
     assert complete_checkpoints(tmp_path) == []
     assert not (tmp_path / "a.ckpt").exists()
-    Keeper().tidy(tmp_path)
+    SaveFolders().tidy(tmp_path)
     assert os.listdir(tmp_path) == ["latest"]
 
 
@@ -194,10 +194,10 @@ def test_finishing_that_is_killed_is_finished_by_the_next(tmp_path: Path, behind
                 )
                 newest = step_of(newest_checkpoint(folder))
                 again = attempt(
-                    functools.partial(Keeper().tidy, folder), None, number, behind, Killed()
+                    functools.partial(SaveFolders().tidy, folder), None, number, behind, Killed()
                 )
                 assert step_of(newest_checkpoint(folder)) == newest
-                Keeper().tidy(folder)
+                SaveFolders().tidy(folder)
                 names = [path for path in os.listdir(folder) if not path.startswith(".latest-")]
                 assert {*names} <= {"last.ckpt", name, "latest"}
                 assert step_of(newest_checkpoint(folder)) == newest

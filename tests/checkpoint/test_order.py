@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import (
-    Keeper,
+    SaveFolders,
     complete_checkpoints,
     newest_checkpoint,
     read_metadata,
@@ -30,7 +30,7 @@ HOUR, DAY = 3600.0, 86400.0
 CLOCK = time.time
 
 
-def _save(path: Path, step: int, keeper: Keeper | None = None) -> Path:
+def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
     tensors = {"model/w": (torch.full((5,), float(step)), Sharding.replicated((5,)))}
     save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
     return path
@@ -40,7 +40,7 @@ def _save(path: Path, step: int, keeper: Keeper | None = None) -> Path:
 def test_a_clock_that_is_set_back_between_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_one_training: bool
 ) -> None:
-    keeper = Keeper() if of_one_training else None
+    keeper = SaveFolders() if of_one_training else None
     for step, offset in enumerate((0.0, -HOUR, DAY, -DAY, -DAY)):
         monkeypatch.setattr(time, "time", lambda offset=offset: CLOCK() + offset)
         newest = _save(tmp_path / f"{9 - step}.ckpt", step, keeper)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_ptdp.data_parallel import (
     BucketEntry,
     GradientBuckets,
-    LooseGradients,
     Reduction,
+    UnbucketedGradients,
     global_norm,
 )
 from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
@@ -87,7 +87,7 @@ def test_sums_equal_one_process_also_for_unused_parameters(
 def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
     entries = [BucketEntry(weight, chunk=0)]
-    buckets = LooseGradients(entries) if loose else GradientBuckets(entries)
+    buckets = UnbucketedGradients(entries) if loose else GradientBuckets(entries)
     buckets.zero()
     buckets.install()
     (weight * 2).sum().backward()
@@ -125,7 +125,7 @@ def test_reducing_all_sums_every_parameter_once(pool: Pool) -> None:
 
 def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    gradients = LooseGradients([BucketEntry(used, chunk=0), BucketEntry(unused, chunk=0)])
+    gradients = UnbucketedGradients([BucketEntry(used, chunk=0), BucketEntry(unused, chunk=0)])
     for _ in range(2):  # two batches of an accumulation
         gradients.install()
         (used * 3).sum().backward()

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, Reduction, SteppedParameters
+from lightning_ptdp.data_parallel import (
+    BucketEntry,
+    GradientBuckets,
+    OptimizerParameters,
+    Reduction,
+)
 from lightning_ptdp.data_parallel.flat_shards import Shard
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
@@ -52,7 +57,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def _sharded(
     model: nn.Module, group: Group, **options: Any
-) -> tuple[GradientBuckets, SteppedParameters]:
+) -> tuple[GradientBuckets, OptimizerParameters]:
     buckets = GradientBuckets(
         [
             BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=True, **options))
@@ -61,7 +66,7 @@ def _sharded(
         scatters=True,
         bucket_bytes=3000,
     )
-    return buckets, SteppedParameters(buckets, masters=True)
+    return buckets, OptimizerParameters(buckets, masters=True)
 
 
 def _inputs(step: int, rank: int) -> torch.Tensor:
@@ -122,7 +127,7 @@ def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
         ],
         scatters=sharded,
     )
-    stepped = SteppedParameters(buckets, masters=True)
+    stepped = OptimizerParameters(buckets, masters=True)
     optimizer = torch.optim.AdamW(model.parameters())
     stepped.adopt(optimizer)
     buckets.zero()

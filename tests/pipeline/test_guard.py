@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ptdp.pipeline.hang_guard import Guard, Judge, Sight
+from lightning_ptdp.pipeline.hang_guard import GuardObservation, HangGuard, HangJudge
 from lightning_ptdp.pipeline.rank_report import LOST
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 from lightning_ptdp.pipeline.status_board import Heard
@@ -56,7 +56,7 @@ class Scene:
     ) -> None:
         self._at, self._judge = (
             at,
-            Judge(limit_s=limit_s, interval_s=STEP_S, waits_raise=waits_raise),
+            HangJudge(limit_s=limit_s, interval_s=STEP_S, waits_raise=waits_raise),
         )
 
     def ends_after(self, most: int = 1000) -> tuple[float, str] | None:
@@ -69,7 +69,7 @@ class Scene:
                 "answered_at": second,
             }
             if why := self._judge.look(
-                Sight(**{"now": float(second), **known, **self._at(second)})
+                GuardObservation(**{"now": float(second), **known, **self._at(second)})
             ):
                 return second, why
         return None
@@ -339,7 +339,7 @@ def test_long_work_of_the_users_is_no_hang(tmp_path: Path) -> None:
 
 def test_the_thread_has_ended_when_the_guard_is_closed():
     before, looked = threading.enumerate(), threading.Event()
-    guard = Guard(lambda: not looked.set(), interval_s=0.001)
+    guard = HangGuard(lambda: not looked.set(), interval_s=0.001)
     looked.wait()
     guard.close()
     assert [thread for thread in threading.enumerate() if thread not in before] == []

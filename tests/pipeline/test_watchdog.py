@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lightning_ptdp.pipeline.hang_guard import Judge
+from lightning_ptdp.pipeline.hang_guard import HangJudge
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.rank_report import LOST, Account
+from lightning_ptdp.pipeline.rank_report import LOST, RankReport
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
-from lightning_ptdp.pipeline.status_board import Board, Heard
+from lightning_ptdp.pipeline.status_board import Heard, StatusStore
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.schedule import Action
 from lightning_ptdp.world.layout import ParallelLayout
@@ -100,14 +100,14 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
 
 
 def test_rank_0_stays_until_all_that_answer_know_who_is_missed() -> None:
-    def account(failure: str, *, world_size: int = 3, ended: bool = False) -> Account:
+    def account(failure: str, *, world_size: int = 3, ended: bool = False) -> RankReport:
         told = LiveStatus()
         told.failure, told.ended = failure, ended
         heard = {
             rank: Heard(told.status() if rank == 1 else LiveStatus().status(), 0.0, True)
             for rank in (1, 2)
         }
-        return Account(
+        return RankReport(
             rank=0,
             own=LiveStatus().status(),
             world_size=world_size,
@@ -423,7 +423,7 @@ class _Heard(HashStore):
 
 def test_who_fails_between_two_looks_is_known_to_have_lived() -> None:
     store, told = HashStore(), LiveStatus()
-    early, late = (Board(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
+    early, late = (StatusStore(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
     store.set("lightning_ptdp/status/1", told.status().encode())
     early._listen()
     told.failure = "ValueError: x"
@@ -444,7 +444,7 @@ def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Judge, "look", lambda *_: "")  # else this process would end
+    monkeypatch.setattr(HangJudge, "look", lambda *_: "")  # else this process would end
     # Whatever lasts is stuck at once; the test looks, and not a thread in between.
     rank = opened(HashStore(), limit_s=1e-9, interval_s=1e4, waits_raise=False)
     quiet = opened(HashStore(), rank=1, limit_s=1e-9, interval_s=1e4)

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets, LooseGradients, global_norm
+from lightning_ptdp.data_parallel import (
+    BucketEntry,
+    GradientBuckets,
+    UnbucketedGradients,
+    global_norm,
+)
 from lightning_ptdp.parameters.sharding import slice_full
 from lightning_ptdp.tensor_parallel import Column
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
@@ -65,7 +70,7 @@ def check_gradients(rank: int) -> None:
     sums = tuple((piece.local_slices, group) for piece in sharding.pieces if piece.copies > 1)
     expected = torch.tensor([1.0 + rank] * 4 + [(rank // 2 * 2) * 2 + 3.0] * 4)
     full_square = 4 * (1 + 4 + 9 + 16) + 4 * (9 + 49)
-    for make in (GradientBuckets, LooseGradients):
+    for make in (GradientBuckets, UnbucketedGradients):
         weight, unused = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
         gradients = make(
             [BucketEntry(weight, chunk=0, sums=sums), BucketEntry(unused, chunk=0, sums=sums)]
