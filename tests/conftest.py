@@ -11,6 +11,10 @@ import pytest
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some libraries ask torch for GPUs when they are imported. Without a driver no process can then be
+# forked from a forked one, unless torch asks NVML.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ["PYTHONPATH"] = (
     f"{Path(__file__).with_name('starts')}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(
         os.pathsep

@@ -156,7 +156,7 @@ def test_short_help_says_what_the_classes_say(ptdp: Run) -> None:
     assert "--model.help LitBert" in ptdp("fit", "--config=bert/nano", "-h")[1]
     said = ptdp("generate", "--help")[1]
     assert "--prompt PROMPT       Text to continue." in said
-    assert "in short -t" in " ".join(said.split())
+    assert "short form -t" in " ".join(said.split())
 
 
 def test_debug_shows_the_traceback(ptdp: Run) -> None:
