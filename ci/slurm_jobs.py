@@ -99,9 +99,8 @@ def requeued(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         finish=False,
     )
     wait(lambda: restarts(job) == 1, "a requeue")
-    run(
-        "scontrol", "update", f"JobId={job}", "TimeLimit=0:30:00"
-    )  # otherwise a start that takes a minute is signalled again at its end
+    # otherwise a start that takes a minute is signalled again at its end
+    run("scontrol", "update", f"JobId={job}", "TimeLimit=0:30:00")
     finish(job)
     log = output(folder, job)
     assert "continuing from" in log, log

@@ -211,9 +211,8 @@ def _keep_warning(file: Path, message: Warning | str, *_: object, **__: object) 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.endswith("warnings.py"):
         frame = frame.f_back
-    if (
-        frame is None or frame.f_code.co_name == "__torch_function__"
-    ):  # a warning of torch about a call that the package intercepts
+    # a warning of torch about a call that the package intercepts
+    if frame is None or frame.f_code.co_name == "__torch_function__":
         return
     origin = Path(frame.f_code.co_filename)
     if any(origin.is_relative_to(PACKAGE / part) for part in EXPLAINING):

@@ -113,9 +113,8 @@ def _transformer() -> Built:
     from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 
     module = LightningTransformer(vocab_size=VOCABULARY)
-    module.model = Transformer(
-        vocab_size=VOCABULARY, ninp=16, nhid=32, dropout=0.0
-    )  # verify cannot reproduce the dropout of torch's attention
+    # verify cannot reproduce the dropout of torch's attention
+    module.model = Transformer(vocab_size=VOCABULARY, ninp=16, nhid=32, dropout=0.0)
     module.prepare_data = lambda: None  # type: ignore[method-assign]  # it would download WikiText2
     return module, _loader(_tokens(), _tokens())
 

@@ -353,10 +353,11 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None: ...
 
         def synchronize(self) -> None:
+            # else the host has waited for all of the device since
             if self._at in (
                 -1,
                 waits.count,
-            ):  # else the host has waited for all of the device since
+            ):
                 waits.note("synchronize")
 
         def query(self) -> bool:

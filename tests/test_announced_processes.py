@@ -114,10 +114,11 @@ def test_an_environment_that_counts_more_processes_is_refused() -> None:
             "SLURM_PROCID": "0",
             "SLURM_LOCALID": "0",
         },
+        # a batch script, or a shell of salloc, without srun
         {
             "SLURM_NTASKS": "2",
             "SLURM_NTASKS_PER_NODE": "2",
-        },  # a batch script, or a shell of salloc, without srun
+        },
         {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"},
     ],
 )

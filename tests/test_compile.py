@@ -156,6 +156,7 @@ def _order_in_a_block(rank: int) -> list[str]:
 
 def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
     (found,) = pool.run(_order_in_a_block, world_size=1)
+    # each collective is beside a product
     order = [
         "gather_after",
         "mm",
@@ -163,7 +164,7 @@ def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
         "wait",
         "mm",
         "wait",
-    ]  # each collective is beside a product
+    ]
     assert ["".join(names) for names in found] == order
 
 

@@ -27,9 +27,8 @@ def test_rooms_do_not_import_each_other_in_a_circle() -> None:
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         rooms.setdefault(room, set()).update(imported(file) - {room})
-    tuple(
-        graphlib.TopologicalSorter(rooms).static_order()
-    )  # a circle is a CycleError, which shows it
+    # a circle is a CycleError, which shows it
+    tuple(graphlib.TopologicalSorter(rooms).static_order())
 
 
 def test_names_of_modules_are_used_once() -> None:

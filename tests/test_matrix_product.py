@@ -58,9 +58,8 @@ def test_on_a_gpu_a_half_precision_product_is_added_to_a_float32_gradient_in_eig
         weight.grad = torch.empty(weight.shape)
     with _Traffic(weight.shape) as traffic:
         MatrixProduct(weight).add_weight_gradient(grad, x)
-    assert (
-        traffic.bytes / weight.numel() == 4 + 4
-    )  # 18 with a product in bfloat16, a cast and a sum
+    # 18 with a product in bfloat16, a cast and a sum
+    assert traffic.bytes / weight.numel() == 4 + 4
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -77,9 +77,8 @@ class LitDrawing(L.LightningModule):
         scale = random.uniform(0.5, 2.0)
         y = self.drop(self.enter((1 - time) * x + time * noise)) * mask.unsqueeze(-1)
         for block in self.blocks:
-            y = block(
-                y, 0.5 + random.random() + float(torch.rand(())) + abs(np.random.normal())
-            )  # drawn between blocks
+            # drawn between blocks
+            y = block(y, 0.5 + random.random() + float(torch.rand(())) + abs(np.random.normal()))
         y = self.head(y) * scale + 0.1 * torch.rand(len(x), 1, 1)
         self.drawn.append(float(noise.sum() + time.sum()) + scale + mixed)
         return F.mse_loss(y, noise)

@@ -30,9 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # asking whether there is a GPU must not start CUDA: processes are forked
+# asking whether there is a GPU must not start CUDA: processes are forked
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 sys.path.append(str(Path(__file__).parents[2]))
 
 import host_time
@@ -73,9 +72,8 @@ def run(answer: Connection, job: Job, on_gpu: bool) -> None:
     """Measure one job; the answer is what was measured, or why it could not be."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    refusals = (
-        (ImportError, ValueError) if job.options else (ImportError,)
-    )  # an option may need what is not installed
+    # an option may need what is not installed
+    refusals = (ImportError, ValueError) if job.options else (ImportError,)
     try:
         device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         engine, model = contestant(job, device, quick=not on_gpu)
@@ -101,9 +99,8 @@ def tell_host_time(answer: Connection, on_gpu: bool) -> None:
 def beside(context: Any, target: Any, *args: Any, limit_s: float) -> Any:
     """The answer of a process, or None if there is none within the limit."""
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=target, args=(theirs, *args)
-    )  # no daemon: compilers start processes
+    # no daemon: compilers start processes
+    process = context.Process(target=target, args=(theirs, *args))
     process.start()
     theirs.close()
     try:

@@ -135,9 +135,8 @@ def huggingface(case: Case, device: torch.device) -> nn.Module:
         import peft
 
         adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = peft.get_peft_model(
-            model, adapters, autocast_adapter_dtype=False
-        )  # as Lightning's bf16-true has them
+        # as Lightning's bf16-true has them
+        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
     return model.train()
 
 

@@ -49,9 +49,8 @@ from lightning_ptdp.schedule import Costs
 
 FORWARD, INPUT, WEIGHT = 0.020, 0.020, 0.020  # seconds a rank and microbatch
 SMALL, LARGE = (4, 16), (1024, 1024)  # float32 hidden states: 256 bytes, 4 MiB
-GPT = GPTConfig.gpt2(
-    num_layers=8, hidden_size=256, num_heads=8, sequence_length=128
-)  # 6.3 M parameters in its blocks
+# 6.3 M parameters in its blocks
+GPT = GPTConfig.gpt2(num_layers=8, hidden_size=256, num_heads=8, sequence_length=128)
 
 SLEEPING = [
     Sizes(schedule="1f1b", p=4, v=1, m=8),
@@ -212,9 +211,8 @@ def run(case: Case, rounds: int) -> list[Outcome]:
     outcomes = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (os.path.join(folder, "store"), case, rounds, outcomes)
-        mp.start_processes(
-            worker, arguments, nprocs=case.sizes.p, start_method="fork"
-        )  # what they put fits into the pipe
+        # what they put fits into the pipe
+        mp.start_processes(worker, arguments, nprocs=case.sizes.p, start_method="fork")
     return [outcomes.get() for _ in range(case.sizes.p)]
 
 

@@ -164,9 +164,8 @@ def worker(rank: int, options: argparse.Namespace) -> None:
     os.environ.update(
         LOCAL_RANK="0", RANK=str(rank), WORLD_SIZE="2", NODE_RANK=str(rank), GROUP_RANK=str(rank)
     )
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="benchmark", LOCAL_WORLD_SIZE="1"
-    )  # everyone is here already
+    # everyone is here already
+    os.environ.update(TORCHELASTIC_RUN_ID="benchmark", LOCAL_WORLD_SIZE="1")
     dist.init_process_group("gloo", init_method=INIT_METHOD, rank=rank, world_size=2)
     rows = [
         exposed(name, mbit=options.mbit, rounds=options.rounds)

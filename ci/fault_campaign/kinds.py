@@ -64,10 +64,11 @@ _METADATA = (
 )
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")
+# the latter for mixtures of experts
 _FORWARD = (
     "lightning_ptdp.models.gpt:Block.forward",
     "torch.distributed:all_to_all_single",
-)  # the latter for mixtures of experts
+)
 
 KINDS = {
     "absent": Kind(

@@ -68,10 +68,11 @@ def readable(message: str, known: Iterable[str]) -> str:
     if missing:
         names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []
         return f"{key}={missing.group(1)}: there is no such class{nearest(missing.group(1), names)}"
+    # Errors of a class itself, among types that do not match; then errors of its fields.
     for depth in (
         "  ",
         " +",
-    ):  # Errors of a class itself, among types that do not match; then errors of its fields.
+    ):
         found = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
         reasons = [" ".join(reason.split()) for reason in found]
         said = [

@@ -179,9 +179,8 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
     is_ours = _check_layout(strategy, rest, nodes * devices)
     added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}"]
     if is_ours:
-        added.append(
-            "--trainer.strategy.start_method=popen"
-        )  # the launcher, not the strategy, starts the processes
+        # the launcher, not the strategy, starts the processes
+        added.append("--trainer.strategy.start_method=popen")
         if _given(rest, "resume") is None:
             added.append("--resume=auto")
     return LaunchJob(

@@ -120,9 +120,8 @@ class _Origins:
 
     def _file(self, path: KeyPath) -> str | None:
         """Return the file that sets the value, or None."""
-        if path[-1] == "class_path" and not has(
-            self.config.values, path
-        ):  # for logger: CSVLogger, which the parser expands
+        # for logger: CSVLogger, which the parser expands
+        if path[-1] == "class_path" and not has(self.config.values, path):
             path = path[:-1]
             if not has(self.config.values, path) or isinstance(
                 value_at(self.config.values, path), dict

@@ -47,9 +47,8 @@ def run(verb: str, arguments: list[str]) -> int:
         _list()
     elif options.resolved:
         with uncollected():
-            if (
-                options.name in recipe_names() and not overrides
-            ):  # a user's class may need those metrics
+            # a user's class may need those metrics
+            if options.name in recipe_names() and not overrides:
                 import_torchmetrics_alone()
             from lightning_ptdp.cli.provenance import show_resolved
 

@@ -108,9 +108,8 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
         UserError: The epoch is shorter, so that no validation would take place. Lightning would
             raise the same error in the ranks.
     """
-    interval = getattr(
-        trainer, "val_check_interval", None
-    )  # Lightning omits the attribute if the interval is a time
+    # Lightning omits the attribute if the interval is a time
+    interval = getattr(trainer, "val_check_interval", None)
     if (
         not isinstance(datamodule, StreamDataModule)
         or not isinstance(interval, int)
@@ -215,9 +214,8 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
     if path is None or path in _KEYWORDS or "://" in path:
         return
     if Path(path).is_file():
-        with contextlib.suppress(
-            CheckpointError
-        ):  # Lightning reads more file types, and reports their errors
+        # Lightning reads more file types, and reports their errors
+        with contextlib.suppress(CheckpointError):
             state, _ = open_state_dict(path)
             _check_shapes(
                 "--ckpt_path",

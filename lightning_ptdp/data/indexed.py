@@ -201,9 +201,8 @@ def _document_boundaries(
             f"{sequences}"
         )
     places = np.full(len(firsts), total, np.int64)
-    inside = int(
-        np.searchsorted(firsts, sequences)
-    )  # documents without a sequence may end the file
+    # documents without a sequence may end the file
+    inside = int(np.searchsorted(firsts, sequences))
     places[:inside] = pointers[firsts[:inside]] // itemsize
     return places
 

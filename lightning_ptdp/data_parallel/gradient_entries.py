@@ -40,10 +40,11 @@ def lay_out(
     Otherwise return gradients as autograd creates them.
     """
     layout = mesh.layout
+    # also on a rank without such a parameter
     sharded = (
         (),
         *((axis.name,) for axis in layout.blocked),
-    )  # also on a rank without such a parameter
+    )
     wanted = sorted(
         {*map(layout.summed, sharded), *(record.data_axes for record in records.values())}
     )

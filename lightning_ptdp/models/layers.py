@@ -110,10 +110,11 @@ class NormalLinear(nn.Linear):
         std: float,
         truncated: bool = False,
     ) -> None:
+        # before the base class, whose constructor calls reset_parameters
         self.std, self.truncated = (
             std,
             truncated,
-        )  # before the base class, whose constructor calls reset_parameters
+        )
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -132,10 +133,11 @@ class NormalEmbedding(nn.Embedding):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False
     ) -> None:
+        # before the base class, whose constructor calls reset_parameters
         self.std, self.truncated = (
             std,
             truncated,
-        )  # before the base class, whose constructor calls reset_parameters
+        )
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:

@@ -74,9 +74,8 @@ class _LitHuggingFace(LitTokens):
             self.path if pretrained else None,
         )
         self.adapter = as_lora(adapter)
-        self.strict_loading = (
-            self.adapter is None
-        )  # with an adapter, a checkpoint has only what is trained
+        # with an adapter, a checkpoint has only what is trained
+        self.strict_loading = self.adapter is None
         self.save_hyperparameters(
             {
                 "path": self.path,
@@ -383,10 +382,11 @@ class LitMaskedLM(_LitHuggingFace):
     _auto_class = "AutoModelForMaskedLM"
     _classes = "MODEL_FOR_MASKED_LM_MAPPING"
     _inputs = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+    # heads for the order of sentences in pretraining
     _ignores = (
         r"(^|\.)pooler\.",
         r"(^|\.)cls\.seq_relationship\.",
-    )  # heads for the order of sentences in pretraining
+    )
 
 
 def _dtype(name: Dtype, config: Any) -> torch.dtype:

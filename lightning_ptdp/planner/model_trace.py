@@ -137,9 +137,8 @@ def _layer(few: Followed, many: Followed, software: Software) -> LayerShape:
     forward, backward = (Bytes(alike=alike / _FEW, split=split / _FEW) for alike, split in amounts)
     router = None if few.experts is None else (few.experts.number, few.experts.hidden)
     return LayerShape(
-        products=tuple(
-            one for one in trace.products if (one.outputs, one.inputs) != router
-        ),  # the router's product is counted with the experts
+        # the router's product is counted with the experts
+        products=tuple(one for one in trace.products if (one.outputs, one.inputs) != router),
         attentions=tuple(trace.attentions),
         forward=forward,
         backward=backward,

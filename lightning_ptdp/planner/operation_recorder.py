@@ -113,15 +113,13 @@ class OperationRecorder(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._alive += [
-            one.untyped_storage() for one in (*inputs, *outputs)
-        ]  # prevents the reuse of storage keys
+        # prevents the reuse of storage keys
+        self._alive += [one.untyped_storage() for one in (*inputs, *outputs)]
         keys = [storage_key(one) for one in inputs]
         new = [one for one in outputs if storage_key(one) not in keys]
         split = self._is_split(function, inputs, keys)
-        if (
-            new and inputs and all(key in self._of_weights for key in keys)
-        ):  # a cast or another form of a parameter
+        # a cast or another form of a parameter
+        if new and inputs and all(key in self._of_weights for key in keys):
             for one in new:
                 self._of_weights[storage_key(one)] = self._of_weights[keys[0]]
                 self._split |= {storage_key(one)} & (

@@ -339,9 +339,8 @@ def _gradients(
         tied += group_link(layout, job.cluster, "tensor").all_reduce(
             job.trained * experts * gradient
         )
-    if (
-        job.software.shards != "none"
-    ):  # those of layers are part of their passes; nothing hides those of tables
+    # those of layers are part of their passes; nothing hides those of tables
+    if job.software.shards != "none":
         table = job.shape.input.table_elements(layout.tensor_parallel_size)
         return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard_optimizer:

@@ -114,10 +114,11 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "TorchSyncBatchNorm": "{core}.plugins:TorchSyncBatchNorm",
     "TorchCheckpointIO": "{core}.plugins.io:TorchCheckpointIO",
     "AsyncCheckpointIO": "{core}.plugins.io:AsyncCheckpointIO",
+    # precision plugins that only change dtypes
     "casting": tuple(
         f"{{core}}.plugins.precision:{plugin}.convert_module"
         for plugin in ("Precision", "HalfPrecision", "DoublePrecision")
-    ),  # precision plugins that only change dtypes
+    ),
     "LightningEnvironment": "{core}.plugins.environments:LightningEnvironment",
     "SubprocessLauncher": "{core}.strategies.launchers:_SubprocessScriptLauncher",
     "MultiProcessingLauncher": "{core}.strategies.launchers:_MultiProcessingLauncher",

@@ -173,9 +173,8 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 sys.exit(INTERRUPTED)  # some versions of torch report it as success
             except SystemExit as end:
                 if process_idx == 0 and not end.code:
-                    call[3].put(
-                        _Ended()
-                    )  # the queue of results follows the function and its arguments
+                    # the queue of results follows the function and its arguments
+                    call[3].put(_Ended())
                 raise
             except Exception as error:
                 peer_lost = isinstance(error, PeerError) or is_communication_error(error)

@@ -57,9 +57,8 @@ class ModelSpace(RunningStrategy):
         names = {parameter: record.name for parameter, record in records.items()}
         shardings: dict[str, Placed] = {record.name: record.sharding for record in records.values()}
         for stepped in self._adopted or ():
-            if (
-                stepped.parameter in records
-            ):  # else the parameter belongs to another module, trained before
+            # else the parameter belongs to another module, trained before
+            if stepped.parameter in records:
                 record = records[stepped.parameter]
                 names[stepped.value], shardings[record.name] = (
                     record.name,

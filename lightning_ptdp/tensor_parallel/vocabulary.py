@@ -35,12 +35,13 @@ class VocabularyParallelEmbedding(ParallelLayer):
     """
 
     shown = ("num_embeddings", "embedding_dim", "padded_vocabulary")
+    # attributes of nn.Embedding that adapters read
     max_norm, norm_type, scale_grad_by_freq, sparse = (
         None,
         2.0,
         False,
         False,
-    )  # attributes of nn.Embedding that adapters read
+    )
 
     def __init__(
         self,

@@ -92,14 +92,12 @@ def test_operations_are_those_of_the_papers(module: object) -> None:
     b, s, h, layers = whole.microbatches * whole.samples, 2048, 12288, 8
     # arXiv 2104.04473, section 5.1, without the head; everything is recomputed.
     causal, full = cases.flops(whole)
-    assert (
-        full - causal == b * 4 * 2 * s**2 * h * layers / 8
-    )  # forward twice, backward for two: half of 4 s^2 h each
+    # forward twice, backward for two: half of 4 s^2 h each
+    assert full - causal == b * 4 * 2 * s**2 * h * layers / 8
     assert full == pytest.approx(96 * b * s * layers * h**2 * (1 + s / (6 * h)) / 8, rel=1e-12)
     causal, full = cases.flops(by_name["GPT-2 124M s=1024"])
-    assert (
-        full - causal == 16 * 6 * 1024**2 * 768 * 12
-    )  # half of forward and backward, 3 * 4 s^2 h a layer
+    # half of forward and backward, 3 * 4 s^2 h a layer
+    assert full - causal == 16 * 6 * 1024**2 * 768 * 12
     bert = cases.flops(by_name["BERT-large s=512"])
     assert bert[0] == bert[1]
     lora = by_name["LoRA 8B s=2048"]

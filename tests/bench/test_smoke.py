@@ -13,11 +13,12 @@ import pytest
 pytestmark = pytest.mark.thorough
 
 BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
+# gpu.py has toy sizes and a test of its own
 NAMES = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")
     if path.stem != "gpu" and "__main__" in path.read_text(encoding="utf-8")
-)  # gpu.py has toy sizes and a test of its own
+)
 FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 
 

@@ -50,9 +50,8 @@ def _train(
     saver: str = "SaveOnSignal",
 ) -> tuple[int, dict[str, torch.Tensor]]:
     L.seed_everything(3, verbose=False)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # what runs in a shell's background ignores it
+    # what runs in a shell's background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = _handlers()
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
     trainer = L.Trainer(

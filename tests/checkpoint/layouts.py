@@ -14,11 +14,12 @@ from lightning_ptdp.tensor_parallel.tensor_shards import (
 )
 
 PADDING = -7
+# query, key and value rows of one fused matrix: each part is split over the tensor ranks
 FUSED_PARTS = (
     8,
     4,
     4,
-)  # query, key and value rows of one fused matrix: each part is split over the tensor ranks
+)
 
 
 @dataclass(frozen=True)

@@ -219,9 +219,8 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path, mkdir = tmp_path / "last.ckpt", os.mkdir
     _save_one(path, 1.0)
 
-    def refuse(
-        made: Any, *args: Any, **kwargs: Any
-    ) -> None:  # permissions do not stop root, and tests may run as root
+    # permissions do not stop root, and tests may run as root
+    def refuse(made: Any, *args: Any, **kwargs: Any) -> None:
         if str(made).startswith(str(tmp_path)):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(made))
         mkdir(made, *args, **kwargs)

@@ -75,9 +75,8 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
         process.join(LIMIT_S)
     for outcome in outcomes:
         mend = "give each training a folder of its own" in outcome
-        assert not outcome or mend or outcome.startswith("BrokenBarrierError"), (
-            outcomes
-        )  # the other one ended
+        # the other one ended
+        assert not outcome or mend or outcome.startswith("BrokenBarrierError"), outcomes
     found = complete_checkpoints(tmp_path / "both")
     assert found
     for checkpoint in found:

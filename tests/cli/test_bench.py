@@ -93,12 +93,10 @@ def test_layouts_are_compared_in_steps_of_as_many_samples(
     assert code == 2, err
     assert "p2" in err.splitlines()[-1] or "pipeline_parallel_size=2" in err.splitlines()[-1]
     devices, _, _, *lines = out.splitlines()[-8:]
-    assert "2 x cpu" in devices and "a step: 32 samples" in devices, (
-        out
-    )  # two replicas, accumulated twice
-    assert [line for line in lines if re.search(r"t2 p1 d1 +8 ", line)], (
-        out
-    )  # 32 samples of 2, accumulated twice
+    # two replicas, accumulated twice
+    assert "2 x cpu" in devices and "a step: 32 samples" in devices, out
+    # 32 samples of 2, accumulated twice
+    assert [line for line in lines if re.search(r"t2 p1 d1 +8 ", line)], out
     assert "to use 1, add:" in out
 
 

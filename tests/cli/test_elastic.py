@@ -103,9 +103,8 @@ def test_four_replicas_then_two_of_which_one_dies(ptdp: Run, config: str, tmp_pa
         "init_args": {"step": 4, "notes": str(tmp_path)},
     }
     two = configure(config, tmp_path / "two.yaml", devices=2, steps=STEPS, callbacks=[dies])
-    with contextlib.closing(
-        Pool()
-    ) as fresh:  # a worker that has trained has threads, which do not outlive a fork
+    # a worker that has trained has threads, which do not outlive a fork
+    with contextlib.closing(Pool()) as fresh:
         (restarts,) = fresh.run(_torchrun, world_size=1, args=(two, str(tmp_path)))
     assert restarts == {0: "1", 1: "1"}
     starts = {path.name: int(path.read_text()) for path in tmp_path.glob("start-*")}

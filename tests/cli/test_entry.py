@@ -97,10 +97,11 @@ from lightning_ptdp.cli import main
 assert main(["recipes", "show", "gpt/nano", "--resolved"]) == 0
 print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matplotlib", "litdata") if name in sys.modules])
 """
+    # as a user starts it, without tests/starts
     env = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
-    }  # as a user starts it, without tests/starts
+    }
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )

@@ -471,9 +471,8 @@ def test_bad_input(
         )
     assert code == 2, read
     assert re.search(said, last), read
-    assert len(read.splitlines()) == (2 if "ckpt verify" in line else 1), (
-        read
-    )  # a verdict on every checkpoint that is named
+    # a verdict on every checkpoint that is named
+    assert len(read.splitlines()) == (2 if "ckpt verify" in line else 1), read
     assert not caplog.messages  # which is where Lightning's words go here
     assert {
         path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)

@@ -120,9 +120,8 @@ def test_averaged_weights_are_stored_and_averaging_goes_on(
             other_final,
             other_files,
         ) in zip(mine, theirs, strict=True):
-            if (
-                name != "m4"
-            ):  # ours is the replica's mean; DDP's callback sees the rank's own loss as well
+            # ours is the replica's mean; DDP's callback sees the rank's own loss as well
+            if name != "m4":
                 assert losses == pytest.approx(other_losses, rel=1e-4)
             assert val_loss == pytest.approx(other_val, rel=1e-4)
             assert_weights(final, other_final)

@@ -151,9 +151,8 @@ def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) ->
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
-        os.killpg(
-            script.process.pid, signal.SIGINT
-        )  # a terminal sends it to the whole process group
+        # a terminal sends it to the whole process group
+        os.killpg(script.process.pid, signal.SIGINT)
         assert script.finish(40) != 0
 
 

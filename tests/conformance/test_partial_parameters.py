@@ -55,9 +55,8 @@ def test_loops_over_parameters_in_a_step_are_refused(
     kind: Any, layout: str, call: str, pool: Pool
 ) -> None:
     place = LAYOUTS[layout]
-    with pytest.raises(
-        WorkerFailure
-    ) as error:  # under a pipeline the stages before the last one leave the step before the loop
+    # under a pipeline the stages before the last one leave the step before the loop
+    with pytest.raises(WorkerFailure) as error:
         pool.run(run, world_size=place.world_size, args=(place, kind))
     assert f"PartialModelError: {call}, of which this rank holds a part" in str(error.value)
 

@@ -191,9 +191,8 @@ def count(rank: int, place: Place, folder: str, path: str, first: bool = False) 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 def test_extra_state_goes_on(name: str, pool: Pool, tmp_path: Path) -> None:
-    counted = [
-        found for found, _ in both(pool, count, name, str(tmp_path)) if any(found)
-    ]  # a stage counts its microbatches
+    # a stage counts its microbatches
+    counted = [found for found, _ in both(pool, count, name, str(tmp_path)) if any(found)]
     assert counted
     for before, after in counted:
         assert after == 3 * before > 0

@@ -34,9 +34,8 @@ class SeenSamples(L.Callback):
         self.epochs: list[list[list[float]]] = []
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
-        torch.rand(
-            trainer.global_rank + 1
-        )  # every process has drawn something else: the order may not depend on it
+        # every process has drawn something else: the order may not depend on it
+        torch.rand(trainer.global_rank + 1)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self.epochs.append([])

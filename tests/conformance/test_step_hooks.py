@@ -149,9 +149,8 @@ def test_copies_in_full_precision(
     module: type[LitPlain], precision: str, name: str, pool: Pool
 ) -> None:
     place, reference = PLACES[name]
-    whole = Place(
-        world_size=reference.world_size
-    )  # Lightning's own has no copies and no loss scale
+    # Lightning's own has no copies and no loss scale
+    whole = Place(world_size=reference.world_size)
     expected = pool.run(run_in_half, world_size=whole.world_size, args=(whole, module, precision))
     for rank, found in enumerate(
         pool.run(run_in_half, world_size=place.world_size, args=(place, module, precision))

@@ -230,9 +230,8 @@ def test_model_checkpoint_writes_what_lightning_writes(
         pool, write_checkpoints, name, str(tmp_path)
     ):
         assert len(expected_files) >= 20
-        links = [
-            name for name in files if name.endswith("/latest")
-        ]  # ours, beside what Lightning writes
+        # ours, beside what Lightning writes
+        links = [name for name in files if name.endswith("/latest")]
         assert len(links) == (len(CHECKPOINTS) if files != expected_files else 0)
         assert [name for name in files if name not in links] == expected_files
         assert best == expected_best

@@ -72,9 +72,8 @@ def _saved_bytes(rank: int, length: int) -> int:
 
 def test_what_the_ring_keeps_for_the_backward_shrinks_with_the_ranks(pool: Pool) -> None:
     samples, length, heads, kv_heads, channels = 2, 64, 4, 2, 16
-    whole = (
-        4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)
-    )  # q and out, k and v, log-sum-exp
+    # q and out, k and v, log-sum-exp
+    whole = 4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)
     for size in (2, 4):
         assert pool.run(_saved_bytes, world_size=size, args=(length,)) == [whole // size] * size
     # So at a fixed memory a rank, the sequence grows with the ranks.

@@ -193,6 +193,5 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(
         StoreError, match=r"chunk-0-0\.bin holds token 300, outside the vocabulary of 300"
     ):
         verify_store(made.folder)
-    verify_store(
-        made.folder, hashes=False
-    )  # every process: the tokens are compared as they are read
+    # every process: the tokens are compared as they are read
+    verify_store(made.folder, hashes=False)

@@ -251,10 +251,11 @@ def test_who_decides_about_the_step_by_its_gradients_waits_for_them_too(
 
 def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
     for batches in ranks:
+        # the first of its shapes tells the others what they are
         for kind, (
             _,
             *later,
-        ) in batches.items():  # the first of its shapes tells the others what they are
+        ) in batches.items():
             assert len(later) == (2 if kind == "train" else 1)
             for waits in later:
                 assert not any(wait.in_schedule for wait in waits), waits

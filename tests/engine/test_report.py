@@ -88,9 +88,8 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
     reports = [
         StepReport(1.0, 2.0, False, [LogCall("a", 3.0, {"prog_bar": True})]),
         StepReport(1.5, 2.0, False, [LogCall("a", 4.0, {"prog_bar": True})]),  # only values change
-        StepReport(
-            2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]
-        ),  # more than fit
+        # more than fit
+        StepReport(2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]),
         StepReport(
             0.0,
             0.0,

@@ -113,9 +113,10 @@ def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None
         )
         assert len(one) > 3
         assert one == together
+        # no holes on both sides
         assert (
             sum(value.float().norm() for value in open_huggingface(tmp_path / "one").values()) > 100
-        )  # no holes on both sides
+        )
 
 
 def test_ranks_write_about_the_same() -> None:

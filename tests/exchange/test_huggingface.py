@@ -110,10 +110,11 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
     assert {
         name.removeprefix("model/") for name in straight.tensors
     } == whole.keys() - aliases.keys()
+    # as a rank of two reads it that holds the second half
     for (
         name,
         entry,
-    ) in straight.tensors.items():  # as a rank of two reads it that holds the second half
+    ) in straight.tensors.items():
         full = whole[name.removeprefix("model/")]
         local, sharding = shard(
             full, "column" if full.size(0) % 2 == 0 else "replicated", size=2, rank=1

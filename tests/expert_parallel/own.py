@@ -150,9 +150,8 @@ class Recorder(L.Callback):
         states = [
             value for each in parameters for value in optimizer.state[each].values() if value.dim()
         ]
-        gradients = [
-            parameter.grad for parameter in parameters if parameter.grad is not None
-        ]  # a sharded optimizer has none
+        # a sharded optimizer has none
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         found = {"parameters": parameters, "gradients": gradients, "states": states}
         self.held = {
             what: sum(tensor.numel() for tensor in tensors) for what, tensors in found.items()

@@ -21,9 +21,8 @@ _BASE = b"base: gpt/nano\n"
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
     """All of them."""
-    parsed_values(
-        resolve_configs(["--config", "gpt/nano"])
-    )  # imports what a parser does when it is used first
+    # imports what a parser does when it is used first
+    parsed_values(resolve_configs(["--config", "gpt/nano"]))
     for what, text in _TEXTS.items():
         for where, before in {"alone": b"", "with a base": _BASE}.items():
             yield _case(f"{what}/{where}", before + text.encode("utf-8", "surrogatepass"), _resolve)

@@ -32,9 +32,9 @@ CANARY = "canary"
 MOST_S = 1.0  # of a processor: the machine may be busy with something else
 _PATIENCE_S = 15.0  # of the clock: whoever waits for a pipe takes no processor
 MOST_MB = 200.0
-_ADDRESS_SPACE = (
-    4 << 30
-)  # more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's choice
+# more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's
+# choice
+_ADDRESS_SPACE = 4 << 30
 _PACKAGE = Path(__file__).resolve().parents[2] / "lightning_ptdp"
 _EVALUATING = (
     "typing.py",

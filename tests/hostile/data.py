@@ -298,9 +298,8 @@ def _indexed() -> Iterator[Case]:
                 harmless=(field, value) == ("version", 1),
             )
     for code in (0, 1, 2, 3, 4, 5, 6, 7, 9, 63, 255):
-        yield _index_file(
-            f"type is {code}", partial(_pack, 17, "<B", code), harmless=code == 3
-        )  # as wide, and the ids fit
+        # as wide, and the ids fit
+        yield _index_file(f"type is {code}", partial(_pack, 17, "<B", code), harmless=code == 3)
     for value in (-1, -(2**31), 2**31 - 1, 0, 10**9):
         for sequence in (0, 7, 19):
             yield _index_file(

@@ -156,10 +156,11 @@ def check_messages(rank: int) -> None:
             if sequence_parallel:
                 assert forward == {"all_gather": 2, "reduce_scatter": 2}, (kind, forward)
                 assert backward["reduce_scatter"] == 2, (kind, backward)
+                # a column layer alone gathers its input again
                 assert backward.total() <= 6, (
                     kind,
                     backward,
-                )  # a column layer alone gathers its input again
+                )
             else:
                 assert (forward, backward) == ({"all_reduce": 2}, {"all_reduce": 2}), (
                     kind,

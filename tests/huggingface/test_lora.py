@@ -87,9 +87,8 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(
         for entry in TensorReader(saved).tensors.values()
         if math.prod(entry.shape) > 1
     ]
-    assert sum(elements) == 3 * sum(
-        value.numel() for value in weights.values()
-    )  # two states of Adam for each
+    # two states of Adam for each
+    assert sum(elements) == 3 * sum(value.numel() for value in weights.values())
     # peft's own count on one process
     import peft
 

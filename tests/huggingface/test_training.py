@@ -72,9 +72,8 @@ def test_a_model_built_in_init_whose_whole_output_is_returned(pool: Pool, refere
 def test_a_checkpoint_of_copied_heads_goes_on_in_another_layout(
     pool: Pool, reference: Any, tmp_path: Path
 ) -> None:
-    whole = Run(
-        model="llama", global_batch=SAMPLES
-    )  # an epoch is a batch: Lightning does not go on within one of a plain loader
+    # an epoch is a batch: Lightning does not go on within one of a plain loader
+    whole = Run(model="llama", global_batch=SAMPLES)
     first = replace(whole, steps=2, save=str(tmp_path / "two epochs"))
     for source, target in (("t4", "t2p2v2"), ("p2", "t4")):
         for run, layout in ((first, source), (replace(whole, resume=first.save), target)):

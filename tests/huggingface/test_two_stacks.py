@@ -81,9 +81,8 @@ def test_loss_and_gradients_equal_the_whole_models(kind: str, built: str, comput
         "between": plan.between,
         "after": plan.after,
     }
-    expected = whole(
-        batch
-    )  # also puts in place what captures hidden states: not once more when it is cut
+    # also puts in place what captures hidden states: not once more when it is cut
+    expected = whole(batch)
     for cut in CUTS if not built else CUTS[1:2]:
         stages = Emulated(whole, tuple(pairwise((0, *cut, 7))), **known)
         found = stages.forward(batch, training=True)

@@ -166,9 +166,8 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
         UserWarning,
         match=r"goes on with other parameters.*keeps the first: learning_rate=1.0 there, 5.0 here$",
     ):
-        second.log_hyperparams(
-            {"learning_rate": 5.0, "new": 1}
-        )  # MLflow itself raises on a changed parameter
+        # MLflow itself raises on a changed parameter
+        second.log_hyperparams({"learning_rate": 5.0, "new": 1})
     run = client_of(second).get_run(first.run_id)
     assert run.info.status == "RUNNING"
     assert run.data.params == {"learning_rate": "1.0", "new": "1"}

@@ -75,9 +75,8 @@ def test_number_of_parameters_of_published_models(
 def test_operations() -> None:
     config = BertConfig()
     h, s, v, layers = 768, 512, 30522, 12
-    whole = (
-        72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
-    )  # arXiv 2104.04473, section 5.1, without recomputation
+    # arXiv 2104.04473, section 5.1, without recomputation
+    whole = 72 * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     heads = 3 * (2 * h * h * (s + 1) + 4 * h)
     assert bert_flops_per_sample(config, predictions=s) == pytest.approx(whole + heads, rel=1e-12)
     saved = 3 * (s - 77) * (2 * h * v + 2 * h * h)

@@ -81,9 +81,8 @@ def test_logits_loss_and_gradients_equal() -> None:
     lit.model.load_state_dict(converted(theirs.state_dict()))
     draw = torch.Generator().manual_seed(1)
     inputs = {
-        "input_ids": torch.randint(
-            1, 61, (4, 24), generator=draw
-        ),  # 0 is their padding, whose embedding they do not train
+        # 0 is their padding, whose embedding they do not train
+        "input_ids": torch.randint(1, 61, (4, 24), generator=draw),
         "token_type_ids": torch.randint(2, (4, 24), generator=draw),
         "attention_mask": (torch.arange(24) < torch.tensor([[24], [9], [17], [24]])).long(),
     }

@@ -30,13 +30,14 @@ def test_the_two_layouts() -> None:
 
 @pytest.mark.parametrize(
     ("hidden_size", "expected"),
+    # the first three: Llama 7B, 13B, 65B
     [
         (4096, 11008),
         (5120, 13824),
         (8192, 22016),
         (256, 704),
         (64, 192),
-    ],  # the first three: Llama 7B, 13B, 65B
+    ],
 )
 def test_swiglu_width_follows_the_llama_rule(hidden_size: int, expected: int) -> None:
     assert GPTConfig.llama(hidden_size=hidden_size, num_heads=8).ffn_size == expected

@@ -113,9 +113,8 @@ def test_the_loss_of_a_half_precision_model_is_a_float32_mean(dtype: torch.dtype
             vocabulary_size=8, sequence_length=512, num_layers=1, hidden_size=8, num_heads=1
         )
     ).to(dtype)
-    ids = torch.zeros(
-        80, 512, dtype=torch.int64
-    )  # the sum of 40960 losses of about 2 overflows float16
+    # the sum of 40960 losses of about 2 overflows float16
+    ids = torch.zeros(80, 512, dtype=torch.int64)
     loss = lit.training_step({"input_ids": ids, "labels": ids}, 0)["loss"]
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(8), rel=0.05)
@@ -172,9 +171,8 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
     assert perplexity == pytest.approx(
         math.exp(trainer.callback_metrics["val_loss"].item()), rel=1e-5
     )
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(
-        1e-3
-    )  # the cosine ends with the Trainer's steps
+    # the cosine ends with the Trainer's steps
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
     assert lit.model is not None
     (written,) = generate(
         lit, PATTERN[None, :3].tolist(), Sampling(temperature=0.0, max_new_tokens=10)

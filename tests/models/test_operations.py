@@ -53,9 +53,8 @@ def test_of_own_mixture() -> None:
             lambda model, length: model(torch.zeros(1, length, dtype=torch.long)),
             longest=24,
         )
-    weighing = (
-        GPT_MOE.layers_with_experts * 2 * 24 * GPT_MOE.experts_per_token * H
-    )  # of experts' outputs, in the forward a product
+    # of experts' outputs, in the forward a product
+    weighing = GPT_MOE.layers_with_experts * 2 * 24 * GPT_MOE.experts_per_token * H
     assert flops_per_sample(GPT_MOE) == counter.get_total_flops() - weighing == found.of(24)
     assert flops_per_sample(GPT_MOE, sequence_length=8) == found.of(8)
 

@@ -79,9 +79,8 @@ def test_formulas_are_within_1_percent_of_what_is_kept(
     pool: Pool, t: int, sequence_parallel: bool
 ) -> None:
     for results in pool.run(measured, world_size=t, args=(t, sequence_parallel)):
-        models = (
-            len(MODELS) if t == 1 else 3
-        )  # dropout is keyed, and another, where there are several ranks
+        # dropout is keyed, and another, where there are several ranks
+        models = len(MODELS) if t == 1 else 3
         assert len(results) == models * len(PRECISIONS) * (
             4 if t > 1 and not sequence_parallel else 3
         )

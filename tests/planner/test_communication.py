@@ -15,9 +15,8 @@ CARD = CLUSTER.card.bandwidth
 
 
 def test_which_link_a_group_uses() -> None:
-    layout = ParallelLayout(
-        world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2
-    )  # d = 8
+    # d = 8
+    layout = ParallelLayout(world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert group_link(layout, CLUSTER, "tensor").link == CLUSTER.node
     # Two of a node's eight ranks are in one data group, so each group drives two cards.
     assert group_link(layout, CLUSTER, "replica_sum").link.bandwidth == 2 * CARD

@@ -86,10 +86,11 @@ def test_parameters_and_stages_are_the_modules_own() -> None:
         sum(expert_parameters(shape, whole)) == experts == 4 * sum(expert_parameters(shape, shared))
     )
     assert sum(stage_parameters(shape, shared)) == num_parameters(SMALL) - experts * 3 / 4
+    # arXiv 2401.04088: 47B, 13B
     assert (round(num_parameters(MIXTRAL) / 1e8), round(active_parameters(MIXTRAL) / 1e8)) == (
         467,
         129,
-    )  # arXiv 2401.04088: 47B, 13B
+    )
 
 
 def test_bytes_of_states() -> None:

@@ -83,9 +83,8 @@ def test_deepseek_v3() -> None:
     """arXiv 2412.19437, section 4.2: 671B parameters, of which 37B are activated for each token."""
     shape = small_job(gpt_sizes(DeepseekV3Config(num_key_value_heads=128))).shape
     assert (round(shape.parameters / 1e9), round(shape.active_parameters / 1e9)) == (671, 38)
-    assert (shape.active_parameters - 129280 * 7168) / 1e9 == pytest.approx(
-        36.6, abs=0.1
-    )  # without the look-up
+    # without the look-up
+    assert (shape.active_parameters - 129280 * 7168) / 1e9 == pytest.approx(36.6, abs=0.1)
 
 
 def test_what_is_none() -> None:

@@ -183,9 +183,8 @@ def test_parameters_and_operations_of_any_model(name: str) -> None:
     )
     assert 2 * forward == counter.get_total_flops()
     assert shape.num_layers == (4 if name == "t5" else 3)
-    if (
-        name == "t5"
-    ):  # an encoder's layers are others than a decoder's, and the first have a table of positions
+    # an encoder's layers are others than a decoder's, and the first have a table of positions
+    if name == "t5":
         assert [count for count, _ in shape.runs] == [1, 1, 1, 1]
     assert all(layer.products[-1].cut == "inputs" for layer in shape.layers)
 

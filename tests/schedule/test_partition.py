@@ -188,10 +188,12 @@ class Model(nn.Module):
     [
         (8, [2, 2, 2, 2]),
         (64, [2, 2, 3, 1]),  # the head is a layer
+        # the head is four layers, the embedding half a one: no reason yet to take one from the
+        # first stage
         (
             256,
             [2, 2, 3, 1],
-        ),  # the head is four layers, the embedding half a one: no reason yet to take one from the first stage
+        ),
         (512, [1, 3, 3, 1]),  # the embedding is a layer
     ],
 )

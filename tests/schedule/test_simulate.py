@@ -98,9 +98,8 @@ def test_no_bubble_without_a_pipeline() -> None:
 
 def test_the_ideal_bubble_is_that_of_the_papers() -> None:
     assert ideal_bubble(build("1f1b", 4, 1, 8)) == 3 / 8  # (p - 1) / m
-    assert (
-        ideal_bubble(build("interleaved_1f1b", 2, 2, 4)) == 1 / 8
-    )  # (p - 1) / (v m), which the quick start shows
+    # (p - 1) / (v m), which the quick start shows
+    assert ideal_bubble(build("interleaved_1f1b", 2, 2, 4)) == 1 / 8
     assert ideal_bubble(build("zb_h1", 4, 1, 8)) == 1 / 8  # (p - 1) / 3m
     assert simulate(build("1f1b", 4, 1, 8)).busy == (24, 24, 24, 24)
 

@@ -153,9 +153,8 @@ def check_details(rank: int) -> None:
     assert not frozen.get_parameter("weight").requires_grad
     x = torch.randn(B, S // group.size, IN)
     with counted_collectives() as counts:
-        frozen(
-            x
-        ).sum().backward()  # nobody wants the gradients of x and of the weight: nothing is sent for them
+        # nobody wants the gradients of x and of the weight: nothing is sent for them
+        frozen(x).sum().backward()
     assert counts == {"all_gather": 1}
     kept = saved_elements(frozen, torch.randn(B, S // group.size, IN, requires_grad=True))
     assert kept <= B * S // group.size * IN + IN * 8 // group.size, "the gathered input was kept"

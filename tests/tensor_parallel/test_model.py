@@ -87,9 +87,8 @@ def check_messages(rank: int) -> None:
             {"all_gather": 4, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
         )
 
-        with (
-            counted_collectives() as counts
-        ):  # two layers, embedding, head, and two small ones in the loss
+        # two layers, embedding, head, and two small ones in the loss
+        with counted_collectives() as counts:
             loss = shifted_loss(model, torch.randint(37, (2, 8)))
         expected = (
             {"all_gather": 5, "reduce_scatter": 5, "all_reduce": 2}

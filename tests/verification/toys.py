@@ -160,9 +160,8 @@ class LitClocked(Lit):
     """Logs the time."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        self.log(
-            "clock", float(time.perf_counter_ns() % 1_000_003)
-        )  # far apart, however short the time
+        # far apart, however short the time
+        self.log("clock", float(time.perf_counter_ns() % 1_000_003))
         return super().training_step(batch, batch_idx)
 
 

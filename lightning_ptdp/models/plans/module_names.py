@@ -23,9 +23,8 @@ def ends_of(module: Any) -> dict[str, nn.Module]:
     The embedding of an image is not included.
     """
     ends: list[Any] = [module.get_output_embeddings()]
-    with contextlib.suppress(
-        NotImplementedError
-    ):  # transformers raises it if there is no such embedding
+    # transformers raises it if there is no such embedding
+    with contextlib.suppress(NotImplementedError):
         ends.append(module.get_input_embeddings())
     return {
         name: child

@@ -88,30 +88,33 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
             ScheduleFamily(
                 name="gpipe",
                 order=gpipe,
+                # arXiv 2104.04473, section 2.2.1
                 cost=ClosedForm(
                     held=lambda p, v, m, rank: v * m,
                     bubble=lambda p, v, forward, backward, weight: (
                         (p - 1) * (forward + backward) / v
                     ),
                     waits=lambda p, v, m: 2 * (p * v - 1),
-                ),  # arXiv 2104.04473, section 2.2.1
+                ),
             ),
             ScheduleFamily(
                 name="1f1b",
                 order=one_f_one_b,
                 chunks="one",
                 otherwise=INTERLEAVED,
+                # arXiv 2104.04473, section 2.2.1
                 cost=ClosedForm(
                     held=lambda p, v, m, rank: min(m, p - rank),
                     bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward),
                     waits=_waits_1f1b,
-                ),  # arXiv 2104.04473, section 2.2.1
+                ),
             ),
             ScheduleFamily(
                 name=INTERLEAVED,
                 order=interleaved_one_f_one_b,
                 chunks="several",
                 otherwise="1f1b",
+                # arXiv 2104.04473, section 2.2.2
                 cost=ClosedForm(
                     least=lambda p: p,
                     held=_held_interleaved,
@@ -119,7 +122,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                         (p - 1) * (forward + backward) / v
                     ),
                     waits=lambda p, v, m: 2 * (p * v - 1),
-                ),  # arXiv 2104.04473, section 2.2.2
+                ),
             ),
             ScheduleFamily(
                 name="zb_h1",
@@ -127,6 +130,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 chunks="one",
                 otherwise="zb_v",
                 splits_backward=True,
+                # arXiv 2401.10241, section 3
                 cost=ClosedForm(
                     least=lambda p: p,
                     held=lambda p, v, m, rank: min(m, p),
@@ -134,7 +138,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                         (p - 1) * max(0.0, forward + backward - 2 * weight)
                     ),
                     waits=lambda p, v, m: 4 * (p - 1),
-                ),  # arXiv 2401.10241, section 3
+                ),
             ),
             ScheduleFamily(
                 name="zb_v",
@@ -143,6 +147,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 chunks="two",
                 otherwise="zb_h1",
                 splits_backward=True,
+                # arXiv 2401.10241, section 6
                 cost=ClosedForm(
                     least=lambda p: 2 * p,
                     held=lambda p, v, m, rank: min(2 * m, 2 * p),
@@ -150,7 +155,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                         (p - 1) * max(forward, backward - weight) / 2
                     ),
                     waits=lambda p, v, m: 6 * (p - 1),
-                ),  # arXiv 2401.10241, section 6
+                ),
             ),
             ScheduleFamily(
                 name="dualpipe_v",
@@ -159,12 +164,13 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 chunks="two",
                 otherwise="1f1b",
                 splits_backward=True,
+                # arXiv 2412.19437, section 3.2.1
                 cost=ClosedForm(
                     least=lambda p: 2 * p,
                     held=lambda p, v, m, rank: min(2 * m, 2 * p + 1),
                     bubble=_bubble_dualpipe_v,
                     waits=lambda p, v, m: 6 * (p - 1),
-                ),  # arXiv 2412.19437, section 3.2.1
+                ),
             ),
         )
     }

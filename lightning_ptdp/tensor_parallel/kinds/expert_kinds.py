@@ -60,9 +60,8 @@ class Experts(Kind):
             p.size(0) if p.dim() else 0 for p in module.parameters()
         } != {number}:
             return False
-        given = inspect.signature(
-            type(module).forward
-        ).parameters.values()  # a scripted module's forward has none
+        # a scripted module's forward has none
+        given = inspect.signature(type(module).forward).parameters.values()
         return (
             sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given)
             == 1 + _ARGUMENTS
