@@ -60,7 +60,7 @@ def map_named(
         }
         try:
             return dataclasses.replace(value, **mapped)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # a TypeError since Python 3.13
             if "InitVar" not in str(error):
                 raise
             made = [

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_ptdp.base.rank_processes import Outcome, Tell, run_ranks
 from lightning_ptdp.callbacks.throughput import device_name
@@ -20,7 +19,12 @@ from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_devi
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
 from lightning_ptdp.planner import Device
-from lightning_ptdp.world.rendezvous_address import LOOPBACK, listen_on_loopback, meeting_store
+from lightning_ptdp.world.rendezvous_address import (
+    LOOPBACK,
+    listen_on_loopback,
+    meeting_store,
+    reserved_port,
+)
 
 __all__ = ["RankCheck", "calibrate_ranks", "check_ranks"]
 
@@ -48,12 +52,9 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
         timeout_s: Seconds after which unfinished ranks are named and ended.
     """
-    outcome = run_ranks(
-        _rank,
-        count=count,
-        args=(count, backend, find_free_network_port(), timeout_s),
-        timeout_s=timeout_s,
-    )
+    with reserved_port() as port:
+        arguments = (count, backend, port, timeout_s)
+        outcome = run_ranks(_rank, count=count, args=arguments, timeout_s=timeout_s)
     checks = tuple(_checks(outcome, count, backend, timeout_s))
     measurements = outcome.results[0]["measurements"] if 0 in outcome.results else []
     links = (check_links(measurements),) if measurements else ()
@@ -73,12 +74,9 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     Raises:
         RuntimeError: A rank failed or hangs. The message names it.
     """
-    outcome = run_ranks(
-        _calibrate,
-        count=count,
-        args=(count, backend, find_free_network_port(), timeout_s),
-        timeout_s=timeout_s,
-    )
+    with reserved_port() as port:
+        arguments = (count, backend, port, timeout_s)
+        outcome = run_ranks(_calibrate, count=count, args=arguments, timeout_s=timeout_s)
     if problem := outcome.explain():
         raise RuntimeError(f"{problem}: {_mend(backend)}")
     first = outcome.results[0]

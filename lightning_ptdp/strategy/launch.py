@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -86,6 +87,19 @@ class _Ended:
     """Result of processes that ended themselves (SIGTERM).
 
     Without it the main process would wait for results forever."""
+
+
+def _end_loggers(trainer: Trainer | None) -> None:
+    """End the loggers of a rank that was told to end, while its exception is known.
+
+    Lightning ends the loggers of the main process only. Since Python 3.13, functions that run at
+    the exit of a forked process do not see the exception.
+    """
+    for logger in () if trainer is None else trainer.loggers:
+        try:
+            logger.finalize("failed")
+        except Exception as error:
+            warnings.warn(f"{type(logger).__name__} could not be ended: {error}", stacklevel=2)
 
 
 @lru_cache(maxsize=2)
@@ -170,8 +184,10 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
             try:
                 super()._wrapping_function(process_idx, trainer, *call)
             except KeyboardInterrupt:
+                _end_loggers(trainer)
                 sys.exit(INTERRUPTED)  # some versions of torch report it as success
             except SystemExit as end:
+                _end_loggers(trainer)
                 if process_idx == 0 and not end.code:
                     # the queue of results follows the function and its arguments
                     call[3].put(_Ended())

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.rank_processes import Tell, run_ranks
@@ -25,6 +24,7 @@ from lightning_ptdp.verification.batches import Replay
 from lightning_ptdp.verification.case import Case
 from lightning_ptdp.verification.record import Record, Recorder
 from lightning_ptdp.verification.watch import StepWatch
+from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
 
 __all__ = ["Subject", "VerificationError"]
 
@@ -94,7 +94,6 @@ class Subject:
 
         The processes are Lightning's ranks.
         """
-        port = str(find_free_network_port())
 
         def call(rank: int, tell: Tell) -> object:
             tell(name)
@@ -104,7 +103,7 @@ class Subject:
                 os.dup2(file.fileno(), 2)
             if count > 1:
                 os.environ.update(
-                    LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+                    LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port)
                 )
             torch.set_num_threads(1)  # The parent's OpenMP threads do not exist in this process.
             try:
@@ -113,7 +112,8 @@ class Subject:
                 traceback.print_exc()
                 raise
 
-        outcome = run_ranks(call, count=count, timeout_s=self.limit_s)
+        with reserved_port() as port:
+            outcome = run_ranks(call, count=count, timeout_s=self.limit_s)
         if problem := outcome.explain():
             late = f" after limit_s={self.limit_s:g}" if not outcome.errors else ""
             error = VerificationError(f"{problem}{late}")

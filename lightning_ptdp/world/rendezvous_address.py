@@ -6,8 +6,10 @@ resolution.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +19,7 @@ __all__ = [
     "listen_anywhere",
     "listen_on_loopback",
     "meeting_store",
+    "reserved_port",
     "torchrun_keeps_store",
 ]
 
@@ -50,6 +53,18 @@ def meeting_store(
         timeout=limit,
         master_listen_fd=listening.detach(),
     )
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a free port of the loopback interface for a process that this one starts.
+
+    The port is bound but not listened at, so that only a process that names it can take it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield holder.getsockname()[1]
 
 
 def listen_on_loopback() -> list[str]:

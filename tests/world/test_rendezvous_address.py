@@ -1,0 +1,18 @@
+"""Tests of the ports at which ranks meet."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
+
+
+def test_a_reserved_port_is_taken_by_its_number_only() -> None:
+    with reserved_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((LOOPBACK, port))
+        with socket.create_server((LOOPBACK, port)) as server:
+            socket.create_connection((LOOPBACK, port)).close()
+            assert server.getsockname()[1] == port
