@@ -70,7 +70,7 @@ job() ( # environment, folder
 suite() ( # environment
     PATH="$1/bin:$PATH"
     # shellcheck disable=SC2086
-    python -m pytest $tests --numprocesses auto --maxprocesses 4 --dist loadfile
+    python -m pytest $tests --numprocesses "$(($(getconf _NPROCESSORS_ONLN) + 1))" --maxprocesses 4 --dist loadfile
 )
 
 versions() { # environment

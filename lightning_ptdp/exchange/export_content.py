@@ -192,7 +192,8 @@ def _our_items(
             )
         if (found := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
             raise CheckpointError(
-                f"{prefix + name!r} has the shape {found}, which its hyperparameters make {shape}"
+                f"{source}: {prefix + name!r} has the shape {found}, but its hyperparameters ask for "
+                f"{shape}"
             )
         for theirs, part in model.parts(name):
             place, dims = part.at(shape)
