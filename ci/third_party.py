@@ -48,6 +48,7 @@ from third_party_modules import MODULES, ThirdParty
 from lightning_ptdp import PTDPError, verify
 from lightning_ptdp.shims.lightning import NAMESPACES, lightning_names
 from lightning_ptdp.strategy import strategy_class
+from lightning_ptdp.verification import Report
 
 PACKAGE = Path(__file__).resolve().parent.parent / "lightning_ptdp"
 STEPS = 3
@@ -140,6 +141,11 @@ def compare(module: Any, data: Any, layout: str) -> Outcome:
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
         return Outcome("obscure", f"in verify: {type(error).__name__}: {error}\n{notes}")
+    return outcome_of(report)
+
+
+def outcome_of(report: Report) -> Outcome:
+    """Return the result that a comparison means."""
     # If batches cannot be joined, one process accumulates over them. In this case verify compares
     # the losses and logged values of single batches.
     accumulates = any("one process accumulates" in note for note in report.notes)
@@ -150,7 +156,7 @@ def compare(module: Any, data: Any, layout: str) -> Outcome:
         return Outcome("equal")
     if (
         any(cause.name == "random numbers" for cause in report.causes)
-        and report.first.kind != "random numbers"
+        and report.differences[0].kind != "random numbers"
     ):
         return Outcome(
             "random",
@@ -310,6 +316,7 @@ def first_sentence(text: str) -> str:
     line = re.sub(
         r"^saving the checkpoint \S+ failed: rank \d+: ", "when saving, ", " ".join(text.split())
     )
+    line = re.sub(r"^pipeline_parallel_size=\d+ cannot cut \w+: ", "", line)
     line = re.sub(r"^.* normalize over", "batch normalization is over", line)
     line = re.sub(r" found in \w+$| found in \w+(?=[:;.] )", " found", line)
     return re.split(r"(?<=[^.])[.:;] (?=[A-Za-z])|; ", line, maxsplit=1)[0].rstrip(".")

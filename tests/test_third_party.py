@@ -10,7 +10,19 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "ci"))
 
 from marked_table import write_between_marks
-from third_party import LAYOUTS, MODULES, PACKAGE, Outcome, describe, first_sentence, table_of
+from third_party import (
+    LAYOUTS,
+    MODULES,
+    PACKAGE,
+    Outcome,
+    describe,
+    first_sentence,
+    outcome_of,
+    table_of,
+)
+
+from lightning_ptdp.verification import Cause, Report
+from lightning_ptdp.verification.compare import Difference
 
 
 def traceback_of(file: Path, error: str) -> str:
@@ -45,8 +57,37 @@ def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
     assert describe(error(text), text, launched=True) == Outcome("late", "cut elsewhere. Use p=1")
 
 
+@pytest.mark.parametrize(
+    ("kind", "cause", "outcome"),
+    [
+        ("loss", "random numbers", "random"),
+        ("random numbers", "random numbers", "different"),
+        ("loss", "coupled samples", "different"),
+        (None, "random numbers", "equal"),
+    ],
+)
+def test_outcome_of_a_comparison(kind: str | None, cause: str, outcome: str) -> None:
+    compared = [
+        Difference(
+            kind=kind or "loss",
+            step=0,
+            name="loss",
+            point="",
+            error=1.0 if kind else 0.0,
+            tolerance=1e-5,
+            place="rank 0",
+            text="1 and 2",
+        )
+    ]
+    report = Report(layout="m2", steps=1, compared=compared, causes=[Cause(name=cause, text="they are")])
+    assert outcome_of(report).kind == outcome
+
+
 def test_first_sentence() -> None:
     assert first_sentence("too many\nstages in model.0. Use fewer") == "too many stages in model.0"
+    assert first_sentence("pipeline_parallel_size=2 cannot cut Net: it is no chain. Use 1") == (
+        "it is no chain"
+    )
     assert (
         first_sentence("a.1, a.2 normalize over the batch: no")
         == "batch normalization is over the batch"
