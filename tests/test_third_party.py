@@ -79,7 +79,9 @@ def test_outcome_of_a_comparison(kind: str | None, cause: str, outcome: str) -> 
             text="1 and 2",
         )
     ]
-    report = Report(layout="m2", steps=1, compared=compared, causes=[Cause(name=cause, text="they are")])
+    report = Report(
+        layout="m2", steps=1, compared=compared, causes=[Cause(name=cause, text="they are")]
+    )
     assert outcome_of(report).kind == outcome
 
 
