@@ -164,6 +164,8 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
         raise ValueError(f"not JSON ({_short(error)})") from error
     level = [content]
     for _ in range(_MOST_DEPTH):
+        if not level:
+            break
         level = [entry for value in level for entry in _entries(value)]
     if any(isinstance(value, dict | list) for value in level):
         raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep")

@@ -22,14 +22,14 @@ from lightning_ptdp.data.data_config import PrepareConfig
 from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from lightning_ptdp.data.indexed import IndexedFile
+from lightning_ptdp.data.indexed import IndexedFile, indexed_stream
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule
-from lightning_ptdp.data.indexed_stream import IndexedStream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
 from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
+from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
@@ -49,12 +49,12 @@ __all__ = [
     "HuggingFaceTokenizer",
     "IndexedDataModule",
     "IndexedFile",
-    "IndexedStream",
     "Manifest",
     "MixtureDataModule",
     "MixtureStream",
     "PrepareConfig",
     "PreparedData",
+    "PreparedDataModule",
     "ReadReport",
     "StoreError",
     "StreamDataModule",
@@ -65,6 +65,7 @@ __all__ = [
     "TokenizerError",
     "check_prepare",
     "fetch",
+    "indexed_stream",
     "prepare",
     "verify_store",
 ]

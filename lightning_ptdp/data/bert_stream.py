@@ -33,7 +33,6 @@ from lightning_ptdp.data.number_checks import check_fraction, check_integer
 from lightning_ptdp.data.pairs import LEAST_TOKENS, PairObjective, draw_pair, find_windows
 from lightning_ptdp.data.sample_draws import Draws
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
-from lightning_ptdp.data.token_store import ChunkMap
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.word_boundaries import WordVocabulary
 
@@ -83,12 +82,9 @@ class BertStream(SampleStream):
         manifest = Manifest.read(folder)
         self._vocabulary = WordVocabulary.of(Tokenizer.load(folder))
         words = self._vocabulary
-        chunks = manifest.chunks(folder, split)
-        self._chunks = ChunkMap(
-            chunks, manifest.splits[split].dtype, vocabulary_size=len(words.begins)
-        )
+        self._tokens = manifest.tokens(folder, split)
         self._windows = find_windows(
-            self._chunks, end=words.end, newline=words.newline, longest=self._room
+            self._tokens, end=words.end, newline=words.newline, longest=self._room
         )
         windows = len(self._windows.starts)
         if not windows:
@@ -188,7 +184,7 @@ class BertStream(SampleStream):
         return row
 
     def _window(self, sample: int) -> np.ndarray:
-        return self._chunks.read(
+        return self._tokens.read(
             int(self._windows.starts[sample]), int(self._windows.lengths[sample])
         )
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.parsing import AttributeDict
 
 from lightning_ptdp.base.option_types import check_arguments
-from lightning_ptdp.data.chat_build import ChatConfig, prepare_chat
+from lightning_ptdp.data.chat_build import ChatConfig
 from lightning_ptdp.data.chat_format import Learn
-from lightning_ptdp.data.chat_store import verify_chat
 from lightning_ptdp.data.chat_stream import ChatStream, TooLong
-from lightning_ptdp.data.manifest import SPLITS, Manifest, SplitName
-from lightning_ptdp.data.stream_datamodule import StreamDataModule
+from lightning_ptdp.data.manifest import SPLITS, SplitName
+from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 
 __all__ = ["ChatDataModule"]
 
 _log = logging.getLogger(__name__)
 
 
-class ChatDataModule(StreamDataModule):
+class ChatDataModule(PreparedDataModule):
     """Chat or instruction data as batches in which the answers are learned.
 
     A batch is ``{"input_ids", "labels"}``, and with packing ``"position_ids"``: int64 of shape
@@ -63,6 +61,8 @@ class ChatDataModule(StreamDataModule):
         ValueError: A value is out of range; the message names it.
     """
 
+    prepare_config: ChatConfig
+
     def __init__(  # noqa: PLR0913
         self,
         *,
@@ -84,7 +84,6 @@ class ChatDataModule(StreamDataModule):
         **kwargs: Any,
     ) -> None:
         check_arguments(ChatDataModule.__init__, locals())
-        super().__init__(**kwargs)
         config = ChatConfig(
             output=data_dir or "",
             tokenizer_dir=tokenizer_dir,
@@ -101,12 +100,11 @@ class ChatDataModule(StreamDataModule):
         )
         if data_dir is None and tokenizer_dir is not None:
             data_dir = config.folder
+        config = replace(config, output=data_dir or "")
+        super().__init__(prepare_config=config, verify_hashes=verify_hashes, **kwargs)
         # Checkpoints name the data folder, which contains the tokenizer.
         self.save_hyperparameters()
-        self.prepare_config = replace(config, output=data_dir or "")
-        self.data_dir = Path(self.prepare_config.output)
         self.packing, self.too_long = packing, too_long
-        self.verify_hashes = verify_hashes
 
     @cached_property
     def vocabulary_size(self) -> int:  # type: ignore[override]
@@ -124,19 +122,6 @@ class ChatDataModule(StreamDataModule):
             {"data_path" if name == "path" else name: value for name, value in values.items()}
         )
 
-    def check(self, *, num_replicas: int = 1) -> None:
-        """Check data, columns, tokenizer and template before a process is started; write nothing.
-
-        Data that are already prepared are compared with the settings.
-
-        Raises:
-            DataError: The message says what is wrong and how to correct it.
-            ValueError: The batch sizes do not divide for this number of replicas.
-        """
-        self.batch_plans(num_replicas=num_replicas)
-        if self.prepare_config.check(hashes=self.verify_hashes) is not None:
-            super().check(num_replicas=num_replicas)
-
     def prepare_data(self) -> None:
         """Prepare ``data_dir`` and log how many samples are too long.
 
@@ -145,7 +130,7 @@ class ChatDataModule(StreamDataModule):
         Raises:
             DataError: A row is faulty or too long.
         """
-        prepare_chat(self.prepare_config, hashes=self.verify_hashes)
+        super().prepare_data()
         for split in SPLITS:
             stream = self._stream(split)
             longer = (
@@ -160,20 +145,6 @@ class ChatDataModule(StreamDataModule):
                 f"{len(stream):,}",
                 longer,
             )
-
-    def setup(self, stage: str | None = None) -> None:
-        """Check in every process that ``data_dir`` matches its manifest.
-
-        Raises:
-            DataError: It does not match.
-        """
-        verify_chat(self.data_dir, hashes=False)
-
-    def _places(self) -> list[str]:
-        return [str(self.data_dir)]
-
-    def _text(self) -> list[str]:
-        return Manifest.read(self.data_dir).corpus.source
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> ChatStream:
         return ChatStream(

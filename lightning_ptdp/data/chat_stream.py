@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from lightning_ptdp.base.option_types import Size, check_arguments
-from lightning_ptdp.data.chat_store import ChatStore
 from lightning_ptdp.data.data_error import StoreError
-from lightning_ptdp.data.manifest import SplitName
+from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.packing import pack
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
+from lightning_ptdp.data.token_store import sample_starts, unmark
 
 __all__ = ["ChatStream", "TooLong"]
 
@@ -39,7 +39,7 @@ class ChatStream(SampleStream):
     """Random access to the sequences of one split of prepared conversations.
 
     Args:
-        folder: Folder that ``prepare_chat`` made.
+        folder: Folder that ``prepare`` made of conversations.
         split: ``"train"`` or ``"validation"``.
         sequence_length: s, tokens of a sequence.
         packing: Put several samples into one sequence.
@@ -47,6 +47,7 @@ class ChatStream(SampleStream):
         max_samples: Use only this many sequences, from the first on.
 
     Attributes:
+        lengths: Number of tokens of every sample, int64.
         longer: Number of samples of more than s + 1 tokens.
         samples: Number of samples.
 
@@ -66,8 +67,20 @@ class ChatStream(SampleStream):
         max_samples: Size | None = None,
     ) -> None:
         check_arguments(ChatStream.__init__, locals())
-        self._store = ChatStore(folder, split)
-        lengths = self._store.lengths
+        manifest = Manifest.read(folder)
+        self._tokens = manifest.tokens(folder, split, form="chat")
+        starts, offset = [], 0
+        for tokens in self._tokens:
+            starts.append(sample_starts(tokens) + offset)
+            offset += len(tokens)
+        self._starts = np.concatenate([*starts, [offset]])
+        self.lengths = lengths = np.diff(self._starts)
+        stored = manifest.splits[split].documents
+        if not stored or len(lengths) != stored or self._starts[0] != 0 or lengths.min() < 2:
+            raise StoreError(
+                f"{Path(folder, split)} is damaged: it does not hold {stored} conversations; "
+                "prepare the data again with overwrite"
+            )
         longer = lengths > sequence_length + 1
         self.longer, self.samples = int(longer.sum()), len(lengths)
         self.packing = packing
@@ -93,7 +106,7 @@ class ChatStream(SampleStream):
             sequence_length=sequence_length,
             max_samples=max_samples,
             fingerprint=hashlib.sha256(
-                f"{self._store.fingerprint} {packing} {too_long}".encode()
+                f"{manifest.fingerprint(split)} {packing} {too_long}".encode()
             ).hexdigest(),
         )
 
@@ -109,13 +122,11 @@ class ChatStream(SampleStream):
                 if visit != PADDING
                 else ()
             ):
-                ids, learned = self._store.read(int(sample))
-                size = min(len(ids) - 1, length)
+                ids, learned = self.read(int(sample), most=length + 1)
+                size = len(ids) - 1
                 here = slice(place, place + size)
-                row[0, here] = ids[:size]
-                row[1, here] = np.where(
-                    learned[1 : size + 1], ids[1 : size + 1].astype(np.int32), IGNORE_INDEX
-                )
+                row[0, here] = ids[:-1]
+                row[1, here] = np.where(learned[1:], ids[1:], IGNORE_INDEX)
                 row[2, here] = np.arange(size)
                 place += size
             row[2, place:] = np.arange(length - place)
@@ -130,19 +141,30 @@ class ChatStream(SampleStream):
         batch = {"input_ids": tensors[:, 0].contiguous(), "labels": tensors[:, 1].contiguous()}
         return {**batch, "position_ids": tensors[:, 2].contiguous()} if self.packing else batch
 
+    def read(self, sample: int, *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first ``most`` ids of a sample (int32), and a mask of the learned ones.
+
+        Raises:
+            StoreError: An id is outside the vocabulary.
+        """
+        length = int(self.lengths[sample])
+        count = length if most is None else min(length, most)
+        return unmark(self._tokens.read(int(self._starts[sample]), count))
+
     def _check(self, longer: np.ndarray, too_long: TooLong, length: int, said: str) -> None:
-        longest = int(self._store.lengths.max())
         if too_long == "error" and longer.any():
             raise StoreError(
                 f"{said} are longer than sequence_length={length} (+ 1), the longest has "
-                f"{longest} tokens: use a longer one, or too_long: "
-                "cut or drop"
+                f"{self.lengths.max()} tokens: use a longer one, or too_long: cut or drop"
             )
-        if too_long == "cut" and longer.any():
-            empty = int((longer & ~self._store.learned_within(length + 1)).sum())
+        if too_long == "cut":
+            # The first token of a sample is never predicted.
+            cut = (
+                self.read(sample, most=length + 1)[1] for sample in np.flatnonzero(longer).tolist()
+            )
+            empty = sum(not learned[1:].any() for learned in cut)
             if empty:
                 raise StoreError(
                     f"{said} are cut to sequence_length={length} (+ 1) tokens, and {empty} of "
-                    "these have no answer left to learn: use a "
-                    "longer one, or too_long: drop"
+                    "these have no answer left to learn: use a longer one, or too_long: drop"
                 )

@@ -1,30 +1,26 @@
 """Conversion of rows of chat and instruction data to conversations.
 
-The ``datasets`` library reads the rows: JSON lines, Parquet, or a folder that ``save_to_disk``
-wrote. ``Columns`` finds the columns that hold a conversation.
+Rows come from JSON lines, and from what the ``datasets`` library reads: Parquet, or a folder that
+its ``save_to_disk`` wrote. ``Columns`` finds the columns that hold a conversation.
 """
 
 from __future__ import annotations
 
 import ast
-import logging
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import Any
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import RequirementError, import_optional
-from lightning_ptdp.base.untrusted import parse_json, reason, regular_size
-from lightning_ptdp.data.corpus import Corpus
-from lightning_ptdp.data.data_error import CorpusError, reading
+from lightning_ptdp.base.untrusted import parse_json, read_bytes, reason, regular_size
+from lightning_ptdp.data.corpus import Corpus, list_files
+from lightning_ptdp.data.data_error import CorpusError
+from lightning_ptdp.data.file_pieces import parse_row
 
 __all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows"]
 
@@ -41,13 +37,11 @@ _ALSO = {
 """Additional names under which a column is found."""
 _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
 """Roles in data of the form {"from": ..., "value": ...}."""
-_BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+_JSON = (".jsonl", ".ndjson", ".json")
+_SUFFIXES = (*_JSON, ".parquet")
 _DOCSTRINGS = 2000
-_LONGEST_LINE, _LONGEST_DOCUMENT = 1 << 26, 1 << 30  # bytes
-_MOST_DEPTH = 64
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-_STEPS = np.zeros(256, np.int8)
-_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_LONGEST_LINE = 1 << 26  # bytes
+_LONGEST_LIST, _MOST_VALUES = 1 << 30, 1 << 24  # bytes and values of a list in a .json file
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -94,8 +88,7 @@ class Columns:
                 for key in (*form, "system")
                 if (name := _find(key, present, given)) is not None
             }
-            wanted = all(key in found for key in form if key not in _OPTIONAL)
-            if wanted and all(key in found for key in given):
+            if all(key in found for key in (*form, *given)):
                 return cls(found)
         close = (
             nearest("messages", present)
@@ -153,28 +146,16 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
     """
     files: list[Path] = []
     for root in [Path(path)] if isinstance(path, str) else map(Path, path):
-        if not root.exists():
-            near = (
-                nearest(root.name, [entry.name for entry in root.parent.iterdir()])
-                if root.parent.is_dir()
-                else ""
-            )
-            raise CorpusError(f"path={root} does not exist{near}")
-        if root.is_dir() and not any((root / name).exists() for name in _SAVED):
-            found = sorted(file for file in root.rglob("*") if file.suffix in _BUILDERS)
-            if not found:
-                raise CorpusError(
-                    f"path={root} is a folder without {', '.join(_BUILDERS)}, and not one that "
-                    "datasets' save_to_disk wrote"
-                )
-            files += found
-        elif root.is_file() and root.suffix not in _BUILDERS:
+        if any((root / name).exists() for name in _SAVED):
+            files.append(root)
+            continue
+        found = [file.path for file in list_files(root, _SUFFIXES)]
+        if found == [root] and root.suffix not in _SUFFIXES:
             raise CorpusError(
                 f"path={root} ends in {root.suffix or 'nothing'!r}: name JSON lines (.jsonl) or "
                 "Parquet (.parquet)"
             )
-        else:
-            files.append(root)
+        files += found
     if not files:
         raise CorpusError(f"path={path!r} names no file")
     return files
@@ -199,115 +180,69 @@ def read_rows(
         yield from islice(_docstrings(), _DOCSTRINGS)
         return
     for file in chat_files(path):
-        if file.is_file() and not file.stat().st_size:
-            continue  # datasets fails on an empty file
-        with reading(f"path={file}", CorpusError, "copy it again"):
-            _check_file(file)
         try:
-            yield from _rows_of(file, split)
+            if file.is_dir():
+                yield from _saved_rows(file, split)
+                continue
+            size = regular_size(file)
+            if file.suffix in _JSON:
+                yield from _json_rows(file)
+            elif size:  # datasets fails on an empty file
+                yield from import_optional("datasets").load_dataset(
+                    "parquet", data_files=str(file), split="train", streaming=True
+                )
         except (CorpusError, RequirementError):
             raise
         except Exception as error:  # datasets and pyarrow raise many types
-            raise CorpusError(f"path={file} cannot be read: {_why(file, error)}") from error
+            cause = error.__cause__  # of datasets' errors; a plain ValueError is of this package
+            why = cause if isinstance(cause, Exception) and type(error) is not ValueError else error
+            said = (why.strerror if isinstance(why, OSError) else None) or reason(why)
+            raise CorpusError(f"path={file} cannot be read: {said}") from error
 
 
-def _rows_of(file: Path, split: str) -> Iterator[dict[str, Any]]:
+def _saved_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     datasets = import_optional("datasets")
-    if file.is_dir():
-        saved = datasets.load_from_disk(str(file))
-        if isinstance(saved, datasets.DatasetDict):
-            if split not in saved:
-                raise CorpusError(
-                    f"path={file} has no split {split!r}, only {', '.join(saved)}: name the "
-                    "folder of one of them"
-                )
-            saved = saved[split]
-        yield from saved
-        return
-    log = logging.getLogger("datasets")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # The error repeats what it logs about an unreadable file.
-    try:
-        # Streaming avoids a copy in a cache.
-        yield from datasets.load_dataset(
-            _BUILDERS[file.suffix], data_files=str(file), split="train", streaming=True
-        )
-    finally:
-        log.setLevel(level)
+    saved = datasets.load_from_disk(str(folder))
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise CorpusError(
+                f"path={folder} has no split {split!r}, only {', '.join(saved)}: name the "
+                "folder of one of them"
+            )
+        saved = saved[split]
+    yield from saved
 
 
-def _check_file(file: Path) -> None:
-    """Refuse files that would block the reader, fill the memory or crash the process.
-
-    pyarrow crashes on deeply nested brackets.
-    """
-    if file.is_dir():
-        return
-    size = regular_size(file)
-    if _BUILDERS.get(file.suffix) != "json" or not size:
-        return
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON lines, or of a list that takes the whole of a ``.json`` file."""
     with open(file, "rb") as stream:
-        hole = _first_hole(stream.fileno(), size)
-        if hole < size:
-            raise ValueError(f"it is a sparse file, without content from byte {hole} on")
+        if file.suffix == ".json" and stream.read(1 << 10).lstrip().startswith(b"["):
+            content = read_bytes(file, most_bytes=_LONGEST_LIST)
+            for number, row in enumerate(parse_json(content, most_values=_MOST_VALUES), start=1):
+                if not isinstance(row, dict):
+                    raise ValueError(f"entry {number} of its list is a {type(row).__name__}")
+                yield row
+            return
         stream.seek(0)
-        _check_depth(stream, one_document=file.suffix == ".json")
-
-
-def _first_hole(descriptor: int, size: int) -> int:
-    try:
-        return os.lseek(descriptor, 0, os.SEEK_HOLE)
-    except OSError:  # the file system does not report holes
-        return size
-
-
-def _check_depth(stream: IO[bytes], *, one_document: bool) -> None:
-    """Compare the nesting depth of brackets with a limit.
-
-    Lines with few brackets are skipped, unless the document continues on the next line.
-    """
-    longest = _LONGEST_DOCUMENT if one_document else _LONGEST_LINE
-    depth = 0
-    for number, line in enumerate(iter(partial(stream.readline, longest), b""), start=1):
-        if len(line) == longest:
-            raise ValueError(f"line {number} has more than {longest} bytes")
-        if not one_document and line.count(b"[") + line.count(b"{") <= _MOST_DEPTH:
-            continue
-        brackets = _STEPS[np.frombuffer(_STRING.sub(b"", line), np.uint8)]
-        depths = np.cumsum(brackets, dtype=np.int64) + depth
-        if depths.max(initial=0) > _MOST_DEPTH:
-            raise ValueError(f"the brackets of line {number} are more than {_MOST_DEPTH} deep")
-        depth = max(int(depths[-1]), 0) if one_document and len(depths) else 0
-
-
-def _why(file: Path, error: Exception) -> str:
-    """Return the first line that is no JSON object, or else the library's reason."""
-    if file.is_file() and _BUILDERS[file.suffix] == "json":
-        with open(file, "rb") as stream:
-            lines = iter(partial(stream.readline, _LONGEST_LINE), b"")
-            for number, line in enumerate(lines, start=1):
-                if wrong := _wrong_line(line):
-                    return f"line {number} {wrong}; a file of JSON lines has one object a line"
-    return reason(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-
-
-def _wrong_line(line: bytes) -> str:
-    """Return the defect of a line of a file of JSON lines, or an empty text."""
-    if len(line) == _LONGEST_LINE:
-        return f"has more than {_LONGEST_LINE} bytes"
-    try:
-        row = parse_json(line.decode().encode()) if line.strip() else {}
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8 (byte {error.start + 1}: 0x{line[error.start]:02x})"
-    except ValueError as error:
-        return f"is not JSON ({reason(error)})"
-    return "" if isinstance(row, dict) else f"is a {type(row).__name__}"
+        for number, line in enumerate(iter(partial(stream.readline, _LONGEST_LINE), b""), start=1):
+            try:
+                if len(line) == _LONGEST_LINE:
+                    raise ValueError(f"more than {_LONGEST_LINE} bytes")
+                row = parse_row(line) if line.strip() else None
+            except ValueError as error:
+                raise ValueError(
+                    f"line {number}: {reason(error)}; a file of JSON lines has one object a line"
+                ) from error
+            if row is not None:
+                yield row
 
 
 def _find(key: str, present: Sequence[str], given: Mapping[str, str]) -> str | None:
     if key in given:
         return given[key]
-    return next((name for name in (key, *_ALSO.get(key, ())) if name in present), None)
+    # A row need not have the optional columns, the first rows included.
+    names = (key, *_ALSO.get(key, ()))
+    return next((name for name in names if name in present or key in _OPTIONAL), None)
 
 
 def _has(present: Sequence[str]) -> str:

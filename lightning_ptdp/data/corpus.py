@@ -7,9 +7,7 @@ installed Python, which every machine has: about 9 MB, read in place.
 from __future__ import annotations
 
 import codecs
-import hashlib
 import io
-import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,11 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.base.option_types import Size, check_types, nearest
+from lightning_ptdp.base.untrusted import reason
 from lightning_ptdp.data.data_error import CorpusError, reading
-from lightning_ptdp.data.file_pieces import CorpusFile, FilePiece, cut_lines, cut_text
+from lightning_ptdp.data.file_pieces import CorpusFile, FilePiece, cut_lines, cut_text, parse_row
 
-__all__ = ["DEFAULT_SUFFIXES", "Corpus", "Document", "ReadReport", "Source", "Undecodable"]
+__all__ = [
+    "DEFAULT_SUFFIXES",
+    "Corpus",
+    "Document",
+    "ReadReport",
+    "Source",
+    "Undecodable",
+    "list_files",
+]
 
 Source: TypeAlias = str | Path | Sequence[str | Path] | None
 Undecodable: TypeAlias = Literal["replace", "skip", "error"]
@@ -149,7 +156,7 @@ class Corpus:
         if self.source is None:
             found = list(_standard_library())
         else:
-            found = [file for root in self.roots for file in _files_of(Path(root), self.suffixes)]
+            found = [file for root in self.roots for file in list_files(Path(root), self.suffixes)]
         for file in found:
             if not os.access(file.path, os.R_OK):
                 raise CorpusError(f"source file {file.path} cannot be read: permission denied")
@@ -201,14 +208,9 @@ class Corpus:
 
     def _field(self, line: str, where: str) -> str:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise CorpusError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
-        if not isinstance(row, dict):
-            raise CorpusError(
-                f"{where}: a JSON object with the field {self.text_field!r} is needed, got "
-                f"{type(row).__name__}"
-            )
+            row = parse_row(line.encode())
+        except ValueError as error:
+            raise CorpusError(f"{where}: {reason(error)}") from error
         if self.text_field not in row:
             raise CorpusError(
                 f"{where}: no field text_field={self.text_field!r}; the line has {sorted(row)}"
@@ -233,12 +235,6 @@ class Corpus:
             return _utf8(data, "replace") if self.undecodable == "replace" else None
 
 
-def listing_digest(files: Sequence[CorpusFile]) -> str:
-    """Return a hash of names and sizes, to detect a changed corpus without reading it."""
-    listing = "\n".join(f"{file.size} {file.name}" for file in files)
-    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
-
-
 def _utf8(data: bytes, errors: str) -> str:
     """Decode UTF-8 in slices; equivalent to ``data.decode("utf-8", errors)``.
 
@@ -260,9 +256,15 @@ def _utf8(data: bytes, errors: str) -> str:
         return data.decode("utf-8", errors)  # raises with the position in all of the data
 
 
-def _files_of(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
+def list_files(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
+    """Return a file, or the files of a folder with one of the suffixes, in order of their names.
+
+    Raises:
+        CorpusError: There is none.
+    """
     if not root.exists():
-        raise CorpusError(f"source path {root} does not exist")
+        beside = os.listdir(root.parent) if root.parent.is_dir() else []
+        raise CorpusError(f"source path {root} does not exist{nearest(root.name, beside)}")
     if root.is_file():
         return [CorpusFile(root.name, root, root.stat().st_size)]
     if not root.is_dir():

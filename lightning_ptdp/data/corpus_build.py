@@ -15,12 +15,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
-from lightning_ptdp.data.data_config import PrepareConfig
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import FilePiece, grouped
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
@@ -31,6 +30,9 @@ from lightning_ptdp.data.token_store import TokenType, token_dtype, write_chunks
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.work_folder import read_record, write_record
 from lightning_ptdp.data.worker_processes import apart, ordered_map
+
+if TYPE_CHECKING:
+    from lightning_ptdp.data.data_config import PrepareConfig
 
 __all__ = ["Builder"]
 
@@ -58,30 +60,23 @@ class Builder:
         """Text of the corpus, in parts."""
         return tuple(grouped(self.config.pieces(self.config.files()), self.config.part_bytes))
 
-    def survey(self) -> tuple[Survey, int]:
-        """Return the division into splits, and the number of texts that are not UTF-8."""
+    def survey(self) -> Survey:
+        """Return the division into splits."""
         saved = read_record(self.work / "survey.json")
         if saved is not None:
-            self.report.say(
-                f"going on with {saved['survey']['documents']:,} documents that were read before"
-            )
-            return Survey.from_json(saved["survey"]), saved["undecodable"]
-        undecodable = ReadReport()
-
-        def scans() -> Iterator[Scan]:
-            task = partial(_scan_part, self.config, self.config.seed)
-            for found, names in self._each(task, "read"):
-                undecodable.undecodable += names
-                yield found
-
+            found = Survey.from_json(saved)
+            self.report.say(f"going on with {found.documents:,} documents that were read before")
+            return found
+        task = partial(_scan_part, self.config, self.config.seed)
         found = survey(
-            scans(), validation_fraction=self.config.validation_fraction, seed=self.config.seed
+            self._each(task, "read"),
+            validation_fraction=self.config.validation_fraction,
+            seed=self.config.seed,
         )
-        if undecodable.undecodable:
-            self.report.say(undecodable.summary())
-        count = len(undecodable.undecodable)
-        write_record(self.work / "survey.json", {"survey": found.to_json(), "undecodable": count})
-        return found, count
+        if found.undecodable:
+            self.report.say(ReadReport(undecodable=found.undecodable).summary())
+        write_record(self.work / "survey.json", found.to_json())
+        return found
 
     def tokenizer(self, found: Survey) -> Tokenizer:
         """Return the tokenizer, learned from the training text or loaded from an earlier run."""
@@ -171,9 +166,9 @@ class Builder:
                     yield result
 
 
-def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> tuple[Scan, list[str]]:
+def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> Scan:
     report = ReadReport()
-    return scan(_documents(corpus, item[1], report), seed=seed), report.undecodable
+    return scan(_documents(corpus, item[1], report), seed=seed, undecodable=report.undecodable)
 
 
 def _sample_part(

@@ -1,25 +1,28 @@
-"""Checked settings of a preparation."""
+"""Checked settings of a preparation of text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.base.option_types import Size
+from lightning_ptdp.base.option_types import Count, Size
 from lightning_ptdp.data.corpus import Corpus
+from lightning_ptdp.data.corpus_build import Builder
+from lightning_ptdp.data.data_error import TokenizerError
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
+from lightning_ptdp.data.manifest import Form, SplitRecord
 from lightning_ptdp.data.number_checks import check_fraction, check_integer
+from lightning_ptdp.data.preparation_progress import Reporter
+from lightning_ptdp.data.prepare import Preparation
+from lightning_ptdp.data.token_store import CHUNK_TOKENS
 
 __all__ = ["PrepareConfig"]
 
-_NOT_SETTINGS = ("output", "overwrite", "num_workers", "part_bytes")
-_LATER = {"control_symbols": (), "tokenizer_dir": None, "document_bytes": 1 << 22}
-"""Settings that older folders do not name, with the value that is equivalent to their absence."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig(Corpus):
-    """Source, destination and options of a preparation.
+class PrepareConfig(Corpus, Preparation):
+    """Source, destination and options of a preparation of text.
 
     Args:
         output: Folder to create.
@@ -48,16 +51,11 @@ class PrepareConfig(Corpus):
         ValueError: A number is out of range; the message names it.
     """
 
-    output: str | Path
     vocabulary_size: int | None = 8192
-    validation_fraction: float = 0.03
-    seed: int = 0
-    chunk_tokens: int = 1 << 22
+    seed: Count = 0
+    chunk_tokens: int = CHUNK_TOKENS
     control_symbols: tuple[str, ...] = ()
-    tokenizer_dir: str | Path | None = None
     tokenizer_characters: Size = 20_000_000
-    overwrite: bool = False
-    num_workers: Size = 1
     part_bytes: Size = 1 << 24
 
     def __post_init__(self) -> None:
@@ -84,27 +82,52 @@ class PrepareConfig(Corpus):
                 "vocabulary_size=None is that of tokenizer_dir, which names no folder: give a "
                 "number"
             )
-        check_integer("seed", self.seed, least=0, most=(1 << 63) - 1)
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
         check_fraction("validation_fraction", self.validation_fraction)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the contents of the folder.
+    def form(self) -> Form:
+        """Documents."""
+        return "text"
 
-        They have the form in which the manifest keeps them.
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the contents of the folder."""
+        return self._settings(source=self.roots)
+
+    def given_tokenizer(self) -> AnyTokenizer | None:
+        """Return the tokenizer in ``tokenizer_dir``, if the settings name one.
+
+        Raises:
+            TokenizerError: Its size or its control symbols are not those of the settings.
         """
-        values = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_SETTINGS
+        if self.tokenizer_dir is None:
+            return None
+        tokenizer = load_tokenizer(self.tokenizer_dir)
+        if self.vocabulary_size not in (None, tokenizer.vocabulary_size):
+            raise TokenizerError(
+                f"tokenizer_dir={self.tokenizer_dir} has a vocabulary of "
+                f"{tokenizer.vocabulary_size}, not vocabulary_size="
+                f"{self.vocabulary_size}: use that number"
+            )
+        _ = tokenizer.eos_id  # a Hugging Face tokenizer may have none
+        for symbol in self.control_symbols:
+            tokenizer.control_id(symbol)
+        return tokenizer
+
+    def build(
+        self, work: Path, folder: Path, report: Reporter
+    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
+        """Divide the text, learn the tokenizer unless one is given, and write the tokens."""
+        builder = Builder(config=self, work=work, report=report)
+        found = builder.survey()
+        tokenizer = self.given_tokenizer() or builder.tokenizer(found)
+        splits = builder.tokens(found, tokenizer, folder)
+        counts = {
+            "documents": found.documents,
+            "characters": found.characters,
+            "content": found.digest,
+            "undecodable": len(found.undecodable),
         }
-        values = {
-            name: value
-            for name, value in values.items()
-            if name not in _LATER or value != _LATER[name]
-        }
-        if self.tokenizer_dir is not None:
-            values["tokenizer_dir"] = str(self.tokenizer_dir)
-        if self.control_symbols:
-            values["control_symbols"] = list(self.control_symbols)
-        return {**values, "source": list(self.roots), "suffixes": list(self.suffixes)}
+        return tokenizer, splits, counts

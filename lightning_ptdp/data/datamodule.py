@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
 from lightning_ptdp.data.data_config import PrepareConfig
-from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
-from lightning_ptdp.data.manifest import Manifest, SplitName, verify_store
-from lightning_ptdp.data.prepare import check_prepare, prepare
-from lightning_ptdp.data.remote import fetch
+from lightning_ptdp.data.manifest import SplitName, verify_store
+from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 from lightning_ptdp.data.stream import SampleStream, TokenStream
-from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
 __all__ = ["TextDataModule"]
 
 
-class TextDataModule(StreamDataModule):
+class TextDataModule(PreparedDataModule):
     """Text as batches of tokens.
 
     The first training process (or ``ptdp prepare``) tokenizes the text into ``data_dir``; later
@@ -70,10 +66,7 @@ class TextDataModule(StreamDataModule):
         **kwargs: Any,
     ) -> None:
         check_arguments(TextDataModule.__init__, locals())
-        super().__init__(**kwargs)
-        # Checkpoints name the data folder, which contains the tokenizer.
-        self.save_hyperparameters()
-        self.prepare_config = PrepareConfig(
+        prepare_config = PrepareConfig(
             output=data_dir,
             source=source,
             suffixes=DEFAULT_SUFFIXES if suffixes is None else tuple(suffixes),
@@ -87,52 +80,25 @@ class TextDataModule(StreamDataModule):
             num_workers=prepare_workers,
             control_symbols=self.control_symbols,
         )
-        if self.sequence_length >= self.prepare_config.chunk_tokens:
+        super().__init__(
+            prepare_config=prepare_config, remote=remote, verify_hashes=verify_hashes, **kwargs
+        )
+        # Checkpoints name the data folder, which contains the tokenizer.
+        self.save_hyperparameters()
+        if self.sequence_length >= prepare_config.chunk_tokens:
             raise ValueError(
                 f"sequence_length={self.sequence_length} must be less than "
-                f"{self.prepare_config.chunk_tokens} tokens, a chunk"
+                f"{prepare_config.chunk_tokens} tokens, a chunk"
             )
-        self.data_dir = Path(data_dir)
         if vocabulary_size is None:
             assert tokenizer_dir is not None, "PrepareConfig has refused that"
             vocabulary_size = load_tokenizer(tokenizer_dir).vocabulary_size
         self.vocabulary_size = vocabulary_size
-        self.remote = remote
-        self.verify_hashes = verify_hashes
 
     @cached_property
     def tokenizer(self) -> AnyTokenizer:
         """Tokenizer of the prepared data."""
         return load_tokenizer(self.data_dir)
-
-    def check(self, *, num_replicas: int = 1) -> None:
-        """Check source and folder before a process is started; write nothing.
-
-        If the data are already prepared, check also that they hold the samples of a step of
-        ``num_replicas`` replicas.
-
-        Raises:
-            DataError: See ``check_prepare`` and ``TokenLoader``.
-            ValueError: The batch sizes do not divide for this number of replicas.
-        """
-        self.batch_plans(num_replicas=num_replicas)
-        if self.remote is not None:
-            there = self.data_dir.exists()
-        else:
-            there = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
-        if there:
-            super().check(num_replicas=num_replicas)
-
-    def prepare_data(self) -> None:
-        """Prepare or copy ``data_dir``; Lightning calls this in one process per node.
-
-        Raises:
-            DataError: See ``prepare`` and ``fetch``.
-        """
-        if self.remote is not None:
-            fetch(self.remote, self.data_dir, hashes=self.verify_hashes)
-        else:
-            prepare(self.prepare_config, hashes=self.verify_hashes)
 
     def setup(self, stage: str | None = None) -> None:
         """Check in every process that ``data_dir`` matches its manifest.
@@ -140,20 +106,7 @@ class TextDataModule(StreamDataModule):
         Raises:
             DataError: It does not match, or it has another vocabulary size.
         """
-        manifest = verify_store(self.data_dir, hashes=False)
-        wanted = self.vocabulary_size
-        if manifest.vocabulary_size != wanted:
-            raise StoreError(
-                f"data_dir={self.data_dir} has a vocabulary of {manifest.vocabulary_size}, not "
-                f"vocabulary_size={wanted}: use "
-                "that number, another folder, or overwrite (--overwrite)"
-            )
-
-    def _places(self) -> list[str]:
-        return [str(self.data_dir)]
-
-    def _text(self) -> list[str]:
-        return Manifest.read(self.data_dir).corpus.source
+        verify_store(self.data_dir, hashes=False, vocabulary_size=self.vocabulary_size)
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return TokenStream(

@@ -10,12 +10,23 @@ keeps its number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-__all__ = ["CorpusFile", "FilePiece", "cut_lines", "cut_text", "grouped"]
+from lightning_ptdp.base.untrusted import parse_json
+
+__all__ = [
+    "CorpusFile",
+    "FilePiece",
+    "cut_lines",
+    "cut_text",
+    "grouped",
+    "listing_digest",
+    "parse_row",
+]
 
 _LOOK = 1 << 16
 
@@ -68,6 +79,12 @@ class FilePiece:
             return stream.read(self.stop - self.start)
 
 
+def listing_digest(files: Sequence[CorpusFile]) -> str:
+    """Return a hash of names and sizes, to detect a changed corpus without reading it."""
+    listing = "\n".join(f"{file.size} {file.name}" for file in files)
+    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def cut_text(file: CorpusFile, size: int) -> Iterator[FilePiece]:
     """Yield one piece per document of about ``size`` bytes."""
     if file.size <= size:
@@ -95,6 +112,24 @@ def cut_lines(file: CorpusFile, size: int) -> Iterator[FilePiece]:
             stop = start + len(block) + len(rest)
             yield FilePiece(file, start, stop, line=line)
             start, line = stop, line + block.count(b"\n") + rest.count(b"\n")
+
+
+def parse_row(line: bytes) -> dict[str, Any]:
+    """Return the object in a line of JSON lines.
+
+    Raises:
+        ValueError: It is no object, not UTF-8, or too deep.
+    """
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"not UTF-8 (byte {error.start + 1}: 0x{line[error.start]:02x})"
+        ) from error
+    row = parse_json(line, most_values=len(line))
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON object is needed, got {type(row).__name__}")
+    return row
 
 
 def grouped(pieces: Iterable[FilePiece], size: int) -> Iterator[tuple[FilePiece, ...]]:

@@ -1,7 +1,9 @@
-"""Reader of Megatron-LM's indexed dataset.
+"""Megatron-LM's indexed dataset, read in place.
 
-The dataset is read in place: ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` the beginnings of
-documents. Both files are mapped into memory. The index, little-endian::
+``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` the beginnings of documents. A split is a run of
+whole documents, as with Megatron's ``--split``: the first documents are for training, the last ones
+for validation. It is therefore one chunk of tokens (``token_store.py``), and memory does not grow
+with the number of documents. The index, little-endian::
 
     b"MMIDIDX\\0\\0"  version 1 (u64)  type of a token (u8)  sequences (u64)  document boundaries (u64)
     tokens of every sequence (i32)  its first byte in PREFIX.bin (i64)  first sequence of every document, and the end (i64)
@@ -14,15 +16,22 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.data.data_error import StoreError, reading
+from lightning_ptdp.data.number_checks import check_fraction
+from lightning_ptdp.data.stream import BlockStream
+from lightning_ptdp.data.token_store import Chunk, ChunkMap
 
-__all__ = ["IndexedFile"]
+__all__ = ["IndexedFile", "IndexedSplit", "indexed_stream"]
 
+IndexedSplit = Literal["train", "validation", "all"]
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -39,8 +48,8 @@ class IndexedFile:
 
     Attributes:
         prefix: Path without ``.bin`` and ``.idx``, as given.
-        tokens: All tokens, mapped, 1-D in the stored integer type.
-        boundaries: int64; document ``i`` is ``tokens[boundaries[i] : boundaries[i + 1]]``.
+        tokens: Number of tokens.
+        documents: Number of documents.
 
     Raises:
         StoreError: A file is missing, has another format, is truncated, does not match the other
@@ -49,61 +58,31 @@ class IndexedFile:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        for path in (index, data):
+        self._index, self._data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (self._index, self._data):
             if not path.is_file():
                 raise StoreError(
                     f"{path} is missing: give the prefix of a pair of files, PREFIX.bin and "
                     "PREFIX.idx"
                 )
-        with reading(index, StoreError):
-            self.boundaries = self._read_index(index, data)
-            # An empty file cannot be mapped.
-            self.tokens = (
-                np.memmap(data, self._dtype, "r")
-                if data.stat().st_size
-                else np.empty(0, self._dtype)
-            )
-        self._index, self._data = index, data
+        with reading(self._index, StoreError):
+            self._read_index()
 
-    def __reduce__(self) -> tuple[type[IndexedFile], tuple[str]]:
-        """Pickle only the path; the copy maps the file again."""
-        return IndexedFile, (self.prefix,)
+    def chunks(self, split: IndexedSplit, validation_fraction: float) -> tuple[Chunk, ...]:
+        """Return the tokens of a split: one chunk, or none if there are no tokens.
 
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return len(self.boundaries) - 1
-
-    def check_tokens(self, vocabulary_size: int) -> None:
-        """Check that all tokens are ids of this vocabulary.
-
-        Reads all tokens once, a few megabytes at a time.
+        The split ends at the beginning of a document, the one nearest to the fraction of the
+        tokens.
 
         Raises:
-            StoreError: A token is outside the vocabulary. The message names it, its position and
-                its document.
+            StoreError: Fewer than two documents have tokens.
         """
-        if np.iinfo(self._dtype).min >= 0 and np.iinfo(self._dtype).max < vocabulary_size:
-            return
-        for start in range(0, len(self.tokens), _AT_ONCE):
-            self.check_some(self.tokens[start : start + _AT_ONCE], start, vocabulary_size)
-
-    def check_some(self, tokens: np.ndarray, start: int, vocabulary_size: int) -> None:
-        """Check a run of tokens that begins at ``start``.
-
-        Raises:
-            StoreError: As for ``check_tokens``.
-        """
-        if not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocabulary_size):
-            return
-        place = start + int(np.flatnonzero((tokens < 0) | (tokens >= vocabulary_size))[0])
-        document = int(np.searchsorted(self.boundaries, place, side="right")) - 1
-        raise StoreError(
-            f"{self._data}: token {place} (document {document}) is {int(tokens[place - start])}, "
-            "outside vocabulary_size="
-            f"{vocabulary_size}: set the size of the tokenizer that made the file"
-        )
+        start, stop = 0, self.tokens
+        if split != "all":
+            cut = self._cut(validation_fraction)
+            start, stop = (0, cut) if split == "train" else (cut, stop)
+        offset = start * self._dtype.itemsize
+        return (Chunk(self._data, stop - start, self._dtype.str, offset),) if stop > start else ()
 
     def fingerprint(self) -> str:
         """Return a hash of the index and of pages spread evenly over the tokens.
@@ -120,8 +99,31 @@ class IndexedFile:
                 digest.update(stream.read(_PAGE))
         return digest.hexdigest()
 
-    def _read_index(self, index: Path, data: Path) -> np.ndarray:
-        """Return the boundaries and set the type of a token."""
+    def _cut(self, validation_fraction: float) -> int:
+        """Return the first token of validation."""
+        numbers = range(self.documents)
+        first = bisect_right(numbers, 0, key=self._start)
+        last = bisect_left(numbers, self.tokens, key=self._start) - 1
+        if first > last:
+            raise StoreError(
+                f"{self.prefix} holds {min(self.tokens, 1)} document with tokens, which cannot be "
+                "divided: give a file of its own for validation (validation_prefix)"
+            )
+        wanted = round(self.tokens * (1 - validation_fraction))
+        near = bisect_left(numbers, wanted, first, last, key=self._start)
+        starts = [self._start(number) for number in (max(near - 1, first), near)]
+        return min(starts, key=lambda start: abs(start - wanted))
+
+    def _start(self, document: int) -> int:
+        """Return the first token of a document."""
+        sequence = int(self._firsts[document])
+        if sequence == len(self._pointers):  # documents without a sequence may end the file
+            return self.tokens
+        return int(self._pointers[sequence]) // self._dtype.itemsize
+
+    def _read_index(self) -> None:
+        """Read the index, and check it and the size of the data."""
+        index, data = self._index, self._data
         with open(index, "rb") as stream:
             header = stream.read(_HEADER.size)
         if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
@@ -157,6 +159,7 @@ class IndexedFile:
             )
         )
         total = _check_joined(index, lengths, pointers, self._dtype.itemsize)
+        _check_documents(index, firsts, sequences)
         found = data.stat().st_size
         if found != total * self._dtype.itemsize:
             raise StoreError(
@@ -164,7 +167,47 @@ class IndexedFile:
                 f"{self._dtype.itemsize} bytes: "
                 "the file is cut off, or the two do not belong together"
             )
-        return _document_boundaries(index, firsts, pointers, total, self._dtype.itemsize)
+        self.tokens, self.documents = total, boundaries - 1
+        self._firsts, self._pointers = firsts, pointers
+
+
+def indexed_stream(
+    prefix: str | Path,
+    *,
+    split: IndexedSplit = "train",
+    sequence_length: Size,
+    vocabulary_size: Size,
+    validation_fraction: float = 0.03,
+    max_samples: Size | None = None,
+) -> BlockStream:
+    """Return the token blocks of one split; documents are joined as they are stored.
+
+    Args:
+        prefix: Path of the files without ``.bin`` and ``.idx``.
+        split: ``"train"``, ``"validation"``, or ``"all"`` for every document.
+        sequence_length: s, tokens of a sample.
+        vocabulary_size: Number of ids; every token that is read is checked against it.
+        validation_fraction: Fraction of the tokens used for validation: the last documents.
+        max_samples: Use only this many blocks, from the first on.
+
+    Raises:
+        StoreError: The files are damaged or hold other data (``IndexedFile``), or the split holds
+            no block of this length. While reading: a token is outside the vocabulary.
+        ValueError: A number is out of range.
+    """
+    check_arguments(indexed_stream, locals())
+    check_fraction("validation_fraction", validation_fraction)
+    file = IndexedFile(prefix)
+    chunks = file.chunks(split, validation_fraction)
+    division = [(chunk.offset, chunk.tokens) for chunk in chunks]
+    return BlockStream(
+        ChunkMap(chunks, vocabulary_size=vocabulary_size, block_size=sequence_length + 1),
+        split=split,
+        where=prefix,
+        sequence_length=sequence_length,
+        max_samples=max_samples,
+        fingerprint=hashlib.sha256(f"{file.fingerprint()} {division}".encode()).hexdigest(),
+    )
 
 
 def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -186,11 +229,8 @@ def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
     return total
 
 
-def _document_boundaries(
-    index: Path, firsts: np.ndarray, pointers: np.ndarray, total: int, itemsize: int
-) -> np.ndarray:
-    """Return the first token of every document, given its first sequence."""
-    sequences = len(pointers)
+def _check_documents(index: Path, firsts: np.ndarray, sequences: int) -> None:
+    """Check that the first sequences of the documents ascend from the first sequence to the end."""
     if (
         firsts[0] != 0
         or firsts[-1] != sequences
@@ -200,11 +240,6 @@ def _document_boundaries(
             f"{index} is damaged: its documents do not begin at sequence 0, ascend, and end at "
             f"{sequences}"
         )
-    places = np.full(len(firsts), total, np.int64)
-    # documents without a sequence may end the file
-    inside = int(np.searchsorted(firsts, sequences))
-    places[:inside] = pointers[firsts[:inside]] // itemsize
-    return places
 
 
 def _parts(length: int, overlap: int = 0) -> Iterator[slice]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ptdp.base.option_types import Count, Size, check_arguments
-from lightning_ptdp.data.indexed import IndexedFile
-from lightning_ptdp.data.indexed_stream import IndexedStream
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.data.indexed import IndexedFile, indexed_stream
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
+from lightning_ptdp.data.token_store import ChunkMap
 
 __all__ = ["IndexedDataModule"]
 
@@ -26,10 +26,9 @@ class IndexedDataModule(StreamDataModule):
     Args:
         data_prefix: Path of the files without ``.bin`` and ``.idx``.
         vocabulary_size: Number of ids of the tokenizer that made the files.
-        validation_prefix: Files for validation. Default: some documents of ``data_prefix``, which
-            are then excluded from training.
+        validation_prefix: Files for validation. Default: the last documents of ``data_prefix``,
+            which are then excluded from training.
         validation_fraction: Approximate fraction of the tokens in these documents.
-        split_seed: Seed of the choice of documents.
         verify_tokens: Read all tokens once before training and compare them with
             ``vocabulary_size``. The tokens of a batch are always compared.
         kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed.
@@ -45,7 +44,6 @@ class IndexedDataModule(StreamDataModule):
         vocabulary_size: Size,
         validation_prefix: str | None = None,
         validation_fraction: float = 0.03,
-        split_seed: Count = 0,
         verify_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -55,7 +53,7 @@ class IndexedDataModule(StreamDataModule):
         check_fraction("validation_fraction", validation_fraction)
         self.data_prefix, self.validation_prefix = data_prefix, validation_prefix
         self.vocabulary_size = vocabulary_size
-        self.validation_fraction, self.split_seed = validation_fraction, split_seed
+        self.validation_fraction = validation_fraction
         self.verify_tokens = verify_tokens
 
     def prepare_data(self) -> None:
@@ -64,9 +62,9 @@ class IndexedDataModule(StreamDataModule):
         Raises:
             StoreError: The files are damaged, or a token is outside the vocabulary.
         """
-        for prefix in (self.data_prefix, self.validation_prefix):
-            if prefix is not None and self.verify_tokens:
-                IndexedFile(prefix).check_tokens(self.vocabulary_size)
+        for prefix in self._places() if self.verify_tokens else ():
+            chunks = IndexedFile(prefix).chunks("all", self.validation_fraction)
+            ChunkMap(chunks, vocabulary_size=self.vocabulary_size).check()
 
     def _places(self) -> list[str]:
         return [
@@ -75,14 +73,11 @@ class IndexedDataModule(StreamDataModule):
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         apart = self.validation_prefix is not None
-        return IndexedStream(
-            self.validation_prefix
-            if self.validation_prefix is not None and split == "validation"
-            else self.data_prefix,
+        return indexed_stream(
+            self._places()[-1] if split == "validation" else self.data_prefix,
             split="all" if apart else split,
             sequence_length=self.sequence_length,
             vocabulary_size=self.vocabulary_size,
             validation_fraction=self.validation_fraction,
-            split_seed=self.split_seed,
             max_samples=max_samples,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import stat
@@ -21,28 +20,29 @@ from lightning_ptdp.base.option_types import Count, check_types
 from lightning_ptdp.base.untrusted import inside, read_json
 from lightning_ptdp.data.data_error import StoreError, reading
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, load_tokenizer
-from lightning_ptdp.data.token_store import INDEX_FILE, Chunk, ChunkMap, TokenType, read_chunks
+from lightning_ptdp.data.token_store import INDEX_FILE, MARKS, ChunkMap, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
 
 __all__ = [
     "CorpusRecord",
     "FileRecord",
+    "Form",
     "Manifest",
     "SplitName",
     "SplitRecord",
     "check_file",
-    "check_files",
     "record_files",
     "verify_store",
 ]
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 2
-_WITHOUT_DIGEST = 1
+FORMAT = 3
 _MEND = "prepare the data again with overwrite, or copy the folder again"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
-_log = logging.getLogger(__name__)
+Form = Literal["text", "chat"]
+"""Text: documents, each followed by its end token. Chat: conversations, with marks of tokens."""
+_READ_BY = {"text": "TextDataModule", "chat": "ChatDataModule"}
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
@@ -57,9 +57,9 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRecord:
-    """Documents and tokens of one split, and the type of a stored token.
+    """Documents (or conversations) and tokens of one split, and the type of a stored token.
 
-    Every document ends with one end token, which is counted.
+    The end token of a document is counted.
     """
 
     documents: Count
@@ -85,6 +85,7 @@ class Manifest:
     """Contents of ``manifest.json``.
 
     Attributes:
+        form: Kind of contents.
         settings: Settings that determine the contents; a store is reused only for the same
             settings.
         python: Version of the Python that made the store.
@@ -95,6 +96,7 @@ class Manifest:
         files: Every file of the store except the manifest, by its path in the folder.
     """
 
+    form: Form
     settings: Mapping[str, Any]
     python: str
     corpus: CorpusRecord
@@ -112,18 +114,43 @@ class Manifest:
         ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def chunks(self, folder: str | Path, split: SplitName) -> tuple[Chunk, ...]:
-        """Return the chunks of a split of ``folder``, which together hold its tokens.
+    def paths(self, folder: str | Path) -> list[tuple[str, Path, FileRecord]]:
+        """Return name, path in ``folder`` and record of every file.
 
         Raises:
-            StoreError: The index or a chunk is missing or damaged.
+            StoreError: A name leads to another folder.
         """
+        try:
+            return [(name, inside(folder, name), record) for name, record in self.files.items()]
+        except (ValueError, OSError) as error:
+            raise StoreError(
+                f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it"
+            ) from error
+
+    def tokens(
+        self, folder: str | Path, split: SplitName, *, form: Form = "text", block_size: int = 1
+    ) -> ChunkMap:
+        """Return the tokens of a split of ``folder``.
+
+        Raises:
+            StoreError: The folder has another form, or the index or a chunk is missing or damaged.
+        """
+        if self.form != form:
+            raise StoreError(
+                f"{folder} is of form {self.form!r}, and {form!r} is needed here: read it with "
+                f"{_READ_BY[self.form]}, or use another folder"
+            )
         held, place = self.splits[split], Path(folder, split)
         chunks = read_chunks(place, held.dtype) if held.tokens else ()
         tokens = sum(chunk.tokens for chunk in chunks)
         if tokens != held.tokens:
             raise StoreError(f"{place} holds {tokens} tokens, {held.tokens} were written: {_MEND}")
-        return chunks
+        return ChunkMap(
+            chunks,
+            vocabulary_size=self.vocabulary_size,
+            block_size=block_size,
+            marks=MARKS if form == "chat" else 0,
+        )
 
     def write(self, folder: str | Path) -> None:
         """Write ``manifest.json`` into ``folder``, with a digest of itself."""
@@ -148,15 +175,12 @@ class Manifest:
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
         written = values.get("format")
-        if written not in (_WITHOUT_DIGEST, FORMAT) or isinstance(written, bool):
-            raise StoreError(f"{path} is not of format {FORMAT}: {_MEND}")
-        if written == _WITHOUT_DIGEST:
-            _log.info(
-                "%s is of an older release and has no digest of itself: damage of its numbers may "
-                "go unnoticed",
-                path,
+        if written != FORMAT or isinstance(written, bool):
+            raise StoreError(
+                f"{path} is of format {written!r}, and this version reads format {FORMAT}: prepare "
+                "the data again (ptdp prepare --data.overwrite true)"
             )
-        elif values.pop("sha256", None) != _digest(values):
+        if values.pop("sha256", None) != _digest(values):
             raise StoreError(
                 f"{path} is damaged, or was edited: its content does not have the sha256 that it "
                 f"names; {_MEND}"
@@ -208,7 +232,9 @@ def record_files(folder: str | Path) -> dict[str, FileRecord]:
     }
 
 
-def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
+def verify_store(
+    folder: str | Path, *, hashes: bool = True, vocabulary_size: int | None = None
+) -> Manifest:
     """Check a prepared folder against its manifest.
 
     Every file must exist with its recorded size, and the tokenizer must be the one whose ids are
@@ -219,25 +245,25 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
     check therefore runs before litdata opens the folder.
 
     Raises:
-        StoreError: The message names the first wrong file.
+        StoreError: The message names the first wrong file, or the number of ids if it is not
+            ``vocabulary_size``.
         TokenizerError: The tokenizer is damaged.
     """
     manifest = Manifest.read(folder)
-    check_files(folder, manifest, hashes=hashes)
+    for _, path, record in manifest.paths(folder):
+        check_file(path, record, hashes=hashes)
+    needed = set()
     for split in SPLITS:
-        chunks = manifest.chunks(folder, split)
+        tokens = manifest.tokens(folder, split, form=manifest.form)
         if hashes:
-            ChunkMap(
-                chunks, manifest.splits[split].dtype, vocabulary_size=manifest.vocabulary_size
-            ).check()
-        named = {f"{split}/{chunk.path.name}" for chunk in chunks}
-        unknown = ({f"{split}/{INDEX_FILE}", *named} if named else named) - set(manifest.files)
-        if unknown:
-            raise StoreError(
-                f"{Path(folder, min(unknown))} is not listed in {MANIFEST_FILE}: {_MEND}"
-            )
-    missing = {MODEL_FILE, RECORD_FILE} - set(manifest.files)
-    if missing and not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in manifest.files):
+            tokens.check()
+        if tokens.chunks:
+            needed |= {f"{split}/{chunk.path.name}" for chunk in tokens.chunks}
+            needed.add(f"{split}/{INDEX_FILE}")
+    if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in manifest.files):
+        needed |= {MODEL_FILE, RECORD_FILE}
+    missing = needed - set(manifest.files)
+    if missing:
         raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}: {_MEND}")
     tokenizer = load_tokenizer(folder)
     # Do not ask a Hugging Face tokenizer for its number of ids in every process: that takes
@@ -252,17 +278,13 @@ def verify_store(folder: str | Path, *, hashes: bool = True) -> Manifest:
             "tokenizer is "
             f"{tokenizer.fingerprint[:12]}: another tokenizer was put in its place"
         )
+    if vocabulary_size not in (None, manifest.vocabulary_size):
+        raise StoreError(
+            f"data_dir={folder} has a vocabulary of {manifest.vocabulary_size}, not "
+            f"vocabulary_size={vocabulary_size}: use that number, another folder, or overwrite "
+            "(--overwrite)"
+        )
     return manifest
-
-
-def check_files(folder: str | Path, manifest: Manifest, *, hashes: bool = True) -> None:
-    """Compare every file of a prepared folder with its record.
-
-    Raises:
-        StoreError: A file is missing, damaged, or outside of the folder.
-    """
-    for name, record in manifest.files.items():
-        check_file(_member(folder, name), record, hashes=hashes)
 
 
 def check_file(
@@ -292,15 +314,6 @@ def check_file(
             )
         if hashes and _sha256(path) != record.sha256:
             raise StoreError(f"{said} is damaged: its sha256 is not that of the manifest; {_MEND}")
-
-
-def _member(folder: str | Path, name: str) -> Path:
-    try:
-        return inside(folder, name)
-    except (ValueError, OSError) as error:
-        raise StoreError(
-            f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it"
-        ) from error
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -68,10 +68,7 @@ class MixtureDataModule(StreamDataModule):
                 f"{{{', '.join(CorpusOptions.__annotations__)}}}"
             )
         Turns.of([corpus["weight"] for corpus in corpora])
-        self.corpora = [
-            CorpusOptions(data_dir=str(corpus["data_dir"]), weight=corpus["weight"])
-            for corpus in corpora
-        ]
+        self.corpora = corpora
         self.vocabulary_size = vocabulary_size
         self.verify_hashes = verify_hashes
 
@@ -102,26 +99,18 @@ class MixtureDataModule(StreamDataModule):
         self._verify(hashes=False)
 
     def _verify(self, *, hashes: bool) -> None:
-        manifests = {
-            corpus["data_dir"]: verify_store(corpus["data_dir"], hashes=hashes)
-            for corpus in self.corpora
-        }
-        first, *others = manifests
-        wanted = manifests[first].tokenizer_fingerprint
+        first, *others = self._places()
+        wanted = verify_store(
+            first, hashes=hashes, vocabulary_size=self.vocabulary_size
+        ).tokenizer_fingerprint
         for folder in others:
-            found = manifests[folder].tokenizer_fingerprint
+            found = verify_store(folder, hashes=hashes).tokenizer_fingerprint
             if found != wanted:
                 raise StoreError(
                     f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}: a "
                     "mixture needs one; "
                     f"prepare {folder} again with tokenizer_dir={first}"
                 )
-        if manifests[first].vocabulary_size != self.vocabulary_size:
-            raise StoreError(
-                f"data_dir={first} has a vocabulary of {manifests[first].vocabulary_size}, not "
-                "vocabulary_size="
-                f"{self.vocabulary_size}: use that number"
-            )
 
     def _places(self) -> list[str]:
         return [corpus["data_dir"] for corpus in self.corpora]

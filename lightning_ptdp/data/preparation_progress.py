@@ -7,14 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 __all__ = ["Reporter"]
 
@@ -39,29 +32,22 @@ class Reporter:
         """
         console = Console(stderr=True)
         if not self.bars or not console.is_terminal:
-            yield _PreparationLines(self.say, verb, total).advance
+            yield self._lines(verb, total)
             return
-        columns = (
-            TextColumn(verb),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
+        columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(verb, total=total)
             yield lambda done: progress.advance(task, done)
 
+    def _lines(self, verb: str, total: int) -> Callable[[int], None]:
+        """Return a function that says a line at every tenth of the total."""
+        reached = 0
 
-class _PreparationLines:
-    """A line of text at every tenth of the total."""
+        def advance(done: int) -> None:
+            nonlocal reached
+            before, reached = reached, reached + done
+            tenth = 10 * reached // max(total, 1)
+            if 10 * before // max(total, 1) < tenth < 10:
+                self.say(f"{verb}: {10 * tenth} % of {total / 1e6:,.1f} MB")
 
-    def __init__(self, say: Callable[[str], None], verb: str, total: int) -> None:
-        self._say, self._verb, self._total = say, verb, total
-        self._done = 0
-
-    def advance(self, done: int) -> None:
-        before, self._done = self._done, self._done + done
-        tenth = 10 * self._done // max(self._total, 1)
-        if 10 * before // max(self._total, 1) < tenth < 10:
-            self._say(f"{self._verb}: {10 * tenth} % of {self._total / 1e6:,.1f} MB")
+        return advance

@@ -1,12 +1,14 @@
-"""Preparation of text: tokenizer, token chunks of two splits, and a manifest.
+"""Preparation of data: tokenizer, token chunks of two splits, and a manifest.
 
 ::
 
     <output>/
       manifest.json          what is here, made from what, and the hash of every file
-      tokenizer.model        (and tokenizer.json, its record)
-      train/                 litdata chunks: documents joined, each followed by the end token
+      tokenizer.model        (and tokenizer.json, its record; or the folder tokenizer/)
+      train/                 litdata chunks: documents or conversations, joined
       validation/
+
+All kinds of data are stored in this form. A subclass of ``Preparation`` makes the tokens.
 
 The folder appears complete or not at all. Until then, the data are in a hidden folder beside it
 (``work_folder.py``). If a call is killed, the next call reuses the finished parts.
@@ -15,38 +17,126 @@ The folder appears complete or not at all. Until then, the data are in a hidden 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.data.corpus import listing_digest
-from lightning_ptdp.data.corpus_build import Builder
-from lightning_ptdp.data.data_config import PrepareConfig
-from lightning_ptdp.data.data_error import DataError, StoreError, TokenizerError
-from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
+from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.data.data_error import DataError, StoreError
+from lightning_ptdp.data.file_pieces import CorpusFile, listing_digest
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
 from lightning_ptdp.data.manifest import (
     FORMAT,
     MANIFEST_FILE,
     CorpusRecord,
+    Form,
     Manifest,
+    SplitRecord,
     record_files,
     verify_store,
 )
+from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.preparation_progress import Reporter
 from lightning_ptdp.data.work_folder import work_folder
 
-__all__ = ["PreparedData", "check_place", "check_prepare", "check_settings", "prepare", "publish"]
+__all__ = ["Preparation", "PreparedData", "check_prepare", "prepare"]
 
 Progress = Callable[[str], None]
 
 _log = logging.getLogger(__name__)
+_NOT_SETTINGS = ("output", "overwrite", "num_workers", "part_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation(ABC):
+    """Source, destination and options of a preparation; subclasses make the tokens.
+
+    Args:
+        output: Folder to create.
+        tokenizer_dir: Folder whose tokenizer is used.
+        validation_fraction: Fraction of the data used for validation, more than 0 and at most 0.5.
+        overwrite: Replace a folder that was prepared with other settings or is damaged.
+        num_workers: Number of processes that read and tokenize. The result does not depend on it.
+
+    Raises:
+        ValueError: A number is out of range; the message names it.
+    """
+
+    output: str | Path
+    tokenizer_dir: str | Path | None = None
+    validation_fraction: float = 0.03
+    overwrite: bool = False
+    num_workers: Size = 1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fraction("validation_fraction", self.validation_fraction)
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """Kind of contents."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the contents of the folder, in the form of the manifest."""
+
+    @property
+    @abstractmethod
+    def roots(self) -> tuple[str, ...]:
+        """The given paths of the source; empty for the standard library."""
+
+    @abstractmethod
+    def files(self) -> list[CorpusFile]:
+        """Return the files of the source, after a check that each can be read.
+
+        Raises:
+            CorpusError: A file is missing or cannot be read.
+        """
+
+    @abstractmethod
+    def given_tokenizer(self) -> AnyTokenizer | None:
+        """Return the tokenizer in ``tokenizer_dir``, if the settings name one.
+
+        Raises:
+            TokenizerError: It cannot be used.
+        """
+
+    def check_source(self) -> None:
+        """Check everything that does not require reading the whole source; write nothing.
+
+        Raises:
+            DataError: The source or the tokenizer cannot be used.
+        """
+        self.files()
+        self.given_tokenizer()
+
+    @abstractmethod
+    def build(
+        self, work: Path, folder: Path, report: Reporter
+    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
+        """Write the tokens of both splits into ``folder``.
+
+        Returns:
+            The tokenizer, a record of each split, and the fields of ``CorpusRecord`` that follow
+            from the contents.
+        """
+
+    def _settings(self, **changed: object) -> dict[str, Any]:
+        """Return the options, with changes, as they compare equal to those of a manifest."""
+        names = [field.name for field in fields(self) if field.name not in _NOT_SETTINGS]
+        values = {**{name: getattr(self, name) for name in names}, **changed}
+        return dict(json.loads(json.dumps(values, default=str)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +169,7 @@ class PreparedData:
         )
 
 
-def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | None:
+def check_prepare(config: Preparation, *, hashes: bool = True) -> Manifest | None:
     """Check everything that can be wrong before a preparation starts; write nothing.
 
     Returns:
@@ -93,17 +183,27 @@ def check_prepare(config: PrepareConfig, *, hashes: bool = True) -> Manifest | N
         TokenizerError: ``tokenizer_dir`` cannot be used.
     """
     output = Path(config.output)
-    manifest = check_place(
-        output, overwrite=config.overwrite, check=lambda: _existing(config, output, hashes)
-    )
-    if manifest is None:
-        config.files()
-        _given_tokenizer(config)
-    return manifest
+    if output.exists() and not output.is_dir():
+        raise StoreError(f"output={output} is a file: name a folder")
+    if (output / MANIFEST_FILE).exists():
+        try:
+            return _existing(config, output, hashes)
+        except DataError:
+            if not config.overwrite:
+                raise
+    elif output.exists() and any(output.iterdir()):
+        raise StoreError(
+            f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder"
+        )
+    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StoreError(f"output={output} cannot be written: no permission in {parent}")
+    config.check_source()
+    return None
 
 
 def prepare(
-    config: PrepareConfig, *, progress: Progress | None = None, hashes: bool = True
+    config: Preparation, *, progress: Progress | None = None, hashes: bool = True
 ) -> PreparedData:
     """Prepare the folder, continue an interrupted preparation, or reuse the folder.
 
@@ -132,13 +232,7 @@ def prepare(
             # it.
             with work_folder(output, _key(config)) as work:
                 folder, manifest = _build(config, work, report)
-                manifest = publish(
-                    folder,
-                    output,
-                    manifest,
-                    overwrite=config.overwrite,
-                    check=lambda: check_prepare(config),
-                )
+                manifest = _publish(config, folder, manifest)
         except OSError as error:
             raise StoreError(
                 f"output={output} cannot be written: {error}. What was finished is kept for the "
@@ -151,12 +245,23 @@ def prepare(
     return done
 
 
-def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
+def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
+    """Return the manifest of a folder, after a check that its settings and sources are the same."""
     manifest = Manifest.read(output)
-    check_settings(manifest, config.settings, output)
+    there, here = ({"form": kind.form, **kind.settings} for kind in (manifest, config))
+    differences = [
+        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+        for name in {**here, **there}
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        raise StoreError(
+            f"output={output} was prepared with other settings ({'; '.join(differences)}): "
+            "use those, another folder, or overwrite (--overwrite)"
+        )
     # A prepared folder does not depend on its source: the source may be gone, or the library may be
     # that of another Python.
-    if config.source is not None and all(Path(root).exists() for root in config.roots):
+    if config.roots and all(Path(root).exists() for root in config.roots):
         files = config.files()
         if listing_digest(files) != manifest.corpus.listing:
             raise StoreError(
@@ -165,7 +270,7 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
                 "use another folder, or overwrite (--overwrite)"
             )
     tokenizer = (
-        _given_tokenizer(config)
+        config.given_tokenizer()
         if config.tokenizer_dir is not None and Path(config.tokenizer_dir).exists()
         else None
     )
@@ -178,91 +283,23 @@ def _existing(config: PrepareConfig, output: Path, hashes: bool) -> Manifest:
     return verify_store(output, hashes=hashes)
 
 
-def check_settings(manifest: Manifest, here: Mapping[str, Any], output: Path) -> None:
-    """Refuse a folder that was made with other settings.
-
-    Raises:
-        StoreError: Settings differ; the message names all of them.
-    """
-    there = manifest.settings
-    differences = [
-        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
-        for name in {**here, **there}
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
-        raise StoreError(
-            f"output={output} was prepared with other settings ({'; '.join(differences)}): "
-            "use those, another folder, or overwrite (--overwrite)"
-        )
-
-
-def check_place(output: Path, *, overwrite: bool, check: Callable[[], Manifest]) -> Manifest | None:
-    """Return the manifest that ``check`` finds in the output folder.
-
-    Return None if the folder can be made, or made again.
-
-    Raises:
-        StoreError: The output is no prepared folder, or cannot be written.
-        DataError: ``check`` raised it, and ``overwrite`` is off.
-    """
-    if output.exists() and not output.is_dir():
-        raise StoreError(f"output={output} is a file: name a folder")
-    if (output / MANIFEST_FILE).exists():
-        try:
-            return check()
-        except DataError:
-            if not overwrite:
-                raise
-    elif output.exists() and any(output.iterdir()):
-        raise StoreError(
-            f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder"
-        )
-    parent = next(parent for parent in output.absolute().parents if parent.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise StoreError(f"output={output} cannot be written: no permission in {parent}")
-    return None
-
-
-def _given_tokenizer(config: PrepareConfig) -> AnyTokenizer | None:
-    """Return the tokenizer in ``tokenizer_dir``, if the settings name one."""
-    if config.tokenizer_dir is None:
-        return None
-    tokenizer = load_tokenizer(config.tokenizer_dir)
-    if config.vocabulary_size not in (None, tokenizer.vocabulary_size):
-        raise TokenizerError(
-            f"tokenizer_dir={config.tokenizer_dir} has a vocabulary of "
-            f"{tokenizer.vocabulary_size}, not vocabulary_size="
-            f"{config.vocabulary_size}: use that number"
-        )
-    _ = tokenizer.eos_id  # a Hugging Face tokenizer may have none
-    for symbol in config.control_symbols:
-        tokenizer.control_id(symbol)
-    return tokenizer
-
-
-def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, Manifest]:
+def _build(config: Preparation, work: Path, report: Reporter) -> tuple[Path, Manifest]:
     """Build the folder inside the work folder."""
     files = config.files()
     report.say(f"reading {len(files):,} files, {sum(file.size for file in files) / 1e6:.1f} MB")
-    builder = Builder(config=config, work=work, report=report)
-    found, undecodable = builder.survey()
-    tokenizer: AnyTokenizer = _given_tokenizer(config) or builder.tokenizer(found)
     folder = work / "store"
     shutil.rmtree(folder, ignore_errors=True)
+    tokenizer, splits, counts = config.build(work, folder, report)
     tokenizer.save(folder)
-    splits = builder.tokens(found, tokenizer, folder)
     manifest = Manifest(
+        form=config.form,
         settings=config.settings,
         python=platform.python_version(),
         corpus=CorpusRecord(
             source=list(config.roots) or ["standard library"],
             files=len(files),
             listing=listing_digest(files),
-            documents=found.documents,
-            characters=found.characters,
-            content=found.digest,
-            undecodable=undecodable,
+            **counts,
         ),
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocabulary_size=tokenizer.vocabulary_size,
@@ -273,39 +310,33 @@ def _build(config: PrepareConfig, work: Path, report: Reporter) -> tuple[Path, M
     return folder, manifest
 
 
-def _key(config: PrepareConfig) -> dict[str, Any]:
+def _key(config: Preparation) -> dict[str, Any]:
     """Return the settings on which finished parts of a preparation depend."""
-    files, tokenizer = config.files(), _given_tokenizer(config)
+    files, tokenizer = config.files(), config.given_tokenizer()
     times = "\n".join(str(file.path.stat().st_mtime_ns) for file in files)
     return {
         "format": FORMAT,
         "settings": config.settings,
-        "part_bytes": config.part_bytes,
+        "part_bytes": getattr(config, "part_bytes", None),
         "listing": listing_digest(files),
         "times": hashlib.sha256(times.encode()).hexdigest(),
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
     }
 
 
-def publish(
-    folder: Path,
-    output: Path,
-    manifest: Manifest,
-    *,
-    overwrite: bool,
-    check: Callable[[], Manifest | None],
-) -> Manifest:
+def _publish(config: Preparation, folder: Path, manifest: Manifest) -> Manifest:
     """Move the finished folder to its destination.
 
-    If another process was faster, use its folder, provided that ``check`` accepts it.
+    If another process was faster, use its folder, provided that it has the same settings.
     """
+    output = Path(config.output)
     replaced = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
-    if overwrite and output.exists():
+    if config.overwrite and output.exists():
         output.rename(replaced)
     try:
         folder.rename(output)
     except OSError:
-        other = check() if output.exists() else None
+        other = check_prepare(config) if output.exists() else None
         if other is None:
             if replaced.exists() and not output.exists():
                 replaced.rename(output)

@@ -8,7 +8,7 @@ therefore reads only checked data, and a rank never waits for a network.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,19 +54,17 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
             copy, incoming = work / "store", work / "incoming"
             shutil.rmtree(incoming, ignore_errors=True)
             incoming.mkdir()
-            store = _Store(
-                remote=remote.rstrip("/"),
-                downloader=_downloader(remote, incoming),
-                incoming=incoming,
+            transfer = partial(
+                _transfer, remote.rstrip("/"), _downloader(remote, incoming), incoming
             )
             # Fetch the manifest in every call: the store may have been repaired since.
-            manifest_file = store.fetch(MANIFEST_FILE)
-            files = [
-                (_target(copy, name, remote), name, record)
-                for name, record in Manifest.read(incoming).files.items()
-            ]
-            for target, name, record in files:
-                store.copy(name, record, target)
+            manifest_file = transfer(MANIFEST_FILE)
+            for name, path, record in Manifest.read(incoming).paths(copy):
+                if not _is_there(path, record):
+                    fetched = transfer(name, record.size)
+                    check_file(fetched, record, said=f"{remote}/{name}")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    fetched.replace(path)
             manifest_file.replace(copy / MANIFEST_FILE)
             manifest = verify_store(copy, hashes=False)  # the hashes were compared one by one
             copy.rename(output)
@@ -79,47 +77,36 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
     return manifest
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Store:
-    """Remote store, from which files are copied one by one.
+def _transfer(
+    remote: str, downloader: Downloader, incoming: Path, name: str, size: int | None = None
+) -> Path:
+    """Fetch a file into a folder of its own, and return its path there.
 
-    Files arrive in a folder of their own, under a fixed name that does not depend on the store.
+    Its name there does not depend on the store. The size is checked before the transfer if the
+    store is mounted: it must be ``size``, or small if ``size`` is None. Other stores do not report
+    sizes beforehand.
     """
+    target = incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
+    try:
+        if remote.startswith(_LOCAL):
+            _check_source(inside(remote.removeprefix(_LOCAL), name), size)
+        # The client may raise any type; the message must name the file.
+        downloader.download_file(f"{remote}/{name}", str(target))
+    except Exception as error:
+        raise StoreError(f"{remote}/{name} cannot be fetched: {reason(error)}") from error
+    if not target.is_file():
+        raise StoreError(
+            f"{remote}/{name} was not fetched: another process may be fetching it, try again"
+        )
+    return target
 
-    remote: str
-    downloader: Downloader
-    incoming: Path
 
-    def fetch(self, name: str, size: int | None = None) -> Path:
-        """Fetch a file and return its path.
-
-        The size is checked before the transfer if the store is mounted: it must be ``size``, or
-        small if ``size`` is None. Other stores do not report sizes beforehand.
-        """
-        target = self.incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
-        try:
-            if self.remote.startswith(_LOCAL):
-                _check_source(inside(self.remote.removeprefix(_LOCAL), name), size)
-            # The client may raise any type; the message must name the file.
-            self.downloader.download_file(f"{self.remote}/{name}", str(target))
-        except Exception as error:
-            raise StoreError(f"{self.remote}/{name} cannot be fetched: {reason(error)}") from error
-        if not target.is_file():
-            raise StoreError(
-                f"{self.remote}/{name} was not fetched: another process may be fetching it, try "
-                "again"
-            )
-        return target
-
-    def copy(self, name: str, record: FileRecord, target: Path) -> None:
-        """Copy a file to ``target``, after a comparison with its record, unless it is there."""
-        try:
-            check_file(target, record)
-        except StoreError:
-            fetched = self.fetch(name, record.size)
-            check_file(fetched, record, said=f"{self.remote}/{name}")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fetched.replace(target)
+def _is_there(path: Path, record: FileRecord) -> bool:
+    try:
+        check_file(path, record)
+    except StoreError:
+        return False
+    return True
 
 
 def _check_source(file: Path, size: int | None) -> None:
@@ -131,13 +118,6 @@ def _check_source(file: Path, size: int | None) -> None:
             f"it has {found} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said "
             "to be there"
         )
-
-
-def _target(folder: Path, name: str, remote: str) -> Path:
-    try:
-        return inside(folder, name)
-    except (ValueError, OSError) as error:
-        raise StoreError(f"{remote}: {MANIFEST_FILE}: {error}; nothing was copied") from error
 
 
 def _downloader(remote: str, folder: Path) -> Downloader:

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_ptdp.data.corpus import Document
 from lightning_ptdp.data.data_error import CorpusError
 
-__all__ = ["Scan", "Split", "Survey", "scan", "survey"]
+__all__ = ["Scan", "Split", "Survey", "scan", "score", "survey"]
 
 _AT_ONCE = 1 << 16  # documents whose numbers exist as Python objects at the same time
 _LINE_SEARCH = 1000  # characters before a cut in which it looks for the start of a line
@@ -43,10 +43,10 @@ class Split:
 
         One of them is empty unless the document is the one that is cut.
         """
-        score = _score(document.text, self.seed)
-        if score in self.whole:
+        found = score(document.text, self.seed)
+        if found in self.whole:
             return "", document.text
-        if score != self.cut:
+        if found != self.cut:
             return document.text, ""
         text = document.text
         place = min(max(round(len(text) * (1 - self.tail)), 1), len(text) - 1)
@@ -62,28 +62,19 @@ class Survey:
         documents: Number of documents.
         characters: Total length of the documents.
         digest: sha256 over the names and the hashes of the contents.
+        undecodable: Names of the texts that are not UTF-8.
         split: Division into training and validation.
     """
 
     documents: int
     characters: int
     digest: str
+    undecodable: list[str]
     split: Split
 
     def to_json(self) -> dict[str, Any]:
         """Return the survey in JSON's types."""
-        split = {
-            "seed": self.split.seed,
-            "whole": sorted(self.split.whole),
-            "cut": self.split.cut,
-            "tail": self.split.tail,
-        }
-        return {
-            "documents": self.documents,
-            "characters": self.characters,
-            "digest": self.digest,
-            "split": split,
-        }
+        return {**vars(self), "split": {**vars(self.split), "whole": sorted(self.split.whole)}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Survey:
@@ -100,23 +91,28 @@ class Scan:
         scores: One score per document, uint64.
         sizes: Characters of each document, uint64.
         listing: Names and hashes of the contents.
+        undecodable: Names of the texts that are not UTF-8.
     """
 
     scores: array[int]
     sizes: array[int]
     listing: bytes
+    undecodable: list[str]
 
 
-def scan(documents: Iterable[Document], *, seed: int) -> Scan:
-    """Read every document once."""
+def scan(documents: Iterable[Document], *, seed: int, undecodable: list[str]) -> Scan:
+    """Read every document once; ``undecodable`` is filled by the reader meanwhile."""
     scores, sizes = array("Q"), array("Q")
     listing = []
     for document in documents:
-        scores.append(_score(document.text, seed))
+        scores.append(score(document.text, seed))
         sizes.append(len(document.text))
         listing.append(f"{document.name}\0{scores[-1]:016x}\n")
     return Scan(
-        scores=scores, sizes=sizes, listing="".join(listing).encode("utf-8", "surrogateescape")
+        scores=scores,
+        sizes=sizes,
+        listing="".join(listing).encode("utf-8", "surrogateescape"),
+        undecodable=undecodable,
     )
 
 
@@ -132,21 +128,26 @@ def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> S
         CorpusError: There is no text, or not enough to divide.
     """
     scores, sizes = array("Q"), array("Q")
-    digest = hashlib.sha256()
+    digest, undecodable = hashlib.sha256(), []
     for part in scans:
+        undecodable += part.undecodable
         scores.extend(part.scores)
         sizes.extend(part.sizes)
         digest.update(part.listing)
     if not scores:
         raise CorpusError("the source holds no text at all")
-    distinct, weights = _by_score(np.frombuffer(scores, np.uint64), np.frombuffer(sizes, np.uint64))
+    distinct, weights = _byscore(np.frombuffer(scores, np.uint64), np.frombuffer(sizes, np.uint64))
     split = _divide(distinct, weights, validation_fraction, seed)
     return Survey(
-        documents=len(scores), characters=int(weights.sum()), digest=digest.hexdigest(), split=split
+        documents=len(scores),
+        characters=int(weights.sum()),
+        digest=digest.hexdigest(),
+        undecodable=undecodable,
+        split=split,
     )
 
 
-def _by_score(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _byscore(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct scores, ascending, and the number of characters of each."""
     order = np.argsort(scores, kind="stable")
     scores = scores[order]
@@ -178,7 +179,8 @@ def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -
     return Split(seed=seed, whole=frozenset(whole), cut=int(scores[biggest]), tail=tail)
 
 
-def _score(text: str, seed: int) -> int:
+def score(text: str, seed: int) -> int:
+    """Return a seeded hash of a text, 64 bits."""
     return int.from_bytes(
         hashlib.blake2b(text.encode(), digest_size=8, key=seed.to_bytes(8, "big")).digest(), "big"
     )

@@ -86,12 +86,44 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
 class BlockStream(SampleStream):
     """Blocks of s + 1 tokens, the same in every epoch.
 
-    Subclasses define how a block is read (``_read``).
+    Args:
+        tokens: Tokens in blocks of s + 1.
+        split: Name of the split, for messages.
+        where: Name of the data, for messages.
+        sequence_length: s, tokens of a sample.
+        max_samples: Use only this many blocks, from the first on.
+        fingerprint: Text that is equal for equal samples.
+
+    Raises:
+        StoreError: The split holds no block of this length.
     """
 
-    @abstractmethod
-    def _read(self, index: int) -> np.ndarray:
-        """Return block ``index``: s + 1 tokens, of any integer type."""
+    def __init__(
+        self,
+        tokens: ChunkMap,
+        *,
+        split: str,
+        where: str | Path,
+        sequence_length: int,
+        max_samples: int | None,
+        fingerprint: str,
+    ) -> None:
+        self._tokens = tokens
+        if not len(tokens):
+            sizes = [chunk.tokens for chunk in tokens.chunks]
+            longest = max(sizes, default=0)
+            raise StoreError(
+                f"{where}: no {split} sample of sequence_length={sequence_length} (+ 1 label): "
+                f"the split has {sum(sizes)} tokens in chunks of at most {longest}; use "
+                f"sequence_length <= {max(longest - 1, 0)}, more data"
+                + (", or a bigger validation_fraction" if split == "validation" else "")
+            )
+        super().__init__(
+            samples=len(tokens),
+            sequence_length=sequence_length,
+            max_samples=max_samples,
+            fingerprint=fingerprint,
+        )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return blocks, int32 of shape (b, s + 1).
@@ -101,7 +133,7 @@ class BlockStream(SampleStream):
         blocks_bs = np.full((len(visits), self.sequence_length + 1), PADDING, np.int32)
         for row, visit in enumerate(visits):
             if visit != PADDING:
-                blocks_bs[row] = self._read(visit % self._size)
+                blocks_bs[row] = self._tokens.read(visit % self._size)
         return blocks_bs
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -137,27 +169,11 @@ class TokenStream(BlockStream):
     ) -> None:
         check_arguments(TokenStream.__init__, locals())
         manifest = Manifest.read(folder)
-        held, chunks = manifest.splits[split], manifest.chunks(folder, split)
-        self._chunks = ChunkMap(
-            chunks,
-            held.dtype,
-            vocabulary_size=manifest.vocabulary_size,
-            block_size=sequence_length + 1,
-        )
-        if not len(self._chunks):
-            longest = max((chunk.tokens for chunk in chunks), default=0)
-            raise StoreError(
-                f"{folder}: no {split} sample of sequence_length={sequence_length} (+ 1 label): "
-                f"the split has {held.tokens} tokens in "
-                f"chunks of at most {longest}; use sequence_length <= {max(longest - 1, 0)}, more "
-                "text" + (", or a bigger validation_fraction" if split == "validation" else "")
-            )
         super().__init__(
-            samples=len(self._chunks),
+            manifest.tokens(folder, split, block_size=sequence_length + 1),
+            split=split,
+            where=folder,
             sequence_length=sequence_length,
             max_samples=max_samples,
             fingerprint=manifest.fingerprint(split),
         )
-
-    def _read(self, index: int) -> np.ndarray:
-        return self._chunks.read(index)

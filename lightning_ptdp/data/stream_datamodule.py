@@ -98,8 +98,7 @@ class StreamDataModule(LightningDataModule):
             DataError: The data are damaged, too few, or do not fit the settings.
             ValueError: The batch sizes do not divide for this number of replicas.
         """
-        batch_size = self.batch_plans(num_replicas=num_replicas)[-1].replica_batch
-        TokenLoader(self._stream("train"), batch_size=batch_size, num_replicas=num_replicas)
+        self.num_training_batches(num_replicas=num_replicas)
         self._stream("validation")
 
     def num_training_batches(self, *, num_replicas: int = 1) -> int:

@@ -24,12 +24,16 @@ from lightning_ptdp.base.untrusted import inside, read_json
 from lightning_ptdp.data.data_error import StoreError, reading
 
 __all__ = [
+    "CHUNK_TOKENS",
+    "MARKS",
     "Chunk",
     "ChunkMap",
     "TokenType",
-    "check_ids",
+    "mark_sample",
     "read_chunks",
+    "sample_starts",
     "token_dtype",
+    "unmark",
     "write_chunks",
 ]
 
@@ -38,6 +42,11 @@ TokenType = Literal["uint16", "int32"]
 # Number of items (one), position of its first byte and position after its last, four bytes each;
 # then the tokens.
 _HEADER_BYTES = 12
+_FIRST, _LEARNED = 1 << 30, 1 << 29
+MARKS = _FIRST | _LEARNED
+"""Bits of a token in a store of conversations: it begins a sample, it is learned."""
+CHUNK_TOKENS = 1 << 22
+"""Usual number of tokens of a chunk."""
 _MOST_TOKENS = 1 << 30  # of a chunk, because the format stores byte positions in four bytes
 _CHECKED = 1 << 22  # tokens at a time
 _MAPPED = 64  # chunks at a time: each needs an open file
@@ -51,6 +60,23 @@ _ALONE = {
 def token_dtype(vocabulary_size: int) -> TokenType:
     """Return the dtype of stored tokens: two bytes if the vocabulary allows it, else four."""
     return "uint16" if vocabulary_size <= 65535 else "int32"
+
+
+def mark_sample(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return the ids of a conversation with their marks, int32."""
+    tokens = np.where(learned, ids | _LEARNED, ids).astype(np.int32)
+    tokens[:1] |= _FIRST
+    return tokens
+
+
+def unmark(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of marked tokens, int32, and a mask of the learned ones."""
+    return tokens & ~MARKS, (tokens & _LEARNED) != 0
+
+
+def sample_starts(tokens: np.ndarray) -> np.ndarray:
+    """Return the positions of marked tokens that begin a sample, int64."""
+    return np.flatnonzero(tokens >= _FIRST)  # the highest bit: half a second per 10^9 tokens
 
 
 def write_chunks(
@@ -104,10 +130,19 @@ def _joined(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A file of a split: its path and its number of tokens."""
+    """Tokens in a file.
+
+    Attributes:
+        path: Path of the file.
+        tokens: Number of tokens.
+        dtype: numpy's name of the type of a token.
+        offset: First byte of the tokens.
+    """
 
     path: Path
     tokens: int
+    dtype: str
+    offset: int = _HEADER_BYTES
 
 
 def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
@@ -132,36 +167,19 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
                     f"{file} has {found.st_size} bytes, {_HEADER_BYTES + tokens * width} are said "
                     "to be there"
                 )
-    return tuple(Chunk(file, tokens) for file, tokens in named)
-
-
-def check_ids(tokens: np.ndarray, vocabulary_size: int, path: Path) -> None:
-    """Compare tokens of a file with the vocabulary, a few megabytes at a time.
-
-    Raises:
-        StoreError: A token is outside of the vocabulary.
-    """
-    for start in range(0, len(tokens), _CHECKED):
-        some = tokens[start : start + _CHECKED]
-        for wrong in (int(some.min()), int(some.max())):
-            if not 0 <= wrong < vocabulary_size:
-                raise StoreError(
-                    f"{path} holds token {wrong}, outside the vocabulary of {vocabulary_size}: "
-                    "the tokens are not of the tokenizer "
-                    "beside them; prepare the data again with overwrite"
-                )
+    return tuple(Chunk(file, tokens, dtype) for file, tokens in named)
 
 
 class ChunkMap:
-    """Random access to the tokens of a split, in blocks of ``block_size``.
+    """Random access to the tokens of chunks, in blocks of ``block_size``.
 
     A block never spans two chunks. Only a few chunks are mapped into memory at a time.
 
     Args:
         chunks: Chunks of a split, in the order of writing.
-        dtype: Type of a stored token.
         vocabulary_size: Number of ids; every token that is read is checked against it.
         block_size: Tokens of a block. The tokens of a chunk that do not fill a block are left out.
+        marks: Bits of a stored token that are not part of its id.
 
     Raises:
         StoreError: While reading: a chunk cannot be read, or a token is outside the vocabulary.
@@ -170,24 +188,26 @@ class ChunkMap:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        dtype: TokenType,
         *,
         vocabulary_size: int,
         block_size: int = 1,
+        marks: int = 0,
     ) -> None:
-        self._chunks, self._dtype, self._vocabulary_size, self._block_size = (
-            chunks,
-            dtype,
-            vocabulary_size,
-            block_size,
-        )
-        self._ends = np.cumsum([chunk.tokens // block_size for chunk in chunks], dtype=np.int64)
+        self.chunks = chunks
+        self._vocabulary_size, self._block_size, self._marks = vocabulary_size, block_size, marks
+        self._sizes = np.array([chunk.tokens // block_size for chunk in chunks], np.int64)
+        self._ends = np.cumsum(self._sizes)
         self._map = lru_cache(_MAPPED)(self._open)
 
-    def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object]]:
         """Pickle only the arguments; the copy maps the chunks again."""
-        made = partial(ChunkMap, vocabulary_size=self._vocabulary_size, block_size=self._block_size)
-        return made, (self._chunks, self._dtype)
+        made = partial(
+            ChunkMap,
+            vocabulary_size=self._vocabulary_size,
+            block_size=self._block_size,
+            marks=self._marks,
+        )
+        return made, (self.chunks,)
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -195,20 +215,24 @@ class ChunkMap:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Yield the stored tokens of every chunk."""
-        return map(self._open, range(len(self._chunks)))
+        return map(self._open, range(len(self.chunks)))
 
     def read(self, start: int, count: int = 1) -> np.ndarray:
-        """Return ``count`` blocks of one chunk, from block ``start`` on; 1-D, int32.
+        """Return ``count`` blocks from block ``start`` on; 1-D, int32, with their marks.
 
-        ``start`` is counted over all chunks.
+        Blocks are counted over all chunks.
         """
+        parts, stop = [], start + count
         number = int(np.searchsorted(self._ends, start, side="right"))
-        begin = (start - (int(self._ends[number - 1]) if number else 0)) * self._block_size
-        stop = begin + count * self._block_size
-        assert stop <= self._chunks[number].tokens, "a run never spans two chunks"
-        tokens: np.ndarray = self._map(number)[begin:stop].astype(np.int32)
-        check_ids(tokens, self._vocabulary_size, self._chunks[number].path)
-        return tokens
+        while start < stop:
+            end = int(self._ends[number])
+            first, behind = end - int(self._sizes[number]), min(stop, end)
+            here = slice((start - first) * self._block_size, (behind - first) * self._block_size)
+            tokens = self._map(number)[here]
+            self._check(tokens, number)
+            parts.append(tokens.astype(np.int32))
+            start, number = behind, number + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check(self) -> None:
         """Read all tokens once and compare them with the vocabulary.
@@ -216,15 +240,24 @@ class ChunkMap:
         Raises:
             StoreError: A token is outside the vocabulary.
         """
-        for chunk, tokens in zip(self._chunks, self, strict=True):
-            check_ids(tokens, self._vocabulary_size, chunk.path)
+        for number, tokens in enumerate(self):
+            for start in range(0, len(tokens), _CHECKED):
+                self._check(tokens[start : start + _CHECKED], number)
+
+    def _check(self, tokens: np.ndarray, number: int) -> None:
+        ids = tokens.astype(np.int64) & ~self._marks
+        for wrong in (int(ids.min()), int(ids.max())):
+            if not 0 <= wrong < self._vocabulary_size:
+                raise StoreError(
+                    f"{self.chunks[number].path} holds token {wrong}, outside "
+                    f"vocabulary_size={self._vocabulary_size}: give the size of the tokenizer that "
+                    "made the tokens, or prepare the data again with overwrite"
+                )
 
     def _open(self, number: int) -> np.ndarray:
-        chunk = self._chunks[number]
+        chunk = self.chunks[number]
         try:
-            return np.memmap(
-                chunk.path, self._dtype, "r", offset=_HEADER_BYTES, shape=(chunk.tokens,)
-            )
+            return np.memmap(chunk.path, chunk.dtype, "r", chunk.offset, (chunk.tokens,))
         except (OSError, ValueError) as error:
             raise StoreError(f"{chunk.path} cannot be read: {error}") from error
 

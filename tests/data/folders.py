@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -20,8 +21,9 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def with_old_manifest(folder: Path, **changes: object) -> None:
-    """As the release before wrote it, or anybody might."""
-    values = json.loads((folder / "manifest.json").read_text())
+def with_manifest(folder: Path, **changes: object) -> None:
+    """A manifest of other values, with a digest that agrees with them."""
+    values = {**json.loads((folder / "manifest.json").read_text()), **changes}
     del values["sha256"]
-    (folder / "manifest.json").write_text(json.dumps({**values, **changes, "format": 1}))
+    seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({**values, "sha256": seal}))

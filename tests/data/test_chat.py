@@ -17,15 +17,23 @@ import pytest
 import torch
 
 from lightning_ptdp.cli import main
-from lightning_ptdp.data import ChatDataModule, chat_format
+from lightning_ptdp.data import (
+    ChatDataModule,
+    ChatStream,
+    PreparedData,
+    TokenStream,
+    chat_format,
+    prepare,
+    verify_store,
+)
 from lightning_ptdp.data.chat_format import ChatFormat
-from lightning_ptdp.data.chat_store import ChatStore, verify_chat
 from lightning_ptdp.data.conversations import FaultyRow
 from lightning_ptdp.data.data_error import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
 from lightning_ptdp.data.packing import pack
 from lightning_ptdp.models import make_tiny
+from tests.data.conftest import config_of
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -56,6 +64,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder.parent / "deaf.jinja").write_text(deaf)
     return folder
+
+
+@pytest.fixture(scope="module")
+def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    return prepare(config_of(corpus, tmp_path_factory.mktemp("text") / "store"))
 
 
 def turns(number: int) -> dict[str, Any]:
@@ -181,9 +194,7 @@ def test_instructions_become_conversations(
     )
     made = prepared(model, tmp_path / "data.jsonl", tmp_path / "store", **options)
     tokenizer = made.prepare_config.tokenizer().of_transformers
-    texts = [
-        tokenizer.decode(made._stream(split)._store.read(0)[0]) for split in ("train", "validation")
-    ]
+    texts = [tokenizer.decode(made._stream(split).read(0)[0]) for split in ("train", "validation")]
     short = min(texts, key=len)
     assert short == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in _parts(said))
 
@@ -214,7 +225,7 @@ def test_packing_keeps_every_sample_once_and_begins_positions_anew(
     for index, (tokens, labels) in enumerate(
         zip(single["input_ids"].tolist(), single["labels"].tolist(), strict=True)
     ):
-        size = int(alone._store.lengths[index]) - 1
+        size = int(alone.lengths[index]) - 1
         assert size in sizes
         expected.append((tokens[:size], labels[:size]))
     assert sorted(found) == sorted(expected)
@@ -236,7 +247,7 @@ def test_samples_that_are_too_long(
     model: Path, chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = prepared(model, chat, tmp_path / "store")
-    lengths = made._stream("train")._store.lengths
+    lengths = made._stream("train").lengths
     length = int(np.median(lengths)) - 1
     longer = int((lengths > length + 1).sum())
     with pytest.raises(
@@ -263,7 +274,7 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
     )
     made = prepared(model, tmp_path / "twice.jsonl", tmp_path / "store")
     held = {
-        name: {tuple(stream._store.read(i)[0]) for i in range(stream.samples)}
+        name: {tuple(stream.read(i)[0]) for i in range(stream.samples)}
         for name in ("train", "validation")
         for stream in [made._stream(name)]
     }
@@ -273,7 +284,7 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1 is not JSON"),
+        ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1: not JSON"),
         ("", {}, r"path=.*bad.jsonl holds no row"),
         ("\n\n", {}, r"path=.*bad.jsonl holds no row"),
         ('{"mesages": []}\n', {}, r"no column messages.*did you mean 'mesages'"),
@@ -385,7 +396,7 @@ def test_a_tokenizer_without_a_template_or_none_at_all(
     with pytest.raises(ValueError, match=r"tokenizer folder .*nowhere is not there"):
         data(tmp_path / "nowhere", chat, tmp_path / "other").check()
     with pytest.raises(
-        ValueError, match=r"path=.*chat.json does not exist; did you mean 'chat.jsonl'"
+        ValueError, match=r"source path .*chat.json does not exist; did you mean 'chat.jsonl'"
     ):
         data(model, chat.with_name("chat.json"), tmp_path / "other").check()
 
@@ -399,11 +410,11 @@ def test_a_folder_made_with_other_settings_or_damaged_is_not_used(
     ):
         data(model, chat, tmp_path / "store", learn="last_answer").check()
     prepared(model, chat, tmp_path / "store", learn="last_answer", overwrite=True)
-    tokens = tmp_path / "store" / "train" / "tokens.bin"
+    tokens = tmp_path / "store" / "train" / "chunk-0-0.bin"
     content = bytearray(tokens.read_bytes())
-    content[7] ^= 1
+    content[19] ^= 1
     tokens.write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokens.bin is damaged"):
+    with pytest.raises(ValueError, match=r"chunk-0-0.bin is damaged"):
         data(model, chat, tmp_path / "store", learn="last_answer").check()
 
 
@@ -454,21 +465,44 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
     model: Path, chat: Path, tmp_path: Path
 ) -> None:
     made = prepared(model, chat, tmp_path / "store")
-    file = tmp_path / "store" / "train" / "tokens.bin"
-    tokens = np.fromfile(file, "uint16")
-    tokens[5] = 60_000
+    file = tmp_path / "store" / "train" / "chunk-0-0.bin"
+    tokens = np.fromfile(file, "int32")
+    tokens[8] |= 60_000  # behind a header of three numbers
     tokens.tofile(file)
     replace(Manifest.read(tmp_path / "store"), files=record_files(tmp_path / "store")).write(
         tmp_path / "store"
     )
-    words = r"train/tokens\.bin holds token 60000, outside the vocabulary of \d+"
+    words = r"train/chunk-0-0\.bin holds token 6\d\d\d\d, outside vocabulary_size=\d+"
     with pytest.raises(StoreError, match=words):
         data(model, chat, tmp_path / "store").check()
     with pytest.raises(StoreError, match=words):
         data(model, chat, tmp_path / "store").prepare_data()
     made.setup()  # of another process, which does not read all tokens again
     with pytest.raises(StoreError, match=words):
-        ChatStore(tmp_path / "store", "train").read(0)
+        ChatStream(tmp_path / "store", sequence_length=128).read(0)
+
+
+def test_marks_that_contradict_the_manifest_are_named(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    prepared(model, chat, tmp_path / "store")
+    manifest = Manifest.read(tmp_path / "store")
+    more = replace(manifest.splits["train"], documents=manifest.splits["train"].documents + 1)
+    replace(manifest, splits={**manifest.splits, "train": more}).write(tmp_path / "store")
+    with pytest.raises(StoreError, match=r"train is damaged: it does not hold 33 conversations"):
+        data(model, chat, tmp_path / "store").check()
+
+
+def test_conversations_are_not_read_as_text_nor_text_as_conversations(
+    model: Path, chat: Path, tmp_path: Path, text: PreparedData
+) -> None:
+    prepared(model, chat, tmp_path / "store")
+    with pytest.raises(StoreError, match=r"of form 'chat'.*read it with ChatDataModule"):
+        TokenStream(tmp_path / "store", sequence_length=8)
+    with pytest.raises(StoreError, match=r"of form 'text'.*read it with TextDataModule"):
+        ChatStream(text.folder, sequence_length=8)
+    with pytest.raises(StoreError, match=r"form is 'text' there and 'chat' here"):
+        data(model, chat, text.folder).check()
 
 
 def test_a_manifest_of_conversations_names_no_file_outside(
@@ -480,7 +514,7 @@ def test_a_manifest_of_conversations_names_no_file_outside(
     secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
     replace(manifest, files={**manifest.files, "../secret": secret}).write(tmp_path / "store")
     with pytest.raises(StoreError, match=r"'\.\./secret' is not the name of a file inside"):
-        verify_chat(tmp_path / "store")
+        verify_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -540,7 +574,7 @@ def test_deep_brackets_are_refused_with_their_line(
     )
     with pytest.raises(
         CorpusError,
-        match=rf"path=.*{name} is damaged: the brackets of line 2 are more than 64 deep",
+        match=rf"path=.*{name} cannot be read: line 2: its brackets are more than 64 deep",
     ):
         data(model, tmp_path / name, tmp_path / "store").prepare_data()
 
@@ -557,13 +591,35 @@ def test_brackets_in_a_text_are_not_counted(model: Path, tmp_path: Path) -> None
         )
 
 
+def test_a_row_may_lack_what_later_rows_have(model: Path, tmp_path: Path) -> None:
+    """Optional columns of later rows are read, however late they come."""
+    rows = [{"instruction": f"Say {number}", "output": "B"} for number in range(300)]
+    rows.append({"instruction": "Say", "input": "D", "output": "B", "system": "C"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = prepared(model, tmp_path / "rows.jsonl", tmp_path / "store", split_seed=1)
+    decode = made.prepare_config.tokenizer().of_transformers.decode
+    streams = [made._stream(split) for split in ("train", "validation")]
+    texts = [decode(stream.read(i)[0]) for stream in streams for i in range(stream.samples)]
+    assert sum("system\nC<" in text and "Say\n\nD<" in text for text in texts) == 1
+    assert sum("system" in text for text in texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[3]", "entry 1 of its list is a int"), ("[{]", "not JSON")]
+)
+def test_a_list_that_is_none_is_named(model: Path, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(CorpusError, match=rf"bad\.json cannot be read: {said}"):
+        data(model, tmp_path / "bad.json", tmp_path / "store").check()
+
+
 def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_bytes(
         b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n'
     )
     with pytest.raises(
         CorpusError,
-        match=r"bad\.jsonl cannot be read: line 2 is not UTF-8 \(byte 13: 0xff\); a file of JSON "
+        match=r"bad\.jsonl cannot be read: line 2: not UTF-8 \(byte 13: 0xff\); a file of JSON "
         r"lines",
     ):
         data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()
@@ -571,12 +627,12 @@ def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
 
 def test_a_pipe_and_a_sparse_file_of_conversations_are_refused(model: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(CorpusError, match=r"a\.jsonl cannot be read: it is not a regular file"):
+    with pytest.raises(CorpusError, match=r"a\.jsonl is neither a file nor a folder"):
         data(model, tmp_path / "a.jsonl", tmp_path / "store").check()
     with open(tmp_path / "b.jsonl", "wb") as stream:
         stream.truncate(1 << 42)
     with pytest.raises(
         CorpusError,
-        match=r"b\.jsonl is damaged: it is a sparse file, without content from byte 0 on",
+        match=r"b\.jsonl cannot be read: line 1: more than 67108864 bytes",
     ):
         data(model, tmp_path / "b.jsonl", tmp_path / "store").check()

@@ -57,7 +57,7 @@ def test_ids_are_those_of_transformers_and_documents_end_with_its_end_token(
     )
     theirs = transformers.AutoTokenizer.from_pretrained(model)
     split = {
-        name: TokenStream(made.folder, split=name, sequence_length=1)._chunks
+        name: TokenStream(made.folder, split=name, sequence_length=1)._tokens
         for name in ("train", "validation")
     }
     stored = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.data import IndexedFile, IndexedStream, StoreError
-from lightning_ptdp.data.indexed_stream import _runs
+from lightning_ptdp.data import IndexedFile, StoreError, indexed_stream
+from lightning_ptdp.data.stream import BlockStream
+from lightning_ptdp.data.token_store import ChunkMap
 from tests.data.indexed_files import numbered, write_indexed
 
 VOCABULARY = 50_000
@@ -24,52 +26,69 @@ def prefix(tmp_path: Path) -> Path:
     return write_indexed(tmp_path / "corpus_text_document", numbered(60))
 
 
-def stream_of(prefix: Path, **changes: object) -> IndexedStream:
+def stream_of(prefix: Path, **changes: object) -> BlockStream:
     given = {
         "sequence_length": 15,
         "vocabulary_size": VOCABULARY,
         "validation_fraction": 0.2,
         **changes,
     }
-    return IndexedStream(prefix, **given)  # type: ignore[arg-type]
+    return indexed_stream(prefix, **given)  # type: ignore[arg-type]
 
 
-def tokens_of(stream: IndexedStream) -> list[int]:
+def tokens_of(stream: BlockStream) -> list[int]:
     return stream.__getitems__(range(len(stream))).flatten().tolist()
+
+
+def check_tokens(prefix: Path, vocabulary_size: int) -> None:
+    ChunkMap(IndexedFile(prefix).chunks("all", 0.1), vocabulary_size=vocabulary_size).check()
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", "int16"])
 def test_documents_are_the_tokens_that_were_written(tmp_path: Path, dtype: str) -> None:
     documents = [[[]], *numbered(20), [[]], []]
     file = IndexedFile(write_indexed(tmp_path / "x", documents, dtype))
-    assert file.tokens.dtype == dtype
     assert file.documents == len(documents)
-    found = [
-        file.tokens[a:b].tolist()
-        for a, b in zip(file.boundaries[:-1], file.boundaries[1:], strict=True)
-    ]
-    assert found == [
-        [token for sequence in document for token in sequence] for document in documents
-    ]
+    reader = ChunkMap(file.chunks("all", 0.1), vocabulary_size=VOCABULARY)
+    (tokens,) = reader
+    assert tokens.dtype == dtype
+    assert tokens.tolist() == list(range(file.tokens)) == reader.read(0, file.tokens).tolist()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=20),
+    st.floats(0.01, 0.5),
+)
+def test_a_split_ends_at_the_nearest_document(documents: list[list[int]], fraction: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        written = [[[0] * length for length in document] for document in documents]
+        file = IndexedFile(write_indexed(Path(folder, "x"), [[[]], *written, []]))
+        starts = set(np.cumsum([0, *map(sum, documents)]).tolist()) - {0, file.tokens}
+        if not starts:
+            with pytest.raises(StoreError, match="document with tokens"):
+                file.chunks("train", fraction)
+            return
+        (train,), (validation,) = (file.chunks(name, fraction) for name in ("train", "validation"))
+        assert train.tokens + validation.tokens == file.tokens
+        assert validation.offset == 2 * train.tokens
+        wanted = round(file.tokens * (1 - fraction))
+        assert train.tokens in starts
+        assert abs(train.tokens - wanted) == min(abs(start - wanted) for start in starts)
 
 
 def test_splits_hold_whole_documents_and_never_the_same(prefix: Path) -> None:
-    documents = [
-        {token for sequence in document for token in sequence} for document in numbered(60)
-    ]
-    total = sum(map(len, documents))
+    total = sum(len(sequence) for document in numbered(60) for sequence in document)
     train, validation, everything = (
         tokens_of(stream_of(prefix, split=split)) for split in ("train", "validation", "all")
     )
-    for split in (train, validation):
-        assert split == sorted(set(split))  # in the order of the file, none twice
-    assert not set(train) & set(validation)
-    assert total - 2 * 15 <= len(train) + len(validation) <= total
+    assert train == list(range(len(train)))
+    starts = {document[0][0] for document in numbered(60) if document[0]}
+    assert validation == list(range(validation[0], validation[0] + len(validation)))
+    assert validation[0] in starts
+    assert len(train) <= validation[0] < len(train) + 16
     assert everything == list(range(total // 16 * 16))
     assert len(validation) / total == pytest.approx(0.2, abs=0.03)
-    touched = [document for document in documents if document & set(train)]
-    assert not any(document & set(validation) for document in touched)
-    assert tokens_of(stream_of(prefix, split="validation", split_seed=1)) != validation
 
 
 def test_a_sample_is_inputs_and_labels_shifted_by_one(prefix: Path) -> None:
@@ -83,33 +102,11 @@ def test_a_sample_is_inputs_and_labels_shifted_by_one(prefix: Path) -> None:
         stream[len(stream)]
 
 
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=20))
-def test_runs_are_the_chosen_documents(documents: list[tuple[int, bool]]) -> None:
-    boundaries = np.cumsum([0, *(length for length, _ in documents)])
-    starts, lengths = _runs(boundaries, np.array([chosen for _, chosen in documents]))
-    found = [
-        token
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        for token in range(start, start + length)
-    ]
-    wanted = [
-        token
-        for (_, chosen), a, b in zip(
-            documents, boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True
-        )
-        if chosen
-        for token in range(a, b)
-    ]
-    assert found == wanted
-
-
 def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> None:
     base = stream_of(prefix)
     assert stream_of(prefix).fingerprint == base.fingerprint
     for changes in (
         {"split": "validation"},
-        {"split_seed": 1},
         {"validation_fraction": 0.3},
         {"split": "all"},
     ):
@@ -124,16 +121,23 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
     documents = [[[1, 2, 3]], [[4, 70_000, 5]], [[6] * 20]]
     prefix = write_indexed(tmp_path / "x", documents, "int32")
     with pytest.raises(
-        StoreError, match=r"x\.bin: token 4 \(document 1\) is 70000, outside vocabulary_size=50000"
+        StoreError, match=r"x\.bin holds token 70000, outside vocabulary_size=50000"
     ):
-        IndexedFile(prefix).check_tokens(VOCABULARY)
+        check_tokens(prefix, VOCABULARY)
     stream = stream_of(prefix, split="all", sequence_length=7)
     with pytest.raises(StoreError, match="70000"):
         stream[0]
     assert stream[1]["labels"].tolist() == [6] * 7
-    IndexedFile(prefix).check_tokens(70_001)
-    with pytest.raises(StoreError, match=r"token 1 .*is -1"):
-        IndexedFile(write_indexed(tmp_path / "y", [[[5, -1]]], "int32")).check_tokens(VOCABULARY)
+    check_tokens(prefix, 70_001)
+    with pytest.raises(StoreError, match=r"holds token -1, outside"):
+        check_tokens(write_indexed(tmp_path / "y", [[[5, -1]]], "int32"), VOCABULARY)
+    # An id of more than 32 bits does not become a small one.
+    with pytest.raises(StoreError, match=r"holds token 4294967301, outside"):
+        stream_of(
+            write_indexed(tmp_path / "z", [[[2**32 + 5] * 8]], "int64"),
+            split="all",
+            sequence_length=7,
+        )[0]
 
 
 def test_too_few_tokens_or_documents(tmp_path: Path, prefix: Path) -> None:
@@ -210,7 +214,6 @@ def test_damaged_and_foreign_files_are_named(
         ("sequence_length", 0),
         ("vocabulary_size", 0),
         ("validation_fraction", 0.9),
-        ("split_seed", -1),
         ("max_samples", 0),
         ("split", "test"),
     ],

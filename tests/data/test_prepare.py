@@ -30,16 +30,14 @@ from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.preparation_progress import Reporter
 from lightning_ptdp.data.token_store import ChunkMap, read_chunks
 from tests.data.conftest import config_of, write_corpus
-from tests.data.folders import contents, flip, with_old_manifest
+from tests.data.folders import contents, flip, with_manifest
 
 
 def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Path) -> None:
     tokenizer = Tokenizer.load(prepared.folder)
     texts: dict[str, list[str]] = {}
     for split in ("train", "validation"):
-        reader = ChunkMap(
-            read_chunks(prepared.folder / split, "uint16"), "uint16", vocabulary_size=320
-        )
+        reader = ChunkMap(read_chunks(prepared.folder / split, "uint16"), vocabulary_size=320)
         assert len(reader) == prepared.manifest.splits[split].tokens
         ids = np.concatenate(list(reader)).tolist()
         assert ids[-1] == tokenizer.eos_id
@@ -199,7 +197,7 @@ def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_pat
     assert sample.manifest.tokenizer_fingerprint != whole.manifest.tokenizer_fingerprint
     config = config_of(corpus, tmp_path / "new", tokenizer_characters=2000)
     builder = Builder(config=config, work=tmp_path, report=Reporter(say=print, bars=False))
-    lines = list(builder.sample(builder.survey()[0]))
+    lines = list(builder.sample(builder.survey()))
     assert 1000 < sum(map(len, lines)) <= 2000
     assert (
         len(
@@ -275,11 +273,10 @@ def test_damaged_folders_are_refused_until_overwritten(
     [
         ("{", "not JSON"),
         ("[]", "not a JSON object"),
-        ('{"format": 99}', "format 2"),
-        ('{"format": true}', "format 2"),
-        ('{"format": 1}', "damaged"),
-        ('{"format": 1, "files": 3}', "damaged"),
-        ('{"format": 2, "files": 3}', "does not have the sha256"),
+        ('{"format": 99}', "of format 99, and this version reads format 3: prepare the data again"),
+        ('{"format": true}', "of format True"),
+        ('{"format": 2, "files": 3}', "of format 2.*ptdp prepare"),
+        ('{"format": 3, "files": 3}', "does not have the sha256"),
         ("[" * 100_000, "64 deep"),
     ],
 )
@@ -300,14 +297,16 @@ def test_damage_of_the_manifest_itself_is_noticed(prepared: PreparedData, tmp_pa
             Manifest.read(file.parent)
 
 
-def test_a_manifest_without_a_digest_is_of_an_older_release_and_read(
-    prepared: PreparedData, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_folder_of_an_older_format_is_replaced_on_request(
+    prepared: PreparedData, corpus: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(prepared.folder, tmp_path / "store")
-    with_old_manifest(tmp_path / "store")
-    with caplog.at_level("INFO"):
-        assert verify_store(tmp_path / "store") == prepared.manifest
-    assert "has no digest of itself" in caplog.text
+    folder = tmp_path / "store"
+    shutil.copytree(prepared.folder, folder)
+    with_manifest(folder, format=2)
+    with pytest.raises(StoreError, match=r"of format 2.*ptdp prepare --data.overwrite true"):
+        prepare(config_of(corpus, folder))
+    assert not prepare(config_of(corpus, folder, overwrite=True)).reused
+    assert contents(folder) == contents(prepared.folder)
 
 
 def record_of(path: Path) -> dict[str, object]:
@@ -322,7 +321,7 @@ def test_names_in_a_manifest_stay_inside_and_are_no_links(
     shutil.copytree(prepared.folder, folder)
     (tmp_path / "secret").write_text("secret")
     files = {name.format(absolute=tmp_path / "secret"): record_of(tmp_path / "secret")}
-    with_old_manifest(
+    with_manifest(
         folder, files={**json.loads((folder / "manifest.json").read_text())["files"], **files}
     )
     with pytest.raises(
@@ -348,7 +347,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(
     for name in ("train/chunk-0-0.bin", "train/index.json", "tokenizer.json"):
         folder = tmp_path / name.replace("/", "-")
         shutil.copytree(prepared.folder, folder)
-        with_old_manifest(
+        with_manifest(
             folder, files={other: record for other, record in listed.items() if other != name}
         )
         with pytest.raises(StoreError, match=f"{name} is not listed in manifest.json"):

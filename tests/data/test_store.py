@@ -16,10 +16,14 @@ import torch.distributed as dist
 from lightning_ptdp.data import PrepareConfig, StoreError, prepare, verify_store
 from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.token_store import (
+    MARKS,
     ChunkMap,
     TokenType,
+    mark_sample,
     read_chunks,
+    sample_starts,
     token_dtype,
+    unmark,
     write_chunks,
 )
 from tests.data.conftest import write_corpus
@@ -38,7 +42,7 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     own = Path(folder, str(rank))
     environment = dict(os.environ)
     written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype="uint16")
-    reader = ChunkMap(read_chunks(own, "uint16"), "uint16", vocabulary_size=1331, block_size=30)
+    reader = ChunkMap(read_chunks(own, "uint16"), vocabulary_size=1331, block_size=30)
     # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
     blocks = [reader.read(number) for number in range(len(reader))]
     starts = [100 * chunk + 30 * block for chunk in range(13) for block in range(3)] + [1300]
@@ -79,7 +83,7 @@ def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
 def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
     assert write(tmp_path / "x", [total], chunk_tokens=100, dtype="int32") == total
-    reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=total)
+    reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=total)
     assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
@@ -89,7 +93,7 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     write_chunks(
         tmp_path / "x", [[0, 70_000, 199_999]], chunk_tokens=100, dtype=token_dtype(200_000)
     )
-    assert ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=200_000).read(
+    assert ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=200_000).read(
         0, 3
     ).tolist() == [
         0,
@@ -97,9 +101,33 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         199_999,
     ]
     with pytest.raises(
-        StoreError, match=r"chunk-0-0\.bin holds token 199999, outside the vocabulary of 199999"
+        StoreError, match=r"chunk-0-0\.bin holds token 199999, outside vocabulary_size=199999"
     ):
-        ChunkMap(read_chunks(tmp_path / "x", "int32"), "int32", vocabulary_size=199_999).read(0, 3)
+        ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=199_999).read(0, 3)
+
+
+def test_a_run_of_tokens_may_span_chunks(tmp_path: Path) -> None:
+    write(tmp_path / "x", [331], chunk_tokens=100, dtype="uint16")
+    reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), vocabulary_size=331)
+    for start, count in ((0, 331), (99, 2), (100, 100), (95, 220), (330, 1)):
+        assert reader.read(start, count).tolist() == list(range(start, start + count))
+
+
+def test_marks_are_no_part_of_an_id(tmp_path: Path) -> None:
+    samples = [([5, 6, 7], [0, 0, 1]), ([8, 9], [1, 1]), ([3, 4, 2], [0, 1, 0])]
+    marked = [mark_sample(np.array(ids), np.array(learned, bool)) for ids, learned in samples]
+    write_chunks(tmp_path / "x", marked, chunk_tokens=4, dtype="int32")
+    reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=10, marks=MARKS)
+    reader.check()
+    tokens = reader.read(0, 8)
+    assert sample_starts(tokens).tolist() == [0, 3, 5]
+    ids, learned = unmark(tokens)
+    assert ids.tolist() == [5, 6, 7, 8, 9, 3, 4, 2]
+    assert learned.tolist() == [False, False, True, True, True, False, True, False]
+    with pytest.raises(StoreError, match="holds token 9, outside vocabulary_size=9"):
+        ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=9, marks=MARKS).check()
+    with pytest.raises(StoreError, match="outside vocabulary_size=10"):
+        ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=10).check()
 
 
 def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
@@ -166,7 +194,7 @@ def test_an_index_that_lies_is_named(
 def test_more_chunks_than_open_files(tmp_path: Path) -> None:
     write(tmp_path / "x", [300], chunk_tokens=2, dtype="uint16")
     before = len(os.listdir("/proc/self/fd"))
-    reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), "uint16", vocabulary_size=300)
+    reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), vocabulary_size=300)
     assert [int(reader.read(number)[0]) for number in range(300)] == list(range(300))
     assert len(os.listdir("/proc/self/fd")) - before < 100
     assert np.concatenate(list(reader)).tolist() == list(range(300))
@@ -190,7 +218,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(
     chunk.write_bytes(content)
     replace(made.manifest, files=record_files(made.folder)).write(made.folder)
     with pytest.raises(
-        StoreError, match=r"chunk-0-0\.bin holds token 300, outside the vocabulary of 300"
+        StoreError, match=r"chunk-0-0\.bin holds token 300, outside vocabulary_size=300"
     ):
         verify_store(made.folder)
     # every process: the tokens are compared as they are read

@@ -16,14 +16,15 @@ import numpy as np
 
 from lightning_ptdp.data import (
     IndexedFile,
-    IndexedStream,
     PrepareConfig,
     TextDataModule,
     TokenStream,
     fetch,
+    indexed_stream,
     prepare,
     verify_store,
 )
+from lightning_ptdp.data.token_store import ChunkMap
 from tests.data.conftest import write_corpus
 from tests.hostile import Case
 from tests.hostile.lies import (
@@ -94,6 +95,7 @@ def _manifests() -> Iterator[Case]:
             yield _lie(f"{place} is {what}", partial(_set, place, value), _verify, harmless=true)
     for place in (
         "format",
+        "form",
         "splits",
         "files",
         "splits.train",
@@ -407,9 +409,10 @@ def _write_token(what: str, folder: Path) -> None:
 
 
 def _read_indexed(folder: Path) -> None:
-    IndexedFile(folder / "tokens").check_tokens(_VOCABULARY)
+    chunks = IndexedFile(folder / "tokens").chunks("all", 0.2)
+    ChunkMap(chunks, vocabulary_size=_VOCABULARY).check()
     for split in ("train", "validation"):
-        stream = IndexedStream(
+        stream = indexed_stream(
             folder / "tokens",
             split=split,
             sequence_length=4,
