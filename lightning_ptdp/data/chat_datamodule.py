@@ -55,7 +55,8 @@ class ChatDataModule(PreparedDataModule):
         overwrite: Prepare again if data_dir was made with other settings or is damaged.
         prepare_workers: Number of processes that tokenize during the preparation.
         verify_hashes: Compare the hash of every file before training, not only its size.
-        kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed.
+        kwargs: Arguments of ``StreamDataModule``: sequence_length, batch sizes, seed; and
+            ``remote``, as in ``TextDataModule``.
 
     Raises:
         ValueError: A value is out of range; the message names it.

@@ -482,6 +482,18 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
         ChatStream(tmp_path / "store", sequence_length=128).read(0)
 
 
+def test_prepared_conversations_are_copied_from_a_store(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    made = prepared(model, chat, tmp_path / "store")
+    copied = data(model, None, tmp_path / "copy", remote=f"local:{tmp_path / 'store'}")
+    copied.check()
+    copied.prepare_data()
+    copied.setup()
+    copied.check()
+    assert copied._stream("train").fingerprint == made._stream("train").fingerprint
+
+
 def test_marks_that_contradict_the_manifest_are_named(
     model: Path, chat: Path, tmp_path: Path
 ) -> None:
