@@ -49,11 +49,9 @@ PUBLISHED = {
     "gpt/ptdp-310.1b": Published("310.1 B", 2160, 8, 16, 1920),
     "gpt/ptdp-529.6b": Published("529.6 B", 2520, 8, 35, 2520),
     "gpt/ptdp-1t": Published("1008.0 B", 3072, 8, 64, 3072),
-    # The published weights of Llama 3.2 1B and Llama 3; batches of 4 M tokens (arXiv 2407.21783,
+    # The published weights of Llama 3.2 1B; batches of 4 M tokens (arXiv 2407.21783,
     # section 3.4.1).
     "gpt/llama-1b": Published("1.24 B", 512),
-    "gpt/llama-8b": Published("8.03 B", 512),
-    "gpt/llama-70b": Published("70.6 B", 512),
     # arXiv 1810.04805, section 3 and appendix A.2.
     "bert/base": Published("110 M", 256),
     "bert/large": Published("34e1 M", 256),

@@ -199,7 +199,7 @@ def test_one_device_instead_of_many() -> None:
         resolve_configs(
             [
                 "--config",
-                "gpt/llama-70b",
+                "gpt/ptdp-145.6b",
                 *one,
                 *nodes,
                 *(f"--trainer.strategy.{size}" for size in sizes),
