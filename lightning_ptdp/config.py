@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,7 +25,7 @@ from lightning_ptdp.schedule.generators import (
 )
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
-from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.layout import Degrees, ParallelLayout
 
 __all__ = [
     "CheckpointFormat",
@@ -52,7 +51,7 @@ accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PTDPConfig:
+class PTDPConfig(Degrees):
     """Pipeline, tensor, sequence and data parallel training of an ordinary LightningModule.
 
     Args:
@@ -69,6 +68,8 @@ class PTDPConfig:
         expert_tensor_parallel_size: 1 (every tensor rank computes its part of the tokens with whole
             experts), or t: each expert is split over the tensor ranks, for experts that are too
             wide or too few for e ranks.
+        sequence_parallel: Split the activations between tensor-parallel regions along the sequence
+            over the t ranks.
         context_parallel_attention: "ring" (keys and values are passed around the ranks; arXiv
             2310.01889) or "all_to_all" (ranks exchange slices of the sequence for heads; arXiv
             2309.14509).
@@ -76,8 +77,6 @@ class PTDPConfig:
             whole sequence; False for a model that needs none.
         sequence_dims: Under context parallelism, the time dimension of the batch's tensors with
             these keys (None: no time dimension), if it is not dimension 1.
-        sequence_parallel: Split the activations between tensor-parallel regions along the sequence
-            over the t ranks.
         tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which
             linear layers gather their input, or sum their output, in parallel to their products
             with the other pieces; 1: before, or after, one product. "symmetric": by torch's
@@ -170,16 +169,9 @@ class PTDPConfig:
         ValueError: A size or name is impossible; the message says what would work.
     """
 
-    tensor_parallel_size: Size = 1
-    pipeline_parallel_size: Size = 1
-    virtual_pipeline_size: Size = 1
-    context_parallel_size: Size = 1
-    expert_parallel_size: Size = 1
-    expert_tensor_parallel_size: Size = 1
     context_parallel_attention: AttentionKind = "ring"
     context_parallel_positions: bool = True
     sequence_dims: Mapping[str, int | None] | None = None
-    sequence_parallel: bool = False
     tensor_overlap: Pieces = 1
     num_microbatches: Size | None = None
     micro_batch_size: Size | None = None
@@ -215,12 +207,6 @@ class PTDPConfig:
     async_save: bool = False
     checkpoint_format: CheckpointFormat = "auto"
     verify: Verification | None = None
-
-    @property
-    def smallest_world_size(self) -> int:
-        """Return the number of processes of the smallest world that holds the model."""
-        read = math.lcm(self.context_parallel_size, self.expert_parallel_size)
-        return self.tensor_parallel_size * self.pipeline_parallel_size * read
 
     def __post_init__(self) -> None:
         check_types(self)

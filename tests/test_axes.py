@@ -127,7 +127,7 @@ def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:
 
 def test_lists_of_degrees_are_those_of_the_layout() -> None:
     degrees = {f"{axis.name}_parallel_size{many}" for axis in AXES for many in ("", "s")}
-    for room in ("cli", "planner"):
+    for room in ("cli", "planner", "strategy"):
         for file in (Path(lightning_ptdp.__file__).parent / room).rglob("*.py"):
             texts = {
                 node.value

@@ -34,6 +34,12 @@ class Candidate:
     simulated: bool = False
     """True if the time is from the simulator, False if from closed forms."""
 
+    @property
+    def degrees(self) -> str:
+        """Return the degrees of the axes alone, as in "t2 p2 d1"."""
+        layout = replace(self.choice.layout, virtual_pipeline_size=1, sequence_parallel=False)
+        return layout.describe()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -168,9 +174,9 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
 
 def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[UnfitSize]:
     """Yield the fastest candidate of each (t, p, c, e) that is not among the best."""
-    shown = {_degrees(candidate) for candidate in best}
+    shown = {candidate.degrees for candidate in best}
     for degrees, candidate in {
-        _degrees(one): one for one in sorted(found, key=_order, reverse=True)
+        one.degrees: one for one in sorted(found, key=_order, reverse=True)
     }.items():
         if degrees not in shown:
             first, time = best[0].time, candidate.time
@@ -181,12 +187,6 @@ def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[U
                 f"{time.parts[part] / time.total:.0%} of it"
             )
             yield UnfitSize(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
-
-
-def _degrees(candidate: Candidate) -> str:
-    return replace(
-        candidate.choice.layout, virtual_pipeline_size=1, sequence_parallel=False
-    ).describe()
 
 
 def _simulated(job: Job, candidate: Candidate) -> Candidate:

@@ -27,7 +27,7 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.planning import described, trained_share
-from lightning_ptdp.world.layout import divisors
+from lightning_ptdp.world.layout import ParallelLayout, divisors
 
 __all__ = [
     "Forecast",
@@ -41,30 +41,18 @@ __all__ = [
 
 LayoutChoice = Literal["auto"]
 _CHOSEN = (
-    *(
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "virtual_pipeline_size",
-        "context_parallel_size",
-        "expert_parallel_size",
-    ),
-    "expert_tensor_parallel_size",
-    *(
-        "sequence_parallel",
-        "num_microbatches",
-        "micro_batch_size",
-        "schedule",
-        "partition",
-        "recompute",
-        "recompute_layers",
-    ),
-    *(
-        "distribute_saved_activations",
-        "shard_optimizer",
-        "channel_ctas",
-        "tensor_overlap",
-        "microbatch_group_size",
-    ),
+    *ParallelLayout.options(),
+    "num_microbatches",
+    "micro_batch_size",
+    "schedule",
+    "partition",
+    "recompute",
+    "recompute_layers",
+    "distribute_saved_activations",
+    "shard_optimizer",
+    "channel_ctas",
+    "tensor_overlap",
+    "microbatch_group_size",
 )
 _TRIED = 8
 _OFF = 0.15
@@ -234,12 +222,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
         )
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
         for candidate in search(job, space, count=_TRIED).best:
-            degrees = replace(
-                candidate.choice.layout,
-                virtual_pipeline_size=1,
-                sequence_parallel=False,
-                placement="loop",
-            ).describe()
+            degrees = candidate.degrees
             seconds = candidate.time.total / job.global_batch_size
             if degrees not in best or seconds < best[degrees][0]:
                 best[degrees] = seconds, candidate

@@ -14,14 +14,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.world.stage_placement import Placement, Stages, check_interleaving
 
-__all__ = ["AXES", "SETS", "Axis", "ParallelLayout", "divisors", "nearest_divisors"]
+__all__ = [
+    "AXES",
+    "SETS",
+    "Axis",
+    "Degrees",
+    "ParallelLayout",
+    "divisors",
+    "nearest_divisors",
+]
 
 Reads = Literal["same", "tokens", "samples"]
 
@@ -96,11 +104,10 @@ def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelLayout(Stages):
-    """The degrees of parallelism of one run, checked.
+class Degrees:
+    """Options of a layout, without the world size.
 
-    Args:
-        world_size: Number of processes.
+    Attributes:
         tensor_parallel_size: t, ranks that share one layer's matrices.
         pipeline_parallel_size: p, ranks that share the layers.
         virtual_pipeline_size: v, model chunks that a pipeline rank holds (interleaving).
@@ -110,6 +117,39 @@ class ParallelLayout(Stages):
         expert_tensor_parallel_size: Tensor-parallel ranks over which each expert is split: 1 or t.
         sequence_parallel: Split the activations between tensor-parallel regions along the sequence
             (arXiv 2205.05198, section 4.2.2).
+    """
+
+    tensor_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    virtual_pipeline_size: Size = 1
+    context_parallel_size: Size = 1
+    expert_parallel_size: Size = 1
+    expert_tensor_parallel_size: Size = 1
+    sequence_parallel: bool = False
+
+    @property
+    def smallest_world_size(self) -> int:
+        """Return the number of processes of the smallest world that holds the model."""
+
+        def size(axes: Iterable[Axis]) -> int:
+            names = (f"{axis.name}_parallel_size" for axis in axes if axis.name != "data")
+            return math.prod(getattr(self, name) for name in names)
+
+        dimensions = [axis for axis in AXES if axis.within is None]
+        world = size(dimensions)
+        for axis in AXES:
+            if axis.within is not None:
+                taken = size(one for one in dimensions if one.reads in SETS[axis.within])
+                world *= math.lcm(taken, size([axis])) // taken
+        return world
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout(Degrees, Stages):
+    """The degrees of parallelism of one run, checked.
+
+    Args:
+        world_size: Number of processes.
         placement: Placement of the stages on the ranks (stage_placement.py); decided by the
             schedule.
 
@@ -128,13 +168,6 @@ class ParallelLayout(Stages):
     rank_of_stage = Stages.rank_of
 
     world_size: Size
-    tensor_parallel_size: Size = 1
-    pipeline_parallel_size: Size = 1
-    virtual_pipeline_size: Size = 1
-    context_parallel_size: Size = 1
-    expert_parallel_size: Size = 1
-    expert_tensor_parallel_size: Size = 1
-    sequence_parallel: bool = False
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
@@ -178,11 +211,7 @@ class ParallelLayout(Stages):
 
         They are the degrees and ``sequence_parallel``.
         """
-        return {
-            field.name: getattr(cls, field.name)
-            for field in fields(cls)
-            if field.name not in ("world_size", "placement")
-        }
+        return {field.name: getattr(cls, field.name) for field in fields(Degrees)}
 
     @classmethod
     def chosen(cls, options: Mapping[str, Any], *, world_size: int) -> ParallelLayout:
