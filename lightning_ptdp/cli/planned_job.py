@@ -17,7 +17,7 @@ from lightning_ptdp.cli.error_messages import UserError, nearest
 from lightning_ptdp.world.layout import AXES
 
 if TYPE_CHECKING:
-    from lightning_ptdp.models.model_config import GPTConfig
+    from lightning_ptdp.models.model_config import BertConfig, GPTConfig
     from lightning_ptdp.planner import Device, Job, ModelShape
 
 __all__ = ["SIZES", "planned_job"]
@@ -57,7 +57,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         or trainer.get("precision")
         or ("32-true" if device.kind == "cpu" else "bf16-true")
     )
-    model: GPTConfig | ModelShape
+    model: GPTConfig | BertConfig | ModelShape
     if _is_foreign(options, config):
         model = _followed(options, config, device=device, precision=precision)
     else:
@@ -89,7 +89,7 @@ def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
 
 def _followed(
     options: argparse.Namespace, config: Mapping[str, Any], *, device: Device, precision: str
-) -> GPTConfig | ModelShape:
+) -> GPTConfig | BertConfig | ModelShape:
     """Return the sizes of the configuration's LightningModule.
 
     The module is built on the meta device, and its forward is traced without data.
@@ -133,7 +133,7 @@ def _followed(
     )
 
 
-def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
+def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig | BertConfig:
     from lightning_ptdp.models.model_config import BertConfig, GPTConfig
     from lightning_ptdp.models.pretrained_folder import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
@@ -159,27 +159,26 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig:
         raise UserError(
             f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}"
         )
-    if str((config.get("model") or {}).get("class_path", "")).endswith("LitBert"):
-        print("ptdp: LitBert is planned as a GPT of the same sizes", file=sys.stderr)
-        return dataclasses.replace(gpt_sizes(BertConfig(**sizes or {})), **given)
     if isinstance(sizes, Mapping) and "model_type" in sizes:
         return dataclasses.replace(gpt_sizes(config_of_sizes(sizes).to_dict()), **given)
-    known = [field.name for field in dataclasses.fields(GPTConfig)]
+    is_bert = str((config.get("model") or {}).get("class_path", "")).endswith("LitBert")
+    kind = BertConfig if is_bert else GPTConfig
+    known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(sizes, Mapping):
         raise UserError(
             f"{options.config} has no model.init_args.config: give the sizes as options, such as "
             "--layers 24 --hidden 2048"
         )
-    for name in sizes:
+    for name in {**sizes, **given}:
         if name not in known:
             raise UserError(
-                f"{options.config}: model.config.{name} is not one of a GPT's "
-                f"sizes{nearest(name, known)}"
+                f"{options.config}: model.config.{name} is not one of a "
+                f"{'BERT' if is_bert else 'GPT'}'s sizes{nearest(name, known)}"
             )
-    return GPTConfig(**{**sizes, **given})
+    return kind(**{**sizes, **given})
 
 
-def _of_path(path: str) -> GPTConfig:
+def _of_path(path: str) -> GPTConfig | BertConfig:
     """Return the sizes of a Hugging Face model. Only ``config.json`` is read."""
     from lightning_ptdp.models.pretrained_folder import config_values
     from lightning_ptdp.planner import gpt_sizes

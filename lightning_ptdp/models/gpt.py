@@ -247,7 +247,7 @@ class Attention(nn.Module):
             Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
         )
         self.core = AttentionCore(config.dropout, is_causal=True)
-        self.projection = residual_projection(config, config.hidden_size)
+        self.projection = residual_projection(config, config.num_heads * config.head_dim)
 
     def forward(
         self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None

@@ -29,7 +29,7 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     """Return the plan of a ``GPT(config)`` with the name ``prefix`` ("" if it is the root)."""
     root = f"{prefix}." if prefix else ""
     block = f"{root}blocks.*"
-    q_width, kv_width = config.hidden_size, config.kv_heads * config.head_dim
+    q_width, kv_width = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
     heads = (config.num_heads, config.kv_heads, config.kv_heads)
     positions = {f"{root}wpe": Position()} if config.position == "learned" else {}
     tensor: dict[str, Kind] = {

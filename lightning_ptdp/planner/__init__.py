@@ -25,22 +25,21 @@ from lightning_ptdp.planner.calibrated_device import (
     save_calibration,
     whose_figures,
 )
-from lightning_ptdp.planner.devices import (
+from lightning_ptdp.planner.device_presets import (
     DEVICES,
-    Cluster,
-    Device,
-    Link,
     find_device,
     known_device,
     known_peak_flops,
 )
+from lightning_ptdp.planner.devices import Cluster, Device, Link
+from lightning_ptdp.planner.end_time import head_time, input_time
 from lightning_ptdp.planner.foreign_sizes import gpt_sizes
-from lightning_ptdp.planner.gpt_shape import gpt_shape
 from lightning_ptdp.planner.job import RESERVE, Choice, Job
-from lightning_ptdp.planner.layer_time import PassTime, head_time, input_time, layer_time
+from lightning_ptdp.planner.layer_time import layer_time
 from lightning_ptdp.planner.measured import Measured
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+from lightning_ptdp.planner.pass_time import PassTime
 from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision, find_precision
 from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
@@ -94,7 +93,6 @@ __all__ = [
     "find_precision",
     "find_software",
     "fullest_rank",
-    "gpt_shape",
     "gpt_sizes",
     "head_time",
     "input_time",

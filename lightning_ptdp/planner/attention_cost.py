@@ -29,11 +29,15 @@ They are five and two (arXiv 2307.08691, section 3.1.2).
 
 def input_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     """Return the bytes of queries, keys and values."""
+    return _inputs(choice, attention) * job.precision.compute
+
+
+def _inputs(choice: Choice, attention: AttentionShape) -> float:
     c = choice.layout.context_parallel_size
     heads, kv_heads = held_heads(choice, attention)
     values = attention.queries * heads * attention.head_dim
     values += attention.keys * kv_heads * (attention.head_dim + attention.value_dim)
-    return choice.micro_batch_size * values / c * job.precision.compute
+    return choice.micro_batch_size * values / c
 
 
 def core_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
@@ -107,4 +111,7 @@ def _traffic(job: Job, choice: Choice, attention: AttentionShape) -> tuple[float
     queries = choice.micro_batch_size * attention.queries / choice.layout.context_parallel_size
     scores = queries * attention.keys * heads
     dropped = 2 * w + MASK if attention.dropout else 0
-    return scores * (2 * w + dropped), scores * (3 * w + dropped)
+    # products of several heads need other orders of their operands and results
+    results = 2 * w * queries * heads * attention.value_dim
+    moved = 2 * w * _inputs(choice, attention)
+    return scores * (2 * w + dropped) + results, scores * (3 * w + dropped) + results + moved

@@ -15,7 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.planner.devices import Cluster, Device, Link, known_device
+from lightning_ptdp.planner.device_presets import known_device
+from lightning_ptdp.planner.devices import Cluster, Device, Link
 from lightning_ptdp.planner.measured import Measured
 
 __all__ = [

@@ -11,8 +11,7 @@ them; w bytes per element::
                 few rows each, many tiles in all
     traffic     rows put into the order of the experts, and back into that of the tokens, once
                 more after each exchange; activation; weighted sum
-    kept        received rows, 2 r h with the outputs that the weights' gradient needs; 3 r f;
-                scores of the router
+    kept        received rows, 2 r h with the outputs that the weights' gradient needs; 3 r f
 """
 
 from __future__ import annotations
@@ -36,12 +35,6 @@ __all__ = [
     "local_experts",
     "rows",
 ]
-
-_SCORE, _SCORES = 4, 3
-"""Bytes of a score, and number of kept scores per expert.
-
-The kept scores are logits, probabilities and those of the auxiliary losses.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +122,8 @@ def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[floa
     eager = job.software.elementwise == "eager"
     gated = (5, 9) if eager else (3, 5)
     active, active_back = gated if experts.gated else (2, 3)
-    scores = 2 * _SCORES * _SCORE * experts.number * r / experts.chosen
     inner = r * _split(experts, choice).width * w
-    return moved + active * inner + scores, moved + active_back * inner + scores
+    return moved + active * inner, moved + active_back * inner
 
 
 def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
@@ -139,7 +131,7 @@ def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
     w, r = job.precision.compute, rows(experts, job, choice)
     inner = (3 if experts.gated else 2) * _split(experts, choice).width
     came = job.imbalance * r * (experts.hidden + inner) * w
-    return came + r * experts.hidden * w + _SCORES * _SCORE * experts.number * r / experts.chosen
+    return came + r * experts.hidden * w
 
 
 def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:

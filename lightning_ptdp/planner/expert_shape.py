@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["ExpertShape", "experts_of"]
+__all__ = ["ExpertShape"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,3 @@ class ExpertShape:
     def flops(self) -> int:
         """Return the operations of a token's forward. A multiply-add counts as two operations."""
         return 2 * self.chosen * sum(outputs * inputs for outputs, inputs in self.matrices)
-
-
-def experts_of(model: GPTConfig) -> ExpertShape | None:
-    """Return the shape of the model's experts, or None if it has none."""
-    if model.num_experts is None:
-        return None
-    return ExpertShape(
-        number=model.num_experts,
-        chosen=model.experts_per_token,
-        hidden=model.hidden_size,
-        width=model.expert_size,
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ptdp.base.option_types import Size
-from lightning_ptdp.models.model_config import GPTConfig, TransformerConfig
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 
 __all__ = ["Latent", "PlannedGPT", "gpt_sizes"]
 
@@ -86,8 +86,8 @@ _PERIODS = (
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def gpt_sizes(config: object) -> GPTConfig:
-    """Return a GPT with the sizes of ``config``.
+def gpt_sizes(config: object) -> GPTConfig | BertConfig:
+    """Return a GPT with the sizes of ``config``; a configuration of ours stays as it is.
 
     Gated feed-forward parts and RMSNorm are assumed if the configuration has key/value heads, as
     models similar to Llama do.
@@ -100,14 +100,8 @@ def gpt_sizes(config: object) -> GPTConfig:
         ValueError: A size is missing, or the model has a part that our GPT lacks. The message names
             it.
     """
-    if isinstance(config, GPTConfig):
+    if isinstance(config, GPTConfig | BertConfig):
         return config
-    if isinstance(config, TransformerConfig):
-        # A BERT keeps and computes as much as a GPT of its sizes, except for the attention's mask
-        # and the small parts around its head.
-        return GPTConfig(
-            **{name: getattr(config, name) for name in TransformerConfig.__dataclass_fields__}
-        )
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     found = _found(values, _NAMES)
     if missing := [_NAMES[field][0] for field in _NEEDED if found[field] is None]:

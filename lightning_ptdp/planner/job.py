@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.context_parallel import AttentionKind
-from lightning_ptdp.models.model_config import GPTConfig
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig
+from lightning_ptdp.planner.configured_shape import configured_shape
 from lightning_ptdp.planner.devices import Cluster, Device
-from lightning_ptdp.planner.gpt_shape import gpt_shape
 from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision
-from lightning_ptdp.planner.shapes import AttentionShape, ModelShape, is_fused
+from lightning_ptdp.planner.shapes import AttentionShape, ModelShape
 from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout
@@ -31,7 +31,8 @@ class Job:
     """A model to be trained on given devices.
 
     Attributes:
-        model: A GPT of ours, or the shape of any model in this precision (``model_trace.py``).
+        model: A GPT or BERT of ours, or the shape of any model in this precision
+            (``model_trace.py``).
         world_size: Number of processes, one per device.
         global_batch_size: B, sequences in an optimizer step, over all replicas.
         device: Device of each process.
@@ -50,7 +51,7 @@ class Job:
             maximum, or a share is out of range.
     """
 
-    model: GPTConfig | ModelShape
+    model: GPTConfig | BertConfig | ModelShape
     world_size: Size
     global_batch_size: Size
     device: Device
@@ -130,7 +131,7 @@ class Job:
         """Return the model as a ``ModelShape``, which the time and memory models read."""
         if isinstance(self.model, ModelShape):
             return self.model
-        return gpt_shape(
+        return configured_shape(
             self.model,
             sequence_length=self.sequence_length,
             precision=self.precision,
@@ -139,8 +140,9 @@ class Job:
         )
 
     def fuses(self, attention: AttentionShape) -> bool:
-        """Return True if the attention keeps no s x s scores in memory."""
-        return is_fused(attention, software=self.software, on_cpu=self.device.kind == "cpu")
+        """Return True if no s x s scores are in memory. torch's CPU kernel has no dropout."""
+        composed = self.device.kind == "cpu" and attention.dropout
+        return self.software.attention != "unfused" and not composed
 
     @property
     def tokens(self) -> int:

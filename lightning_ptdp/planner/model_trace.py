@@ -81,9 +81,7 @@ def trace_shape(
     )
     for tracing in (few, many):
         tracing.follow(run)
-    layers = [
-        _layer(one, other, software) for one, other in zip(few.layers, many.layers, strict=True)
-    ]
+    layers = [_layer(one, other) for one, other in zip(few.layers, many.layers, strict=True)]
     of_layers = counted(module, plan, parts)
     runs = list[tuple[int, LayerShape]]()
     shapes = dict[object, LayerShape]()
@@ -119,8 +117,8 @@ def trace_shape(
     ]
     return ModelShape(
         runs=tuple(runs),
-        input=_end(few.input, many.input, ends[0], first, costs[0], software),
-        head=_end(few.head, many.head, ends[1], head, costs[1], software),
+        input=_end(few.input, many.input, ends[0], first, costs[0], precision.compute),
+        head=_end(few.head, many.head, ends[1], head, costs[1], precision.compute),
         tied=tied,
         sequence_length=sequence_length,
         divided=tuple(divided(module, plan)),
@@ -129,16 +127,14 @@ def trace_shape(
     )
 
 
-def _layer(few: Followed, many: Followed, software: Software) -> LayerShape:
+def _layer(few: Followed, many: Followed) -> LayerShape:
     trace = few.trace
-    amounts = (trace.forward, trace.backward)
-    if software.elementwise == "compiled":
-        amounts = (trace.operands, [2 * amount for amount in trace.operands])
-    forward, backward = (Bytes(alike=alike / _FEW, split=split / _FEW) for alike, split in amounts)
-    router = None if few.experts is None else (few.experts.number, few.experts.hidden)
+    forward, backward = (
+        Bytes(alike=alike / _FEW, split=split / _FEW)
+        for alike, split in (trace.forward, trace.backward)
+    )
     return LayerShape(
-        # the router's product is counted with the experts
-        products=tuple(one for one in trace.products if (one.outputs, one.inputs) != router),
+        products=tuple(trace.products),
         attentions=tuple(trace.attentions),
         forward=forward,
         backward=backward,
@@ -171,14 +167,14 @@ def _end(
     parameters: Parameters,
     table: nn.Parameter | None,
     cost: float,
-    software: Software,
+    width: int,
 ) -> EndShape:
-    forward = few.forward if software.elementwise != "compiled" else few.operands
+    forward = few.forward
     logits = few.products[-1] if few.products else None
     kept = _kept(few, many)
     if logits is not None:
         # Tensors of the logits' size are counted with the loss (activations.py).
-        size = logits.rows * logits.outputs
+        size = logits.rows * logits.outputs * width
         few, many = (
             replace(one, kept={k: v for k, v in one.kept.items() if v[0] < size * n})
             for one, n in ((few, _FEW), (many, _MANY))

@@ -5,31 +5,43 @@ It records products, attention, bytes read and written, and bytes kept.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ptdp.planner.shapes import AttentionShape, Product
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["OperationRecorder", "Trace", "Weight", "as_on_accelerators"]
+__all__ = ["OperationRecorder", "Trace", "Weight"]
 
 _aten = torch.ops.aten
-_MATRIX = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
-_FUSED = (_aten._scaled_dot_product_flash_attention_for_cpu.default,)
-_NORMS = (_aten.native_layer_norm.default, _aten._fused_rms_norm.default)
-_BACKWARD = (
+_CONVOLUTION = _aten.convolution.default
+_PRODUCTS = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _CONVOLUTION,
     _aten.convolution_backward.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+_NORM = _aten.native_layer_norm.default
+_NORM_BACKWARD = _aten.native_layer_norm_backward.default
+_ELEMENTWISE = (_aten.native_dropout.default, _aten._to_copy.default, _aten.copy_.default)
+"""Operations on single elements that torch does not mark as such."""
+_CREATING = (
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.zeros_like.default,
+)
+_RESULTS = ("out", "grad_input")
+"""Arguments that operations write and do not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +73,6 @@ class Trace:
         attentions: Attentions in the order of the forward.
         forward: Bytes read and written between products.
         backward: Bytes read and written between products of the backward.
-        operands: Bytes of the products' results and activations, which remain if all operations
-            between two products are one pass.
         kept: Bytes of each kept storage by its key, and whether t divides it.
         gated: Whether a gate was found.
     """
@@ -71,7 +81,6 @@ class Trace:
     attentions: list[AttentionShape] = field(default_factory=list)
     forward: list[float] = field(default_factory=lambda: [0.0, 0.0])
     backward: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    operands: list[float] = field(default_factory=lambda: [0.0, 0.0])
     kept: dict[int, tuple[int, bool]] = field(default_factory=dict)
     gated: bool = False
 
@@ -83,11 +92,20 @@ class OperationRecorder(TorchDispatchMode):
     into split ones, and split tensors into whole ones. Every other operation passes on the state of
     its inputs.
 
+    Operations between two products may be one pass (``elementwise``). A pass reads each tensor
+    once, and writes only what is read after it or kept for the backward.
+
     Args:
         weights: Division of each parameter by its storage key.
         sizes: Sizes of the parameters.
         samples: Number of samples in the batch.
-        norm_reads: Number of times that a norm reads its input.
+        elementwise: See ``Software``.
+        norm_reads: See ``Software``.
+
+    Attributes:
+        trace: Record of the running part.
+        is_backward: Whether its backward runs.
+        whole: Whether the running module reads the whole sequence under sequence parallelism.
     """
 
     def __init__(
@@ -96,40 +114,54 @@ class OperationRecorder(TorchDispatchMode):
         *,
         sizes: Iterable[Sequence[int]],
         samples: int,
-        norm_reads: int = 1,
+        elementwise: Literal["eager", "fused", "compiled"],
+        norm_reads: int,
     ) -> None:
         super().__init__()
-        self._sizes = {tuple(sorted(size)) for size in sizes}
         self.trace: Trace | None = None
-        self.is_backward = False
-        self._weights, self._samples, self._norm_reads = weights, samples, norm_reads
+        self.is_backward = self.whole = False
+        self._sizes = {tuple(sorted(size)) for size in sizes}
+        self._weights, self._samples = weights, samples
+        self._elementwise, self._norm_reads = elementwise, norm_reads
         self._split = {key for key, weight in weights.items() if weight.split}
         self._of_weights = dict(weights)
         self._cores, self._entered, self._alive = set[int](), set[int](), list[object]()
+        # what the running pass has read and made, and what no pass has written yet
+        self._read, self._made = set[tuple[int, int]](), set[int]()
+        self._unwritten = dict[int, int]()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # prevents the reuse of storage keys
         self._alive += [one.untyped_storage() for one in (*inputs, *outputs)]
         keys = [storage_key(one) for one in inputs]
-        new = [one for one in outputs if storage_key(one) not in keys]
+        changes = function._schema.is_mutable
+        new = [one for one in outputs if changes or storage_key(one) not in keys]
         split = self._is_split(function, inputs, keys)
         # a cast or another form of a parameter
         if new and inputs and all(key in self._of_weights for key in keys):
             for one in new:
                 self._of_weights[storage_key(one)] = self._of_weights[keys[0]]
-                self._split |= {storage_key(one)} & (
-                    {storage_key(one)} if keys[0] in self._split else set()
-                )
+                if keys[0] in self._split:
+                    self._split.add(storage_key(one))
             return result
-        for one in new:
-            self._split |= {storage_key(one)} if split else set()
-        if self.trace is not None and new:
-            self._record(self.trace, function, args, kwargs or {}, inputs, new, split)
+        if split:
+            self._split |= {storage_key(one) for one in new}
+        if self.trace is None or not new or function in _CREATING:
+            return result
+        if function in _PRODUCTS:
+            self.end_pass(inputs)
+            if not self.is_backward:
+                self._product(self.trace, function, inputs, new[0])
+        else:
+            self.trace.gated |= function is _aten.silu.default
+            unread = [kwargs.get(name) for name in _RESULTS]
+            self._bytes(function, [one for one in inputs if all(one is not o for o in unread)], new)
         return result
 
     def _is_split(self, function: Any, inputs: list[Tensor], keys: list[int]) -> bool:
@@ -141,132 +173,136 @@ class OperationRecorder(TorchDispatchMode):
             return marks[0] and not (table is not None and table.table)
         return any(marks)
 
-    def _record(
-        self,
-        trace: Trace,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        new: list[Tensor],
-        split: bool,
-    ) -> None:
-        if function in _BACKWARD or (
-            self.is_backward and (function in _MATRIX or function is _aten.convolution.default)
-        ):
-            return
-        if (
-            self.is_backward
-            and function is _aten._to_copy.default
-            and tuple(sorted(new[0].shape)) in self._sizes
-        ):
+    def _bytes(self, function: Any, inputs: list[Tensor], new: list[Tensor]) -> None:
+        """Count the bytes of an operation between products."""
+        of_weight = tuple(sorted(new[0].shape)) in self._sizes
+        if function is _aten._to_copy.default and self.is_backward and of_weight:
             return  # a weight's gradient is counted where it is accumulated
-        if function in _FUSED:
-            self._attention(trace, args, kwargs, new)
-        elif function in _MATRIX or function is _aten.convolution.default:
-            operands = inputs[:2] if function is _aten.convolution.default else inputs[-2:]
-            trace.products.append(self._product(function, operands, new[0], biased=len(inputs) > 2))
-            for one in (operands[0], new[0]):
-                trace.operands[storage_key(one) in self._split] += one.nbytes
-        else:
-            trace.gated |= function is _aten.silu.default
-            read = [one for one in inputs if storage_key(one) not in self._of_weights]
-            if function in _NORMS:
-                read += inputs[:1] * (self._norm_reads - 1)
-            amounts = trace.backward if self.is_backward else trace.forward
-            for one in (*read, *new):
-                amounts[storage_key(one) in self._split] += one.numel() * one.element_size()
+        read = [one for one in inputs if storage_key(one) not in self._of_weights]
+        if function is _NORM:
+            read += inputs[:1] * (self._norm_reads - 1)
+        elif function is _NORM_BACKWARD:
+            read += inputs[:2] * (2 * self._norm_reads - 2)
+        joins = self._elementwise == "compiled" or (
+            self._elementwise == "fused"
+            and (torch.Tag.pointwise in function.tags or function in _ELEMENTWISE)
+        )
+        if not joins:
+            self.end_pass(())
+        for one in read:
+            key = storage_key(one)
+            place = key, int(one.storage_offset())
+            if key not in self._made and place not in self._read:
+                self.write([one])
+                self._count(key, one.nbytes)
+                if joins:
+                    self._read.add(place)
+        for one in new:
+            key = storage_key(one)
+            if joins:
+                self._made.add(key)
+                self._unwritten[key] = one.untyped_storage().nbytes()
+            else:
+                self._count(key, one.nbytes)
 
-    def _product(
-        self, function: Any, operands: list[Tensor], result: Tensor, *, biased: bool
-    ) -> Product:
-        (left, right), samples = operands, self._samples
-        keys = [storage_key(one) for one in operands]
-        if function is _aten.convolution.default:
-            rows = result.numel() // result.size(1) // samples
-            return Product(rows=rows, outputs=result.size(1), inputs=right[0].numel())
-        if right.dim() == 3:
-            cut = any(key in self._split for key in keys)
-            rows = left.size(0) * left.size(1) // samples
-            return Product(
-                rows=rows,
-                outputs=right.size(2),
-                inputs=left.size(2),
-                cut="rows" if cut else "none",
-                weighted=False,
-            )
-        weight = self._of_weights.get(keys[1], Weight())
-        rows = max(1, left.size(0) // samples)
+    def end_pass(self, needed: Iterable[Tensor]) -> None:
+        """Begin a new pass, before which the ``needed`` tensors are written."""
+        self._read.clear()
+        self._made.clear()
+        self.write(needed)
+
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        """Count the writes of tensors that a pass has computed and not yet written."""
+        for one in tensors:
+            self._count(storage_key(one), self._unwritten.pop(storage_key(one), 0))
+
+    def _count(self, key: int, nbytes: int) -> None:
+        if self.trace is not None:
+            amounts = self.trace.backward if self.is_backward else self.trace.forward
+            amounts[key in self._split] += nbytes
+
+    def _product(self, trace: Trace, function: Any, inputs: list[Tensor], result: Tensor) -> None:
+        samples = self._samples
+        if function is _CONVOLUTION:
+            channels = result.size(1)
+            rows = result.numel() // channels // samples
+            trace.products.append(Product(rows=rows, outputs=channels, inputs=inputs[1][0].numel()))
+            return
+        left, right = inputs[-2:]
+        outputs, width = right.size(-1), left.size(-1)
+        keys = [storage_key(one) for one in (left, right)]
         there = (keys[0] in self._split, keys[1] in self._split)
+        if right.dim() == 3:
+            trace.products.append(
+                Product(
+                    rows=left.size(0) * left.size(1) // samples,
+                    outputs=outputs,
+                    inputs=width,
+                    cut="rows" if any(there) else "none",
+                    weighted=False,
+                )
+            )
+            return
+        weight = self._of_weights.get(keys[1], Weight())
         enters = there == (False, True) and keys[0] not in self._entered
-        self._entered |= {keys[0]}
-        return Product(
-            rows=rows,
-            outputs=right.size(1),
-            inputs=left.size(1),
-            cut={(False, True): "outputs", (True, True): "inputs"}.get(there, "none"),  # type: ignore[arg-type]
-            enters=enters,
-            copied=weight.copied,
-            least=weight.least,
-            bias=biased,
-            weighted=keys[1] in self._of_weights,
-        )
-
-    def _attention(self, trace: Trace, args: Any, kwargs: Any, new: list[Tensor]) -> None:
-        query, key, value = args[:3]
-        causal = bool(args[4] if len(args) > 4 else kwargs.get("is_causal", False))
-        mask = kwargs.get("attn_mask")
-        trace.attentions.append(
-            AttentionShape(
-                queries=query.size(2),
-                keys=key.size(2),
-                heads=query.size(1),
-                kv_heads=key.size(1),
-                head_dim=query.size(3),
-                value_dim=value.size(3),
-                causal=causal and mask is None,
-                dropout=False,
+        if enters:
+            self._entered.add(keys[0])
+        cut: Any = {(False, True): "outputs", (True, True): "inputs"}.get(there, "none")
+        trace.products.append(
+            Product(
+                rows=max(1, left.size(0) // samples),
+                outputs=outputs,
+                inputs=width,
+                cut=cut,
+                enters=enters,
+                copied=weight.copied,
+                least=weight.least,
+                bias=len(inputs) > 2,
+                whole=self.whole,
+                weighted=keys[1] in self._of_weights,
             )
         )
-        # The planner itself counts inputs and log-sum-exps (attention_cost.py).
-        self._cores |= {storage_key(one) for one in (query, key, value, *new[1:])}
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: bool
+    ) -> None:
+        """Record the shape of an attention (b, heads, positions, channels).
+
+        The planner itself counts its inputs and log-sum-exps (``attention_cost.py``).
+        """
+        self.end_pass((query, key, value))
+        self._cores |= {storage_key(one) for one in (query, key, value)}
+        if self.trace is not None:
+            self.trace.attentions.append(
+                AttentionShape(
+                    queries=query.size(2),
+                    keys=key.size(2),
+                    heads=query.size(1),
+                    kv_heads=key.size(1),
+                    head_dim=query.size(3),
+                    value_dim=value.size(3),
+                    causal=causal,
+                    dropout=dropout,
+                )
+            )
 
     @contextmanager
-    def keeping(self, trace: Trace) -> Iterator[None]:
-        """Record the tensors that are kept for a backward.
+    def keeping(self, *traces: Trace) -> Iterator[None]:
+        """Record the tensors that are kept for a backward, in the ``trace`` of their time.
 
         Parameters, their casts, and the tensors that attentions keep are left out.
         """
 
         def pack(tensor: Tensor) -> Tensor:
             key = storage_key(tensor)
-            if key not in self._of_weights and self.trace is trace:
-                trace.kept[key] = (tensor.untyped_storage().nbytes(), key in self._split)
+            if key not in self._of_weights and self.trace is not None:
+                self.write([tensor])
+                self.trace.kept[key] = (tensor.untyped_storage().nbytes(), key in self._split)
                 self._alive.append(tensor.untyped_storage())
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        for key in self._cores:
-            trace.kept.pop(key, None)
-
-
-class as_on_accelerators(TorchFunctionMode):  # noqa: N801, it is used as a context
-    """Dropout as on GPUs: it keeps one byte per element, and attention stays fused."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if function is torch.nn.functional.scaled_dot_product_attention:
-            args, kwargs = (
-                args[:4],
-                kwargs | ({"is_causal": args[5]} if len(args) > 5 else {}) | {"dropout_p": 0.0},
-            )
-        elif function is torch.nn.functional.dropout:
-            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            if (args[2] if len(args) > 2 else kwargs.get("training", True)) and not math.isclose(
-                rate, 0.0
-            ):
-                return torch.native_dropout(args[0] if args else kwargs["input"], rate, True)[0]
-        return function(*args, **kwargs)
+        for trace in traces:
+            for key in self._cores:
+                trace.kept.pop(key, None)

@@ -223,37 +223,35 @@ def _expert_splits(
     job: Job, space: Space, layout: ParallelLayout
 ) -> Iterator[ParallelLayout | UnfitSize]:
     """Yield layouts with whole experts, and layouts with experts split over t ranks."""
-    t, width = layout.tensor_parallel_size, job.shape.expert_width
-    for size in (
-        (1, t) if space.expert_tensor_parallel_sizes is None else space.expert_tensor_parallel_sizes
-    ):
-        if size == 1 or (size == t and width is not None and width % t == 0):
+    t, experts = layout.tensor_parallel_size, job.shape.experts
+    given = space.expert_tensor_parallel_sizes
+    for size in dict.fromkeys((1, t)) if given is None else given:
+        if size == 1 or (size == t and experts is not None and experts.width % t == 0):
             yield replace(layout, expert_tensor_parallel_size=size)
-        elif space.expert_tensor_parallel_sizes is not None:
+        elif given is not None:
             why = (
                 "the model has no experts"
-                if width is None
-                else f"experts of {width} channels are whole, or split over all t = {t}"
+                if experts is None
+                else f"experts of {experts.width} channels are whole, or split over all t = {t}"
             )
             yield UnfitSize(
                 what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=why
             )
-        if t == 1 and space.expert_tensor_parallel_sizes is None:
-            return
 
 
 def _expert_sizes(
     job: Job, space: Space, layout: ParallelLayout
 ) -> Iterator[ParallelLayout | UnfitSize]:
-    ranks, experts = layout.size("replica_sum"), job.shape.num_experts
-    every = divisors(math.gcd(ranks, experts or 1))
+    ranks, experts = layout.size("replica_sum"), job.shape.experts
+    number = 1 if experts is None else experts.number
+    every = divisors(math.gcd(ranks, number))
     for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
         if e in every:
             yield from _expert_splits(job, space, replace(layout, expert_parallel_size=e))
         elif experts is None:
             yield UnfitSize(what=f"e{e}", reason="the model has no experts")
-        elif experts % e:
-            yield UnfitSize(what=f"e{e}", reason=f"num_experts={experts} is not divisible by it")
+        elif number % e:
+            yield UnfitSize(what=f"e{e}", reason=f"num_experts={number} is not divisible by it")
         else:
             yield UnfitSize(
                 what=f"{layout.describe()} e{e}",

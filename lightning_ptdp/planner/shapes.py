@@ -1,8 +1,9 @@
 """Shape of a model for the planner.
 
 A shape has the matrix products, attentions and bytes of the model's layers and ends, for one
-sample, and how t divides them. Time, memory and search read nothing else. ``gpt_shape.py`` computes
-the shape of a ``GPTConfig`` by formulas, and ``model_trace.py`` traces that of any other model.
+sample, and how t divides them. Time, memory and search read nothing else. ``model_trace.py`` traces
+the shape of any model, and ``configured_shape.py`` that of the model that a configuration
+describes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.software import Software
 
 __all__ = [
     "MASK",
@@ -23,7 +23,6 @@ __all__ = [
     "ModelShape",
     "Parameters",
     "Product",
-    "is_fused",
 ]
 
 MASK = 1
@@ -122,11 +121,6 @@ class AttentionShape:
         return 2 * self.queries * self.keys * self.heads * (self.head_dim + self.value_dim)
 
 
-def is_fused(attention: AttentionShape, *, software: Software, on_cpu: bool) -> bool:
-    """Return True if no scores are in memory. torch's kernel for CPUs supports no dropout."""
-    return software.attention != "unfused" and not (on_cpu and attention.dropout)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
     """Bytes of a sample, by what divides them in addition to c.
@@ -190,7 +184,8 @@ class LayerShape:
         cost: Multiply-adds per token, as the pipeline's partition counts them
             (``pipeline/balance.py``).
         gated: Whether its feed-forward part has a gate, as SwiGLU has.
-        experts: Experts from which its router chooses; products, bytes and parameters exclude them.
+        experts: Experts from which its router chooses; products, bytes and
+            parameters exclude them.
     """
 
     products: tuple[Product, ...]
@@ -223,9 +218,7 @@ class LayerShape:
         """Return the operations of products with a parameter."""
         experts = 0
         if self.experts is not None:
-            experts = self.products[0].rows * (
-                2 * self.experts.number * self.experts.hidden + self.experts.flops
-            )
+            experts = self.products[0].rows * self.experts.flops
         return sum(product.flops for product in self.products if product.weighted) + experts
 
 
@@ -329,18 +322,9 @@ class ModelShape:
         return self._parameters(active=True)
 
     @property
-    def expert_width(self) -> int | None:
-        """Return the inner channels of one of its experts, or None if it has none."""
-        return next(
-            (layer.experts.width for _, layer in self.runs if layer.experts is not None), None
-        )
-
-    @property
-    def num_experts(self) -> int | None:
-        """Return the number of experts of the model's mixtures, or None if it has none."""
-        return next(
-            (layer.experts.number for _, layer in self.runs if layer.experts is not None), None
-        )
+    def experts(self) -> ExpertShape | None:
+        """Return the experts of the model's mixtures, or None if it has none."""
+        return next((layer.experts for _, layer in self.runs if layer.experts is not None), None)
 
     def _parameters(self, *, active: bool) -> int:
         ends = [
@@ -349,19 +333,13 @@ class ModelShape:
             self.input.table_elements(),
         ]
         tables = 0 if self.tied else self.head.table_elements()
-        mixtures = [
-            (count, layer.experts) for count, layer in self.runs if layer.experts is not None
-        ]
-        experts = sum(
-            count * (one.chosen if active else one.number) * one.parameters
-            for count, one in mixtures
-        )
-        return (
-            sum(count * layer.parameters.on(1) for count, layer in self.runs)
-            + experts
-            + sum(ends)
-            + tables
-        )
+        total = sum(ends) + tables
+        for count, layer in self.runs:
+            total += count * layer.parameters.on(1)
+            if layer.experts is not None:
+                visited = layer.experts.chosen if active else layer.experts.number
+                total += count * visited * layer.experts.parameters
+        return total
 
     def flops(self, *, recompute: bool = False, trained: float = 1.0) -> int:
         """Return the operations of training on a sample, forward and backward.

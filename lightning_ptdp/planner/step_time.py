@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.communication import group_link, pipeline_link
+from lightning_ptdp.planner.end_time import head_time, input_time
 from lightning_ptdp.planner.expert_cost import expert_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.layer_time import NOTHING, PassTime, head_time, input_time, layer_time
+from lightning_ptdp.planner.layer_time import layer_time
 from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
+from lightning_ptdp.planner.pass_time import NOTHING, PassTime
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
@@ -58,18 +60,8 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Return the parts in seconds by name."""
-        names = (
-            "compute",
-            "experts",
-            "dispatch",
-            "tensor",
-            "bubble",
-            "messages",
-            "gradients",
-            "optimizer",
-            "sharing",
-        )
-        return {name: getattr(self, name) for name in names}
+        other = ("model_flops", "hardware_flops", "world_size", "peak")
+        return {name: value for name, value in vars(self).items() if name not in other}
 
     @property
     def total(self) -> float:

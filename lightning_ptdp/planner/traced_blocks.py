@@ -22,13 +22,13 @@ from lightning_ptdp.planner.operation_recorder import (
     OperationRecorder,
     Trace,
     Weight,
-    as_on_accelerators,
 )
 from lightning_ptdp.planner.planned_parameters import split_weights
 from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.stand_ins import replace_modules, replacing_functions
 from lightning_ptdp.shims.torch import storage_key, without_data
-from lightning_ptdp.tensor_parallel import Experts, ParallelPlan
+from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
 __all__ = ["Followed", "Following", "Run"]
 
@@ -91,9 +91,12 @@ class Following:
         Raises:
             ValueError: The model does not run, or not through all layers in order.
         """
+        # before the context, which would convert gradients, and refuses those of other dtypes
+        model = without_tensors(self._module).train()
         with ExitStack() as stack:
             stack.enter_context(without_data())
-            model = self._without_values()
+            self._fill(model)
+            replace_modules(model)
             weights = split_weights(self._module, self._plan)
             own = {id(p): name for name, p in self._module.named_parameters()}
             keys = {
@@ -102,12 +105,15 @@ class Following:
             }
             sizes = [p.shape for p in model.parameters() if p.dim() > 1]
             recorder = OperationRecorder(
-                keys, sizes=sizes, samples=self._samples, norm_reads=self._software.norm_reads
+                keys,
+                sizes=sizes,
+                samples=self._samples,
+                elementwise=self._software.elementwise,
+                norm_reads=self._software.norm_reads,
             )
             if self._precision.casts:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            if not self._on_cpu:
-                stack.enter_context(as_on_accelerators())
+            stack.enter_context(replacing_functions(recorder, on_cpu=self._on_cpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder)
             for name in self.names:
@@ -116,9 +122,16 @@ class Following:
                 child.register_forward_pre_hook(
                     lambda _module, _args, name=name: setattr(self, "_running", name)
                 )
+            for name, kind in (
+                self._plan.resolve(self._module) if self._plan.tensor else {}
+            ).items():
+                if isinstance(kind, Whole):
+                    child = model.get_submodule(name)
+                    child.register_forward_pre_hook(lambda *_: setattr(recorder, "whole", True))
+                    child.register_forward_hook(lambda *_: setattr(recorder, "whole", False))
             recorder.trace = self.input
             try:
-                with recorder.keeping(self.input), recorder.keeping(self.head):
+                with recorder.keeping(self.input, self.head):
                     run(model, self._samples)
                 recorder.trace = None
                 for layer in self.layers:
@@ -138,8 +151,8 @@ class Following:
                     "example= that goes through all of them"
                 )
 
-    def _without_values(self) -> nn.Module:
-        model = without_tensors(self._module).train()
+    def _fill(self, model: nn.Module) -> None:
+        """Give the model tensors without values."""
         half = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(self._precision.name)
         made = dict[int, nn.Parameter]()
         for child in model.modules():
@@ -153,20 +166,17 @@ class Following:
             for key, b in child._buffers.items():
                 if b is not None:
                     child._buffers[key] = torch.empty(b.shape, dtype=b.dtype, device="cpu")
-        return model
 
     def _watch(self, model: nn.Module, name: str, recorder: OperationRecorder) -> None:
         module = model.get_submodule(name)
         forward = module.forward
-        for child in module.modules():
-            if Experts().fits(child):
-                vars(child)["forward"] = _visited.__get__(child)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             shapes = tuple((leaf.shape, leaf.dtype) for leaf in given)
             own = tuple((key, p.shape, p.dtype) for key, p in module.named_parameters())
             key = (type(module), own, shapes)
+            recorder.write(given)
             recorder.trace = None
             if key not in self._kinds:
                 self._kinds[key] = len(self.layers)
@@ -205,11 +215,13 @@ class Following:
                 if isinstance(leaf, Tensor)
             ]
             outputs = [leaf for leaf in outputs if leaf.requires_grad]
+            recorder.write(outputs)
         recorder.trace = None
         gradients = [torch.empty_like(leaf) for leaf in outputs]
         recorder.trace, recorder.is_backward = layer.trace, True
         wanted = [*given, *(p for p in layer.module.parameters() if p.requires_grad)]
-        torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        recorder.write(one for one in made[: len(given)] if one is not None)
         recorder.trace, recorder.is_backward = None, False
 
 
@@ -217,12 +229,6 @@ def _like(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor.detach()
     return torch.empty_like(tensor.detach()).requires_grad_()
-
-
-def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
-    """Use shapes only, because routing depends on values that fake tensors lack."""
-    vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
-    return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:

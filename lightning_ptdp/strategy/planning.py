@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.models.model_config import GPTConfig
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.planner import (
     Device,
     Job,
@@ -45,8 +45,8 @@ def plan(  # noqa: PLR0913
 ) -> Plan:
     """Return the fastest layouts of a module that fit in memory, as ``ptdp plan`` finds them.
 
-    No step is computed, and no device is needed. The sizes of this package's GPT are known. The
-    sizes of any other module are found by tracing a forward on tensors without data.
+    No step is computed, and no device is needed. The sizes of the module are found by tracing a
+    forward on tensors without data.
 
     Args:
         module: A LightningModule or a plain module: on the meta device, with values, or built by
@@ -123,11 +123,11 @@ def described(
     software: str,
     device: Device,
     example: Example | None = None,
-) -> GPTConfig | ModelShape:
+) -> GPTConfig | BertConfig | ModelShape:
     """Return the planner's description of a whole module.
 
-    It has the sizes of this package's GPT, or else the shape found by a trace. If tracing fails, it
-    has the sizes of a configuration inside the module.
+    It is the shape found by a trace. If tracing fails, it has the sizes of a configuration inside
+    the module.
 
     Raises:
         ValueError: The module cannot be traced, and it has no such configuration.
@@ -137,9 +137,6 @@ def described(
         for child in module.modules()
         if not isinstance(getattr(child, "config", None), Mapping | None)
     ]
-    for one in configs:
-        if isinstance(one, GPTConfig):
-            return one
     tokens = length or longest_sample(module, example)
     try:
         if CUT_MARK in vars(module):

@@ -132,7 +132,7 @@ def test_activations_follow_the_schedule() -> None:
         }
         how = choice(world_size=row.gpus, b=1, m=96, schedule=schedule, recompute="full", **layout)
         layer = layer_activations(job, how).held
-        inputs = 2048 * (8 + 12288)  # ids and masks of the embedding
+        inputs = 2048 * (8 + 8 + 12288)  # ids of tokens and positions, masks of the embedding
         count = (p if schedule != "gpipe" else 96) if v == 1 else p * v + p - 1
         return (of_rank(job, how, 0).activations - count * inputs) / layer
 

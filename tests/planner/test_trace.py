@@ -1,4 +1,4 @@
-"""Any model's shape, read off its forward, beside our formulas and torch's own counters."""
+"""Any model's shape, read off its forward, beside the model's sizes and torch's own counters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_ptdp
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.models.size import flops_per_sample, layer_matrices, num_parameters
 from lightning_ptdp.planner import (
     ModelShape,
     Space,
     find_precision,
     find_software,
     gpt_sizes,
-    layer_activations,
     stage_parameters,
 )
 from lightning_ptdp.planner.examples import call_with
@@ -30,7 +30,7 @@ from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.planner.jobs import choice, small_job
+from tests.planner.jobs import small_job
 
 pytestmark = pytest.mark.thorough
 
@@ -65,7 +65,8 @@ SMALL: dict[str, Any] = {
         ("gpt2, dropout", "bf16-true", "h100"),
     ],
 )
-def test_our_own_is_what_the_formulas_say(name: str, precision: str, device: str) -> None:
+def test_a_configuration_is_what_its_model_is(name: str, precision: str, device: str) -> None:
+    """Check the shape of a configuration against the built model, and against its own sizes."""
     config = OURS[name]
     with torch.device("meta"):
         model = GPT(config)
@@ -79,19 +80,42 @@ def test_our_own_is_what_the_formulas_say(name: str, precision: str, device: str
         on_cpu=device == "cpu",
         sequence_length=48,
     )
-    assert [count for count, _ in traced.runs] == [3]
-    ours, own = job.shape.layers[0], traced.layers[0]
-    assert own.products == ours.products
-    assert own.crossing == ours.crossing
-    assert traced.parameters == job.shape.parameters
-    assert traced.flops() == job.shape.flops()
-    for t in (1, 2, 4):
-        layout = ParallelLayout(world_size=4, tensor_parallel_size=t, pipeline_parallel_size=4 // t)
-        assert t == 1 or stage_parameters(traced, layout) == stage_parameters(job.shape, layout)
-        for sequence_parallel in {False, t > 1}:
-            how = choice(world_size=4, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
-            kept = layer_activations(replace(job, model=traced), how).held
-            assert kept == pytest.approx(layer_activations(job, how).held, rel=0.02)
+    assert [count for count, _ in traced.runs] == [count for count, _ in job.shape.runs] == [3]
+    assert traced.layers[0] == job.shape.layers[0]
+    assert (traced.input, traced.head) == (job.shape.input, job.shape.head)
+    assert traced.parameters == num_parameters(config)
+    assert traced.flops() == flops_per_sample(config)
+    matrices = [(one.outputs, one.inputs) for one in traced.layers[0].products]
+    assert matrices == list(layer_matrices(config))
+    for t in (2, 4):
+        layout = ParallelLayout(world_size=t, tensor_parallel_size=t)
+        assert stage_parameters(traced, layout) == stage_parameters(job.shape, layout)
+
+
+PASSES = (
+    # elementwise, norm_reads, dropout, and bytes over s h in bf16: forward, backward
+    ("eager", 2, 0.0, (24 + 16, 44 + 50)),
+    ("eager", 1, 0.0, (20 + 16, 28 + 50)),
+    ("fused", 1, 0.1, (22 + 16, 36 + 50)),
+    ("compiled", 1, 0.0, (18 + 16, 20 + 50)),
+)
+
+
+@pytest.mark.parametrize(("elementwise", "norm_reads", "dropout", "expected"), PASSES)
+def test_bytes_between_products(
+    elementwise: Any, norm_reads: int, dropout: float, expected: tuple[int, int]
+) -> None:
+    """Count by hand: a norm reads r and writes w, a sum reads 2 r and writes r, GELU reads and
+    writes 4 h; in the backward a norm reads 2 r and writes r, and each stream is summed. What is in
+    one pass is read once."""
+    config = GPTConfig.gpt2(**SIZES | {"hidden_size": 512, "dropout": dropout})
+    job = small_job(config)
+    software = replace(job.software, elementwise=elementwise, norm_reads=norm_reads)
+    layer = replace(job, software=software).shape.layers[0]
+    found = tuple(
+        sum(vars(amount).values()) / (48 * 512) for amount in (layer.forward, layer.backward)
+    )
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 class Own(nn.Module):
@@ -244,9 +268,8 @@ def test_plan_of_a_module() -> None:
     )
     assert given.job.shape.runs[0][1].products == plan.job.shape.runs[0][1].products
     assert given.job.sequence_length == 24
-    assert isinstance(
-        lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job.model, GPTConfig
-    )
+    own = lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job
+    assert own.shape.parameters == num_parameters(OURS["gpt2"])
 
 
 def test_frozen_parameters_are_not_trained() -> None:

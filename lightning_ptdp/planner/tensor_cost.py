@@ -1,0 +1,111 @@
+"""Cost of tensor parallelism: collectives that nothing hides, copies around them, late biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.first_touch import fresh_seconds
+from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.pass_time import ProductTime
+from lightning_ptdp.planner.shapes import LayerShape, Product
+
+__all__ = ["expert_collectives", "late_biases", "tensor_collectives", "transposes"]
+
+
+def tensor_collectives(
+    job: Job, choice: Choice, products: Sequence[Product], times: Sequence[ProductTime]
+) -> tuple[float, float, int]:
+    """Return the waiting time of both passes, and the number of collectives per forward.
+
+    Without sequence parallelism, each half of the layer has an all-reduce in each direction. If the
+    software supports it, the backward's all-reduce runs at the same time as the product of the
+    weight gradient. With sequence parallelism, the all-reduce becomes an all-gather and a
+    reduce-scatter. The backward gathers the gradient first. The input's gather and the
+    reduce-scatter run at the same time as products (``tensor_parallel/linear.py``).
+    """
+    group = group_link(choice.layout, job.cluster, "tensor")
+    hides = job.software.hides_tensor and job.overlaps
+    forward = backward = 0.0
+    count = 0
+    if group.size == 1:
+        return forward, backward, count
+    for product, one in zip(products, times, strict=True):
+        nbytes = _shared_bytes(job, choice, product)
+        if not nbytes:
+            continue
+        enters = product.cut == "outputs"
+        sequence = choice.layout.sequence_parallel and not product.whole
+        each = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
+        if enters:
+            beside = [one.weight_gradient, *([one.input_gradient] if sequence else [])]
+            backward += sum(max(0.0, each - hiding) if hides else each for hiding in beside)
+        elif sequence:
+            backward += each
+        if sequence or not enters:
+            forward, count = forward + each, count + 1
+    return forward, backward, count
+
+
+def expert_collectives(job: Job, choice: Choice, layer: LayerShape) -> tuple[float, int]:
+    """Return the waiting time of one pass of a layer's experts, and its number of collectives.
+
+    Each tensor-parallel rank has the whole sequence, sends a part of the tokens to the experts and
+    gathers the results. If each expert is split, each rank sends all tokens, and the results are
+    summed (``tensor_parallel/sharded_experts.py``).
+    """
+    group = group_link(choice.layout, job.cluster, "tensor")
+    if layer.experts is None or group.size == 1:
+        return 0.0, 0
+    nbytes = choice.samples * layer.products[0].rows * layer.experts.hidden * job.precision.compute
+    whole = choice.layout.expert_tensor_parallel_size == 1
+    seconds = group.all_gather(nbytes) if whole else group.all_reduce(nbytes)
+    if choice.layout.sequence_parallel:
+        seconds += group.all_gather(nbytes)
+    return seconds, 4
+
+
+def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[float, float]:
+    """Return the seconds of a layer's passes to transpose the sequence for collectives.
+
+    Collectives concatenate along the first dimension. Our sequence dimension is the second one, so
+    it is moved to the front and back. This is a copy if there are several samples. The result of a
+    collective is always a new tensor.
+    """
+    forward = backward = 0.0
+    if not choice.layout.sequence_parallel or not job.software.batch_first:
+        return forward, backward
+    for product in products:
+        nbytes = _shared_bytes(job, choice, product)
+        one = fresh_seconds(job, [nbytes])
+        if choice.micro_batch_size > 1:
+            one += 2 * nbytes / job.device.stream + fresh_seconds(job, [nbytes])
+        forward += one
+        backward += 2 * one if product.cut == "outputs" else one
+    return forward, backward
+
+
+def late_biases(job: Job, choice: Choice, products: Iterable[Product]) -> float:
+    """Return the bytes of the biases that are added after the sums over ranks.
+
+    The products cannot include these biases.
+    """
+    t = choice.layout.tensor_parallel_size
+    if t == 1 or job.software.elementwise != "eager":
+        return 0.0
+    added = sum(
+        _shared_bytes(job, choice, product)
+        for product in products
+        if product.cut == "inputs" and product.bias
+    )
+    return 2 * added / (t if choice.layout.sequence_parallel else 1)
+
+
+def _shared_bytes(job: Job, choice: Choice, product: Product) -> float:
+    """Return the bytes that tensor-parallel ranks gather or sum around a product.
+
+    They are the input of the first of several column layers, or the output of a row layer.
+    """
+    channels = {"outputs": product.inputs * product.enters, "inputs": product.outputs}
+    rows = choice.samples * product.rows
+    return rows * channels.get(product.cut, 0) * job.precision.compute
