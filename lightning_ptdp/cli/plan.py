@@ -258,7 +258,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--software",
         default="ours",
-        help="ours, or ours-compiled (with compile=blocks); default ours",
+        help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, "
+        "megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 "
+        "or deepspeed-zero3 (default ours)",
     )
     job.add_argument(
         "--precision",

@@ -38,9 +38,10 @@ def table(plan: Plan) -> str:
         "bubble",
         "memory GiB",
     )
+    sharded = plan.job.software.shards != "none"
     rows = [
         head,
-        *(_row(index, candidate) for index, candidate in enumerate(plan.best, 1)),
+        *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1)),
     ]
     best = plan.best[0]
     lines = [
@@ -62,12 +63,23 @@ def table(plan: Plan) -> str:
         "",
         bars(plan),
         "",
+        *_to_paste(plan.job, best, sharded=sharded),
+    ]
+    return "\n".join(lines)
+
+
+def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
+    if sharded:
+        return [
+            f"no options to paste: {job.software.name} shares out parameters over the replicas, "
+            "and PTDPStrategy does not"
+        ]
+    return [
         "to use 1 in a script:",
         f"  {strategy_arguments(best)}",
         "with ptdp fit, in a file that has the model's and the data's as base:",
-        *(f"  {line}" for line in fit_options(plan.job, best).splitlines()),
+        *(f"  {line}" for line in fit_options(job, best).splitlines()),
     ]
-    return "\n".join(lines)
 
 
 def room(job: Job) -> str:
@@ -195,7 +207,7 @@ def _count(number: float) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:.0f}"
 
 
-def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
+def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
     choice, time = candidate.choice, candidate.time
     recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
     return (
@@ -205,7 +217,7 @@ def _row(index: int, candidate: Candidate) -> tuple[str, ...]:
         str(choice.num_microbatches),
         choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
         recompute,
-        "yes" if choice.shard_optimizer else "no",
+        "3" if sharded else "yes" if choice.shard_optimizer else "no",
         f"{time.total:.3g}",
         f"{time.tflops:.3g}",
         f"{time.mfu:.1%}",

@@ -140,6 +140,21 @@ def test_labels_of_a_picture_do_not_meet(tmp_path: Path, monkeypatch: pytest.Mon
     assert memory.get_xlim()[1] > limits[1]
 
 
+def test_what_shares_out_parameters_is_not_pasted(ptdp: Run) -> None:
+    """A layout that fits because of it would not fit in ours."""
+    arguments = [*SIZES, "--world", "8", "--batch", "64", "--top", "1"]
+    code, out, _ = ptdp("plan", *arguments, "--software", "fsdp2-fp8", "--recompute", "selective")
+    assert code == 0
+    assert out.splitlines()[0].endswith("bf16-true, fsdp2-fp8")
+    assert (
+        "PTDPStrategy(" not in out
+        and "fsdp2-fp8 shares out parameters over the replicas, and PTDPStrategy does not" in out
+    )
+    first = out.splitlines()[3].split()
+    assert "selective" in first and first[first.index("selective") + 1] == "3"
+    assert "less a reserve of 20%" in out and "| reserve" in out
+
+
 def test_json(ptdp: Run) -> None:
     code, out, _ = ptdp(
         "plan",
@@ -299,6 +314,10 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
             "context_parallel_attentions=",
         ),
         ([*SIZES, "--world", "8", "--batch", "8", "--software", "our"], "did you mean 'ours'"),
+        (
+            [*SIZES, "--world", "8", "--batch", "8", "--software", "fsdp2-fp8", "--device", "a100"],
+            "no rate of a100-80gb is known",
+        ),
         ([*SIZES, "--batch", "8"], "--world"),
     ],
 )

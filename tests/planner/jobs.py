@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, find_device, find_precision
+from lightning_ptdp.planner import SOFTWARE, Choice, Job, find_device, find_precision
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.planner.programs import PROGRAMS
 
 
 class Row(NamedTuple):
@@ -65,7 +64,7 @@ def a100_job(
         world_size=gpus,
         global_batch_size=batch,
         device=find_device("a100"),
-        software=PROGRAMS[software],
+        software=SOFTWARE[software],
     )
 
 

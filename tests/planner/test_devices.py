@@ -9,6 +9,7 @@ import pytest
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
     DEVICES,
+    SOFTWARE,
     Cluster,
     Link,
     find_device,
@@ -18,7 +19,6 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.planner.attention_cost import attention_time
 from tests.planner.jobs import choice, small_job
-from tests.planner.programs import PROGRAMS
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_no_attention_reaches_the_peak(name: str) -> None:
     )
     device, shares = find_device(name), {}
     for software in ("ours", "megatron-2024"):
-        job = dataclasses.replace(small_job(model, device=name), software=PROGRAMS[software])
+        job = dataclasses.replace(small_job(model, device=name), software=SOFTWARE[software])
         attention = job.shape.layers[0].attentions[0]
         seconds, *_ = attention_time(job, how, attention)
         shares[software] = attention.flops / 2 / seconds / device.flops_16 / device.sustained

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, find_device, fullest_rank, step_time
+from lightning_ptdp.planner import SOFTWARE, Choice, Job, find_device, fullest_rank, step_time
 from lightning_ptdp.planner.foreign_sizes import PlannedGPT
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.planner.programs import PROGRAMS
 
 PEAK = 989.5
 
@@ -84,7 +83,7 @@ def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, C
         world_size=gpus,
         global_batch_size=batch,
         device=find_device("h100"),
-        software=PROGRAMS["megatron-2024"],
+        software=SOFTWARE["megatron-2024"],
     )
     t, e, p = one.degrees
     layout = ParallelLayout(
@@ -146,7 +145,7 @@ def test_qwen3() -> None:
         world_size=8,
         global_batch_size=512,
         device=find_device("h100"),
-        software=PROGRAMS["megatron-2024"],
+        software=SOFTWARE["megatron-2024"],
     )
     layout = ParallelLayout(world_size=8, expert_parallel_size=8)
     how = Choice(

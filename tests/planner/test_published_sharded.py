@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, find_device, fullest_rank, step_time
+from lightning_ptdp.planner import SOFTWARE, Choice, Job, find_device, fullest_rank, step_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import a100_job
-from tests.planner.programs import PROGRAMS
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: H100s with 96 GB of 2.4 TB/s, limited to
 # 500 W.
@@ -69,7 +68,7 @@ def llama(
         world_size=gpus,
         global_batch_size=b * gpus // c,
         device=device,
-        software=PROGRAMS[software],
+        software=SOFTWARE[software],
     )
     return job, Choice(layout=layout, micro_batch_size=b, num_microbatches=1, recompute=recompute)
 
@@ -103,7 +102,7 @@ def test_fsdp2_with_context_parallelism() -> None:
 def test_without_the_preset_it_is_too_fast() -> None:
     """Check that the FSDP2 preset predicts steps 15 to 30 % longer than this package's preset."""
     job, how = llama("ours-compiled", find_device("h200"), 32, b=2, length=8192, recompute="none")
-    bf16 = dataclasses.replace(job, software=PROGRAMS["fsdp2-compiled"])
+    bf16 = dataclasses.replace(job, software=SOFTWARE["fsdp2-compiled"])
     ours, theirs = (
         step_time(job, how).total,
         step_time(bf16, dataclasses.replace(how, recompute="none")).total,
