@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.sequence_chunks import check_sequence, positions
 from lightning_ptdp.base.nested import iterate_tensors
-from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
 from lightning_ptdp.context_parallel.global_positions import Supplier, Taker, find_takers
-from lightning_ptdp.context_parallel.intercept import AttentionKind, Interceptor
 from lightning_ptdp.context_parallel.sequence_batch import (
     SequenceDims,
     count_targets,
@@ -23,7 +23,7 @@ from lightning_ptdp.context_parallel.sequence_batch import (
     sequence_length,
     shard_batch,
 )
-from lightning_ptdp.context_parallel.sequence_chunks import check_sequence, positions
+from lightning_ptdp.context_parallel.slice_functions import AttentionKind, Interceptor
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 

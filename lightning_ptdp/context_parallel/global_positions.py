@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.sequence_chunks import gather_sequence, shard_sequence
 from lightning_ptdp.context_parallel.models import names_in_forward
-from lightning_ptdp.context_parallel.sequence_chunks import gather_sequence, shard_sequence
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["Supplier", "Taker", "find_takers"]

@@ -1,12 +1,12 @@
 """Cost of context parallelism in addition to the attention itself.
 
 The cost consists of messages, the computation that hides them, and the merging of results. Ring
-attention (``context_parallel/ring.py``) works in c steps. Keys and values travel in all steps
+attention (``attention/ring.py``) works in c steps. Keys and values travel in all steps
 except the last. Their gradients, in fp32, travel from the third step on and once more after the
 last. A hop is hidden only by its own step's share of the attention, 1/c. Each step after the first
 adds its result to the sum of the earlier ones, in fp32.
 
-All-to-all attention (``context_parallel/all_to_all.py``) hides nothing. It packs, sends and unpacks
+All-to-all attention (``attention/all_to_all.py``) hides nothing. It packs, sends and unpacks
 queries, keys and values before the attention, and its result after it. The backward does the same.
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.context_parallel import ContextParallelError, why_not
-from lightning_ptdp.context_parallel.intercept import pick_token
+from lightning_ptdp.context_parallel.slice_functions import pick_token
 
 REFUSED = {
     "mamba": "backbone.layers.0.mixer.conv1d.*mixes tokens along time",

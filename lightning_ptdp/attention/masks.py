@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
-from lightning_ptdp.context_parallel.sequence_chunks import unshard_sequence
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from lightning_ptdp.shims.torch import all_gather_single
 from lightning_ptdp.world.mesh import Group
 

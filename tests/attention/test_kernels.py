@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import kernels
-from lightning_ptdp.context_parallel.kernels import (
+from lightning_ptdp.attention import kernels
+from lightning_ptdp.attention.kernels import (
     AttentionBlock,
     attend,
     attend_backward,

@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.attention.all_to_all import all_to_all_attention
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.masks import read_mask
+from lightning_ptdp.attention.ring import ring_attention
 from lightning_ptdp.base.function_replacement import Replacing
-from lightning_ptdp.context_parallel.all_to_all import all_to_all_attention
-from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
 from lightning_ptdp.context_parallel.dropout_draws import SliceDraws
-from lightning_ptdp.context_parallel.masks import read_mask
-from lightning_ptdp.context_parallel.ring import ring_attention
 from lightning_ptdp.context_parallel.shifts import check_index, shifting_functions
 from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.world.mesh import Group

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.attention.kernels import AttentionBlock, attend, attend_backward
 from lightning_ptdp.base.random import derive_seed
-from lightning_ptdp.context_parallel.kernels import AttentionBlock, attend, attend_backward
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["ring_attention"]

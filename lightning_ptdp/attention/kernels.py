@@ -2,7 +2,7 @@
 
 The log-sum-exp is needed to combine blocks. torch's fused kernels return it, and their backwards
 take it as an argument, but only under private names. These names are used in this file alone
-(tests/context_parallel/test_kernels.py checks them). The cases that they do not cover (masks,
+(tests/attention/test_kernels.py checks them). The cases that they do not cover (masks,
 dropout, float64, unusual head sizes, other devices) use ``_plain``, which is correct everywhere.
 
 Blockwise attention relies on this property: given the output and the log-sum-exp of the *full* row,

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.context_parallel.context_parallel_error import ContextParallelError
-from lightning_ptdp.context_parallel.sequence_chunks import chunk_order
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.sequence_chunks import chunk_order
 from lightning_ptdp.shims.torch import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
