@@ -29,12 +29,8 @@ import torch.nn.functional as F
 from harness import Comparison, compare, parse_options, report
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import (
-    ContextParallel,
-    all_to_all_attention,
-    ring_attention,
-    shard_sequence,
-)
+from lightning_ptdp.attention import ATTENTIONS, AttentionCall, shard_sequence
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.world.mesh import Group
 
@@ -64,14 +60,14 @@ def attention_rows(tokens: int, rounds: int, group: Group) -> list[Comparison]:
     def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    kinds = {"ring": ring_attention, "all-to-all": all_to_all_attention}
+    kinds = {name.replace("_", "-"): kind(group) for name, kind in ATTENTIONS.items()}
     for attention in kinds.values():
         expected = shard_sequence(torchs(*whole), 2, rank=group.rank, size=group.size)
-        torch.testing.assert_close(attention(*parts, group=group, causal=True), expected)
+        torch.testing.assert_close(attention(AttentionCall(*parts, causal=True)), expected)
     times: dict[str, list[float]] = {name: [] for name in (*kinds, "ideal")}
     for turn in range(rounds + 1):
         measured = {
-            name: seconds(lambda *x, a=attention: a(*x, group=group, causal=True), parts)
+            name: seconds(lambda *x, a=attention: a(AttentionCall(*x, causal=True)), parts)
             for name, attention in kinds.items()
         }
         measured["ideal"] = seconds(torchs, whole) / group.size

@@ -1,7 +1,48 @@
-"""Attention: one protocol, its implementations, and the interception of a model's calls."""
+"""Attention: one protocol, its implementations, and the interception of a model's calls.
 
-from lightning_ptdp.attention.all_to_all import all_to_all_attention, check_heads
+``attention_protocol.py`` lists the implementations. ``attention_kinds.py`` registers those that run
+over a sequence split by ``sequence_chunks.py``. ``interception.py`` puts one of them in the place of
+the attention that a model calls.
+"""
+
+from lightning_ptdp.attention.attention_kinds import ATTENTIONS, AttentionKind
+from lightning_ptdp.attention.attention_protocol import (
+    Attention,
+    AttentionCall,
+    AttentionTraffic,
+    DistributedAttention,
+)
 from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.ring import ring_attention
+from lightning_ptdp.attention.interception import intercepted
+from lightning_ptdp.attention.masks import additive, document_mask, find_documents
+from lightning_ptdp.attention.plain_attention import KeyedAttention, plain_attention
+from lightning_ptdp.attention.sequence_chunks import (
+    check_sequence,
+    gather_sequence,
+    positions,
+    shard_sequence,
+    unshard_sequence,
+)
+from lightning_ptdp.attention.sliced_attention import SlicedAttention
 
-__all__ = ["ContextParallelError", "all_to_all_attention", "check_heads", "ring_attention"]
+__all__ = [
+    "ATTENTIONS",
+    "Attention",
+    "AttentionCall",
+    "AttentionKind",
+    "AttentionTraffic",
+    "ContextParallelError",
+    "DistributedAttention",
+    "KeyedAttention",
+    "SlicedAttention",
+    "additive",
+    "check_sequence",
+    "document_mask",
+    "find_documents",
+    "gather_sequence",
+    "intercepted",
+    "plain_attention",
+    "positions",
+    "shard_sequence",
+    "unshard_sequence",
+]

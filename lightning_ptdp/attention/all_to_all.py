@@ -19,77 +19,91 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptdp.attention.attention_protocol import (
+    AttentionCall,
+    AttentionTraffic,
+    DistributedAttention,
+)
 from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.plain_attention import plain_attention
 from lightning_ptdp.attention.sequence_chunks import chunk_order
 from lightning_ptdp.shims.torch import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["all_to_all_attention", "check_heads"]
+__all__ = ["AllToAllAttention"]
+
+_EXCHANGE_OPERATIONS = 15
 
 
-def check_heads(heads: int, context_parallel_size: int) -> None:
-    """Check that every rank gets whole heads.
+class AllToAllAttention(DistributedAttention):
+    """Attention by an exchange of heads.
 
-    ``heads`` is the number of heads of one tensor-parallel rank. Key/value heads need no check.
-
-    Raises:
-        ValueError: The number of heads does not divide.
+    c must divide n. If there are fewer key/value heads than ranks, the heads are copied before they
+    are sent, and their gradients are summed. A mask with rows is gathered to (s, s).
     """
-    if heads % context_parallel_size:
-        works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
-        raise ValueError(
-            f"context_parallel_attention='all_to_all' shares out {heads} heads (on each "
-            "tensor-parallel rank) over "
-            f"context_parallel_size={context_parallel_size} ranks, which does not divide; use a "
-            f"context_parallel_size of {works}, or "
-            "context_parallel_attention='ring'"
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the local queries' results.
+
+        Raises:
+            ContextParallelError: c does not divide n.
+        """
+        group, k, v = self.group, call.k, call.v
+        try:
+            self.check_heads(call.q.size(1), group.size)
+        except ValueError as error:
+            raise ContextParallelError(str(error)) from None
+        copies = self.held_kv_heads(k.size(1), group.size) // k.size(1)
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+        q, k, v = _HeadExchange.apply(_to_heads, _to_sequence, group, call.q, k, v)
+        mask = None if call.mask is None else _whole_mask(call.mask, q, group)
+        whole = AttentionCall(
+            q, k, v, causal=call.causal, mask=mask, scale=call.scale, dropout_p=call.dropout_p
         )
+        return _HeadExchange.apply(_to_sequence, _to_heads, group, plain_attention(whole))[0]
 
+    @classmethod
+    def check_heads(cls, heads: int, size: int) -> None:
+        """Check that every rank gets whole heads. Key/value heads need no check.
 
-def all_to_all_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group,
-    causal: bool,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Compute attention of this rank's queries to the keys and values of all ranks.
+        Raises:
+            ValueError: The number of heads does not divide.
+        """
+        if heads % size:
+            works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
+            raise ValueError(
+                f"context_parallel_attention='all_to_all' shares out {heads} heads (on each "
+                f"tensor-parallel rank) over context_parallel_size={size} ranks, which does not "
+                f"divide; use a context_parallel_size of {works}, or "
+                "context_parallel_attention='ring'"
+            )
 
-    Collective, forward and backward. Arguments and result are those of ``ring_attention``; c must
-    divide n. If there are fewer key/value heads than ranks, the heads are copied before they are
-    sent, and their gradients are summed. A mask with rows is gathered to (s, s).
+    @classmethod
+    def held_kv_heads(cls, kv_heads: int, size: int) -> int:
+        """Return the key/value heads, copied if there are fewer than ranks."""
+        return math.lcm(kv_heads, size)
 
-    Raises:
-        ContextParallelError: c does not divide n.
-    """
-    try:
-        check_heads(q.size(1), group.size)
-    except ValueError as error:
-        raise ContextParallelError(str(error)) from None
-    copies = math.lcm(k.size(1), group.size) // k.size(1)
-    if copies > 1:
-        k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
-    q, k, v = _HeadExchange.apply(_to_heads, _to_sequence, group, q, k, v)
-    if mask is not None:
-        mask = _whole_mask(mask[(None,) * (4 - mask.dim())], q, group, causal)
-    y = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=causal and mask is None,
-        scale=scale,
-        enable_gqa=q.size(1) != k.size(1),
-    )
-    return _HeadExchange.apply(_to_sequence, _to_heads, group, y)[0]
+    @classmethod
+    def operations(cls, size: int) -> int:
+        """Return parts, their stack, the exchange and the reordering of four tensors."""
+        return 4 * _EXCHANGE_OPERATIONS
+
+    @classmethod
+    def seconds(cls, traffic: AttentionTraffic) -> tuple[float, float]:
+        """Return the seconds to pack, exchange and order; the attention hides nothing.
+
+        Queries, keys and values are exchanged before the attention, and its result after it. The
+        backward does the same.
+        """
+        sizes = (
+            (traffic.queries + traffic.pairs) * traffic.width,
+            traffic.results * traffic.width,
+        )
+        taken = sum(traffic.all_to_all(size) + 4 * size / traffic.memory for size in sizes)
+        return taken, taken
 
 
 Exchange: TypeAlias = Callable[[tuple[Tensor, ...], Group], tuple[Tensor, ...]]
@@ -167,20 +181,13 @@ def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
     return received
 
 
-def _whole_mask(mask: Tensor, q: Tensor, group: Group, causal: bool) -> Tensor:
-    """Return the mask of all queries for this rank's heads, including the causal mask.
-
-    torch accepts only one of the two.
-    """
+def _whole_mask(mask: Tensor, q: Tensor, group: Group) -> Tensor:
+    """Return the mask of all queries for this rank's heads."""
+    mask = mask[(None,) * (4 - mask.dim())]
     if mask.size(-2) > 1:
         rows = mask.to(torch.uint8) if mask.dtype is torch.bool else mask
         heads = rows if rows.size(1) > 1 else rows.expand(-1, group.size, -1, -1)
         mask = _to_heads((heads,), group)[0].to(mask.dtype)
     elif mask.size(1) > 1:
         mask = mask.chunk(group.size, 1)[group.rank]
-    if causal:
-        future = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu_(1)
-        mask = mask.expand(-1, -1, q.size(2), -1).masked_fill(
-            future, False if mask.dtype is torch.bool else -torch.inf
-        )
     return mask if mask.dtype is torch.bool else mask.to(q.dtype)

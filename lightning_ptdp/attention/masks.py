@@ -1,163 +1,45 @@
-"""Interpretation of an attention call's mask for the full sequence.
-
-A model builds masks from its slice of the tokens. Models build such a mask only from a length and a
-padding mask. Two properties can therefore be read from it with certainty: *causal or not*, and
-*which of the local tokens are visible*. The visible tokens are gathered over the ranks. Any other
-mask between local tokens is refused, because it says nothing about the tokens of other ranks. A
-mask cut from the batch, with local queries and all keys, is used as it is.
-
-Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
-"""
+"""Masks of attention: boolean (True: visible) or added to the scores."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.sequence_chunks import unshard_sequence
-from lightning_ptdp.shims.torch import all_gather_single
-from lightning_ptdp.world.mesh import Group
-
-__all__ = ["WholeMask", "read_mask"]
-
-_EITHER, _BIDIRECTIONAL, _CAUSAL = 0, 1, 2
+__all__ = ["additive", "document_mask", "find_documents", "with_causal"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WholeMask:
-    """Mask of an attention call, for the full sequence.
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask as numbers to add to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
-    Attributes:
-        causal: True if a token attends only to itself and earlier tokens of the full sequence.
-        kv_heads: Number of key/value heads of the call. Some models copy these heads if they pass a
-            mask; the smallest number over the ranks counts.
-        mask: Further restriction of the visible keys, (b or 1, n or 1, s/c or 1, s), boolean or
-            additive, in the order of the full sequence.
+
+def with_causal(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    """Return the mask that also hides later keys; None: a mask that does only this."""
+    past = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril_()
+    if mask is None:
+        return past
+    return mask & past if mask.dtype is torch.bool else mask.masked_fill(~past, -torch.inf)
+
+
+def find_documents(positions: Tensor) -> Tensor | None:
+    """Return the document index of each token of packed sequences, (b, s) int64.
+
+    A document begins where the positions (b, s) do not continue. The result is None if no sequence
+    has more than one document. Reads a value back from the device.
     """
-
-    causal: bool
-    kv_heads: int
-    mask: Tensor | None = None
+    begins = F.pad(positions.diff() != 1, (1, 0))
+    return begins.cumsum(-1) if bool(begins.any()) else None
 
 
-def read_mask(
-    mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int, group: Group, padded: bool
-) -> WholeMask:
-    """Read the mask of a call on a rank's slice; collective if ``padded``.
+def document_mask(documents: Tensor, queries: Tensor) -> Tensor:
+    """Return the causal mask within documents, (b, 1, q, s).
 
     Args:
-        mask: The ``attn_mask`` of ``scaled_dot_product_attention``, or None.
-        is_causal: The ``is_causal`` of the call.
-        q: The queries (b, n, s/c, d).
-        kv_heads: Key/value heads of the call on this rank.
-        group: The context group.
-        padded: True if the batch contains padding on any rank. Some ranks may then pass a mask that
-            ranks without padding in their slice leave out, so all ranks must agree.
-
-    Raises:
-        ContextParallelError: The mask has no meaning for the full sequence.
+        documents: Document index of each token, (b, s) int64.
+        queries: Positions of the queries in the sequence, (q) int64.
     """
-    local_length = q.size(2)
-    if mask is None:
-        kind, keys = (_CAUSAL if is_causal else _BIDIRECTIONAL), None
-    else:
-        if is_causal:
-            raise ContextParallelError(
-                "scaled_dot_product_attention takes attn_mask or is_causal=True, not both"
-            )
-        if mask.requires_grad:
-            raise ContextParallelError(
-                "context parallelism does not compute gradients of an attention mask or bias; use "
-                "context_parallel_size=1"
-            )
-        mask = mask[(None,) * (4 - mask.dim())]
-        if mask.size(-1) == local_length * group.size and mask.size(-2) in (1, local_length):
-            return WholeMask(causal=False, mask=mask, kv_heads=kv_heads)
-        if mask.size(-1) != local_length or mask.size(-2) not in (1, local_length):
-            raise ContextParallelError(_refusal(mask, local_length, group))
-        kind, keys = _read_local(mask, local_length, group)
-    if padded:
-        seen = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
-        return _agree(
-            kind, seen if keys is None else keys.expand_as(seen).to(seen), kv_heads, group
-        )
-    if keys is not None and not bool(keys.all()):
-        raise ContextParallelError(
-            "the model masks some tokens as padding, but the batch has no padding mask that every "
-            "rank could know of it from: hand it in "
-            "the batch under 'attention_mask', 'key_padding_mask' or 'padding_mask' (batch, "
-            "sequence)"
-        )
-    return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
-
-
-def _read_local(mask: Tensor, length: int, group: Group) -> tuple[int, Tensor]:
-    """Classify a mask between local tokens.
-
-    Returns:
-        Whether it is causal, and which tokens are visible, (b or 1, s/c) boolean.
-    """
-    seen = _seen(mask, length, group)
-    keys = seen[:, :1, -1:]
-    patterns = {_BIDIRECTIONAL: keys}
-    if seen.size(-2) > 1:
-        patterns[_CAUSAL] = (
-            keys & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
-        )
-    found = torch.stack([(seen == pattern).all() for pattern in patterns.values()]).tolist()
-    fits = [kind for kind, fit in zip(patterns, found, strict=True) if fit]
-    if not fits:
-        raise ContextParallelError(_refusal(mask, length, group))
-    return (fits[0] if len(fits) == 1 else _EITHER), keys[:, 0, 0]
-
-
-def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
-    if mask.dtype is torch.bool:
-        return mask
-    seen = mask == 0
-    lowest = torch.finfo(mask.dtype).min / 2
-    if not bool((seen | (mask < lowest)).all()):
-        raise ContextParallelError(
-            "the attention mask adds other numbers than 0 and -inf to the scores (a bias that "
-            "depends on positions?), which a slice of the "
-            "sequence knows only for its own tokens; " + _refusal(mask, length, group)
-        )
-    return seen
-
-
-def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
-    """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
-
-    A slice of only padding fits both causal and bidirectional masks. The other ranks decide then.
-    """
-    samples, length = keys.shape
-    mine = torch.cat((keys, keys.new_tensor([[kind, kv_heads]]).expand(samples, 2)), 1)
-    gathered = mine.new_empty(group.size * samples, length + 2)
-    all_gather_single(gathered, mine, group.handle)
-    parts = gathered.view(group.size, samples, length + 2)
-    told, heads = parts[:, 0, length:].unbind(1)
-    kinds = set(told.tolist()) - {_EITHER}
-    if len(kinds) > 1:
-        raise ContextParallelError(
-            "some ranks of a context group gave causal attention and others bidirectional in the "
-            "same call: the model decides from the "
-            "values of its slice; pass is_causal explicitly"
-        )
-    whole = unshard_sequence(list(parts[..., :length].bool()), 1)
-    mask = None if bool(whole.all()) else whole[:, None, None]
-    return WholeMask(causal=kinds != {_BIDIRECTIONAL}, mask=mask, kv_heads=int(heads.min()))
-
-
-def _refusal(mask: Tensor, length: int, group: Group) -> str:
-    return (
-        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context "
-        f"parallelism: each of {group.size} ranks holds "
-        f"{length} of {length * group.size} tokens, and only a causal mask, a padding mask, or "
-        "both can be told from a slice. Let the "
-        "model use is_causal=True instead of a mask of its own, or put the mask into the batch as "
-        "(batch, 1, sequence, sequence), which "
-        "is cut along its queries only"
-    )
+    past = queries[:, None] >= torch.arange(documents.size(1), device=queries.device)
+    return (past & (documents[:, queries, None] == documents[:, None, :]))[:, None]

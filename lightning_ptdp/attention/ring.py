@@ -30,50 +30,69 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.attention.attention_protocol import (
+    AttentionCall,
+    AttentionTraffic,
+    DistributedAttention,
+)
 from lightning_ptdp.attention.kernels import AttentionBlock, attend, attend_backward
+from lightning_ptdp.attention.masks import additive
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ring_attention"]
+__all__ = ["RingAttention"]
+
+_SINGLE = 4
+_STEP_OPERATIONS = 20
+_HALVES = 0.75
+"""Share of queries and keys that a step uses under a causal mask.
+
+A step uses all queries and half of the keys, or half of the queries and all keys.
+"""
 
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: Group,
-    causal: bool,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Compute attention of this rank's queries to the keys and values of all ranks.
+class RingAttention(DistributedAttention):
+    """Attention by a ring.
 
-    Collective, forward and backward.
-
-    Args:
-        q: Queries (b, n, s/c, d) in zigzag layout, any floating dtype.
-        k: Keys (b, m, s/c, d).
-        v: Values (b, m, s/c, e).
-        group: The context group, preferably without other communication.
-        causal: A token attends only to itself and earlier tokens of the full sequence.
-        mask: Further restriction of the visible keys: boolean (True: visible) or additive.
-            Broadcasts to (b, n, s/c, s), with local queries and all keys, these in the order of the
-            full sequence. Gets no gradient.
-        scale: Factor on q k^T; None: 1 / sqrt(d).
-        dropout_p: Probability of dropping an attention weight. The draws are seeded by one number
-            of torch's CPU generator.
-
-    Returns:
-        (b, n, s/c, e), in the dtype of ``q``. The output is 0 for queries without visible keys.
+    The output of a query without visible keys is 0. The draws of dropout are seeded by one number
+    of torch's CPU generator.
     """
-    seed = torch.randint(2**62, ()) if dropout_p else None
-    mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
-    scale = q.size(-1) ** -0.5 if scale is None else scale
-    return _Ring.apply(
-        q, k, v, mask, seed, _Options(group=group, causal=causal, scale=scale, dropout_p=dropout_p)
-    )
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the local queries' results in the dtype of ``q``."""
+        p = call.dropout_p
+        seed = torch.randint(2**62, ()) if p else None
+        mask = None if call.mask is None else call.mask[(None,) * (4 - call.mask.dim())]
+        options = _Options(group=self.group, causal=call.causal, scale=call.factor, dropout_p=p)
+        return _Ring.apply(call.q, call.k, call.v, mask, seed, options)
+
+    @classmethod
+    def operations(cls, size: int) -> int:
+        """Return slices, the sum of the log-sum-exps, factors, products and sums of all steps."""
+        return (size - 1) * _STEP_OPERATIONS
+
+    @classmethod
+    def seconds(cls, traffic: AttentionTraffic) -> tuple[float, float]:
+        """Return the seconds of messages that the attention does not hide, and of merging.
+
+        Keys and values travel in all steps except the last. Their gradients, in float32, travel
+        from the third step on and once more after the last. A hop is hidden only by its own step's
+        share of the attention, 1/c. Each step after the first adds its result to the sum of the
+        earlier ones, in float32.
+        """
+        c, width, hides = traffic.size, traffic.width, traffic.overlaps
+        hop, home = (traffic.hop(traffic.pairs * each) for each in (width, _SINGLE))
+        there = (c - 1) * max(0.0, hop - hides * traffic.forward / c)
+        travelling = [hop * (step < c - 1) + home * (step >= 2) for step in range(c)]
+        back = home + sum(max(0.0, each - hides * traffic.backward / c) for each in travelling)
+        seen = _HALVES if traffic.causal else 1.0
+        # The sum so far is scaled, the new part is scaled into its own tensor, and both are added.
+        merged = (c - 1) * seen * (6 * _SINGLE + width) + 2 * (_SINGLE + width)
+        # Each part is added to the gradients so far. These start as zeros and are finally cast to
+        # the precision of the computation.
+        added = (c - 1) * seen * (2 * _SINGLE + width) + 2 * (_SINGLE + width)
+        there += traffic.results * merged / traffic.memory
+        return there, back + (traffic.queries + traffic.pairs) * added / traffic.memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +348,4 @@ def _bias(mask: Tensor, rows: slice, columns: slice, source: int, size: int) -> 
     mask = mask[..., rows, :] if mask.size(-2) > 1 else mask
     halves = [mask.narrow(-1, start * chunk, chunk) for start in (source, 2 * size - 1 - source)]
     bias = torch.cat(halves, -1)[..., columns]
-    if bias.dtype is torch.bool:
-        return torch.zeros(bias.shape, device=bias.device).masked_fill_(~bias, -torch.inf)
-    return bias if bias.dtype is torch.float64 else bias.float()
+    return additive(bias, torch.float64 if bias.dtype is torch.float64 else torch.float32)

@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.sequence_chunks import check_sequence, positions
+from lightning_ptdp.attention import (
+    ATTENTIONS,
+    AttentionKind,
+    ContextParallelError,
+    SlicedAttention,
+    check_sequence,
+    find_documents,
+    positions,
+)
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.context_parallel.global_positions import Supplier, Taker, find_takers
 from lightning_ptdp.context_parallel.sequence_batch import (
@@ -23,7 +29,7 @@ from lightning_ptdp.context_parallel.sequence_batch import (
     sequence_length,
     shard_batch,
 )
-from lightning_ptdp.context_parallel.slice_functions import AttentionKind, Interceptor
+from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
@@ -33,8 +39,8 @@ PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "p
 
 
 @dataclass(kw_only=True)
-class ContextForward(Supplier, Interceptor):
-    """One forward on a slice of the sequence: its inputs, and its intercepted attention.
+class ContextForward(Supplier, SliceFunctions):
+    """One forward on a slice of the sequence: its inputs, and its replaced functions.
 
     Attributes:
         batch: This rank's part of the batch, the argument of the step.
@@ -176,15 +182,18 @@ class ContextParallel(Surrounding):
             takers=takers,
             positions=where,
             documents=_documents(batch, takers),
-            kind=self.attention,
-            padded=is_padded(batch, self.padding_keys),
-            differentiates=torch.is_grad_enabled(),
+            attention=SlicedAttention(
+                distributed=ATTENTIONS[self.attention](self.group),
+                length=length,
+                padded=is_padded(batch, self.padding_keys),
+                differentiates=torch.is_grad_enabled(),
+            ),
         )
 
     def _check(self, running: ContextForward, expects_attention: bool) -> None:
         if running.shifts is not None and running.shifted_targets is None:
             raise running.shifts
-        if expects_attention and not running.attended:
+        if expects_attention and not running.attention.attended:
             raise ContextParallelError(
                 "the step called no attention that context parallelism could replace, so every "
                 "rank attended to its slice only. It "
@@ -214,8 +223,7 @@ def _documents(batch: Any, takers: list[Taker]) -> Tensor | None:
         or not any(t.reads_documents for t in takers)
     ):
         return None
-    begins = F.pad(places.diff() != 1, (1, 0))
-    return begins.cumsum(-1) if bool(begins.any()) else None
+    return find_documents(places)
 
 
 def _given(batch: object) -> object:

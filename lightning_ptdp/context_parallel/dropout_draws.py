@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.attention.sequence_chunks import shard_sequence
+from lightning_ptdp.attention import shard_sequence
 
 __all__ = ["SliceDraws"]
 

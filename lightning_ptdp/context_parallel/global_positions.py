@@ -24,12 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.sequence_chunks import gather_sequence, shard_sequence
+from lightning_ptdp.attention import (
+    ContextParallelError,
+    document_mask,
+    gather_sequence,
+    shard_sequence,
+)
 from lightning_ptdp.context_parallel.models import names_in_forward
 from lightning_ptdp.world.mesh import Group
 
@@ -167,9 +170,10 @@ class Supplier:
             samples = next(
                 x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1
             )
-            apart = self._mask_of_documents()
             added[_MASK] = (
-                self.positions.new_ones(samples, self.positions.size(1)) if apart is None else apart
+                self.positions.new_ones(samples, self.positions.size(1))
+                if self.documents is None
+                else document_mask(self.documents, self.positions[0])
             )
         if taker.shifts_labels and isinstance(labels := given.get("labels"), Tensor):
             shifted = given.get("shift_labels")
@@ -193,13 +197,6 @@ class Supplier:
         is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
         whole = is_token.cumsum(1) * is_token + taker.padding_index
         return shard_sequence(whole, 1, rank=self.group.rank, size=self.group.size)
-
-    def _mask_of_documents(self) -> Tensor | None:
-        if self.documents is None:
-            return None
-        here = self.positions[0]
-        earlier = here[:, None] >= torch.arange(self.length, device=here.device)
-        return (earlier & (self.documents[:, here, None] == self.documents[:, None, :]))[:, None]
 
     def _shift(self, labels: Tensor) -> Tensor:
         whole = gather_sequence(labels, 1, group=self.group)

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention import ContextParallelError
 
 __all__ = ["check_index", "shifting_functions"]
 

@@ -1,74 +1,52 @@
-"""Interception of attention and token selection in an unmodified model.
+"""Functions of torch that mean something else on a slice of the sequence.
 
-Every call of ``scaled_dot_product_attention`` becomes ring or all-to-all attention. A model that
-selects a token gets the token of the full sequence instead of the slice's: ``x[:, 0]`` for a
-classifier, ``x[:, -1]`` for a score. The group's first rank holds both tokens
-(``sequence_chunks.py``) and broadcasts them.
-
-``torch.nn.MultiheadAttention`` is one call to a torch function mode. The mode is off inside its
-handler, so the attention inside would not be intercepted. The handler therefore computes
-``F.multi_head_attention_forward`` itself, for the case that occurs in training: self-attention
-without extra keys, without returned weights.
-
-Shapes: s local tokens, b samples, h channels, n heads; torch has the sequence first.
+Attention covers the full sequence (``attention/``). A model that selects a token gets the token of
+the full sequence instead of the slice's: ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. The
+group's first rank holds both tokens (``sequence_chunks.py``) and broadcasts them. Shifts along time
+are refused, and random numbers are those of one process.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.attention.all_to_all import all_to_all_attention
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.masks import read_mask
-from lightning_ptdp.attention.ring import ring_attention
+from lightning_ptdp.attention import ContextParallelError, SlicedAttention, intercepted
 from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.context_parallel.dropout_draws import SliceDraws
 from lightning_ptdp.context_parallel.shifts import check_index, shifting_functions
-from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["AttentionKind", "Interceptor", "pick_token"]
-
-AttentionKind = Literal["ring", "all_to_all"]
+__all__ = ["SliceFunctions", "pick_token"]
 
 
 @dataclass(kw_only=True)
-class Interceptor:
-    """Intercepted attention calls of one forward.
+class SliceFunctions:
+    """Replaced functions of one forward.
 
     Attributes:
-        kind: Attention that replaces the model's.
+        attention: Attention that replaces the model's.
         group: The context group.
         length: s, tokens of the full sequence.
-        padded: True if the batch contains padding on any rank (``sequence_batch.is_padded``).
-        differentiates: True if the forward began with gradients enabled.
-        attended: True if a call was replaced.
         shifts: Error about tokens or labels that the step shifts, if it does.
         draws_alike: Returns True while all ranks of the group draw from one stream of random
             numbers.
     """
 
-    kind: AttentionKind
+    attention: SlicedAttention
     group: Group
     length: int
-    padded: bool
-    differentiates: bool
-    attended: bool = False
     shifts: ContextParallelError | None = None
     draws_alike: Callable[[], bool] = bool
 
     def mode(self) -> Replacing:
-        """Return the mode under which calls are intercepted."""
+        """Return the mode under which the functions are replaced."""
         draws = SliceDraws(
             length=self.length,
             rank=self.group.rank,
@@ -79,61 +57,9 @@ class Interceptor:
             {
                 **draws.replaced(),
                 **shifting_functions(self.length, self.group.size),
-                F.scaled_dot_product_attention: self.attend,
-                F.multi_head_attention_forward: partial(_multi_head_attention, self.attend),
+                **intercepted(self.attention),
                 Tensor.__getitem__: self.index,
             }
-        )
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Compute ``scaled_dot_product_attention`` over the full sequence.
-
-        This rank holds its slice of the queries, keys and values. Collective.
-
-        Raises:
-            ContextParallelError: The call has no meaning for a slice of the sequence.
-        """
-        self._check(query, key, value)
-        self.attended = True
-        if query.dim() == 3:
-            # One dimension for samples and heads: treat it as heads.
-            query, key, value = query[None], key[None], value[None]
-            return self.attend(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )[0]
-        dtype = autocast_dtype(query)
-        q, k, v = (x if dtype is None else x.to(dtype) for x in (query, key, value))
-        whole = read_mask(
-            attn_mask,
-            is_causal=is_causal,
-            q=q,
-            kv_heads=k.size(1),
-            group=self.group,
-            padded=self.padded,
-        )
-        # Surplus heads of this rank's call are copies, adjacent to each other.
-        copies = k.size(1) // whole.kv_heads
-        k, v = k[:, ::copies], v[:, ::copies]
-        attention = ring_attention if self.kind == "ring" else all_to_all_attention
-        return attention(
-            q,
-            k,
-            v,
-            group=self.group,
-            causal=whole.causal,
-            mask=whole.mask,
-            scale=scale,
-            dropout_p=dropout_p,
         )
 
     def index(self, x: Tensor, index: Any) -> Tensor:
@@ -152,33 +78,6 @@ class Interceptor:
             )
         token = pick_token(x, index, length=self.length, group=self.group)
         return x[index] if token is None else token
-
-    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        local = self.length // self.group.size
-        if query.dim() not in (3, 4):
-            raise ContextParallelError(
-                f"attention on queries of shape {tuple(query.shape)} cannot be split over context "
-                "ranks: it takes (batch, heads, "
-                "sequence, channels)"
-            )
-        lengths = (query.size(-2), key.size(-2), value.size(-2))
-        if lengths != (local, local, local):
-            raise ContextParallelError(
-                f"attention on {lengths[0]} queries and {lengths[1]} keys, while each of "
-                f"{self.group.size} context ranks holds {local} "
-                f"of {self.length} tokens: only self-attention over the batch's sequence can be "
-                "split. A key/value cache, "
-                "cross-attention, or tokens that the model adds to the sequence need "
-                "context_parallel_size=1"
-            )
-        if self.differentiates and not torch.is_grad_enabled():
-            raise ContextParallelError(
-                "attention runs with gradients disabled inside a forward that has them enabled, "
-                "as under a reentrant checkpoint, whose "
-                "recomputation could not be intercepted: use PTDPStrategy(recompute=...) or "
-                "use_reentrant=False; compute parts of the "
-                "model that are frozen by requires_grad=False, not under no_grad"
-            )
 
 
 def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor | None:
@@ -246,77 +145,3 @@ class _FromFirst(torch.autograd.Function):
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group.handle)
         return total if ctx.group.rank == 0 else torch.zeros_like(total), None
-
-
-def _multi_head_attention(
-    attend: Callable[..., Tensor], *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Compute ``F.multi_head_attention_forward`` with ``attend`` as the attention.
-
-    ``attend`` has the signature of ``scaled_dot_product_attention``.
-
-    Raises:
-        ContextParallelError: The call is not plain self-attention.
-    """
-    call = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    x = given["query"]
-    _check_plain(given, x)
-    projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
-    q, k, v = (
-        torch.unflatten(part, -1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
-        for part in projected.chunk(3, dim=-1)
-    )
-    causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
-    if mask is not None:
-        mask = _seen(mask, given["num_heads"])
-    if causal:
-        mask = None
-    if padding is not None:
-        keys = _seen(padding)[:, None, None, :]
-        if causal:
-            length = x.size(0)
-            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril_()[None, None]
-        mask, causal = (keys if mask is None else mask & keys), False
-    y = attend(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=given["dropout_p"] if given["training"] else 0.0,
-        is_causal=causal,
-    )
-    return F.linear(
-        y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
-    ), None
-
-
-def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
-    """Return which keys are visible; torch's masks mark hidden keys with True or -inf."""
-    if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
-        raise ContextParallelError(
-            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be "
-            "split over context ranks"
-        )
-    seen = ~mask if mask.dtype is torch.bool else mask == 0
-    return torch.unflatten(seen, 0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
-
-
-def _check_plain(given: dict[str, Any], x: Tensor) -> None:
-    unsupported = {
-        "need_weights=True (call the attention with need_weights=False)": given["need_weights"],
-        "cross-attention": given["key"] is not x or given["value"] is not x,
-        "separate projections (kdim, vdim)": given["use_separate_proj_weight"],
-        "add_bias_kv": given["bias_k"] is not None or given["bias_v"] is not None,
-        "add_zero_attn": given["add_zero_attn"],
-        "static keys or values": given["static_k"] is not None or given["static_v"] is not None,
-        "a batch dimension left out": x.dim() != 3,
-    }
-    found = [name for name, present in unsupported.items() if present]
-    if found:
-        raise ContextParallelError(
-            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; "
-            "use plain self-attention, or "
-            "context_parallel_size=1"
-        )

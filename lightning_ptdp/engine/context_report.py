@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_ptdp.attention import ContextParallelError, gather_sequence
 from lightning_ptdp.base.nested import Nested, map_tensors
-from lightning_ptdp.context_parallel import ContextParallelError, gather_sequence
 from lightning_ptdp.engine.step_report import StepReport, numbers_on, reduce_values
 from lightning_ptdp.shims.torch import all_gather_single
 from lightning_ptdp.world.mesh import Group

@@ -24,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ptdp.attention import KeyedAttention, intercepted, positions
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.base.nested import batch_size, iterate_tensors
 from lightning_ptdp.base.random import derive_seed
-from lightning_ptdp.context_parallel import positions, sequence_length
+from lightning_ptdp.context_parallel import sequence_length
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.tensor_parallel import give_randomness
@@ -150,7 +151,7 @@ class KeyedDropout(Surrounding):
                 {
                     **{other: partial(_unknown, other) for other in _OTHERS},
                     F.dropout: self.dropout,
-                    F.scaled_dot_product_attention: self.attention,
+                    **intercepted(KeyedAttention(self._kept_weights)),
                     F.multi_head_attention_forward: _without_dropout,
                 }
             ):
@@ -177,54 +178,16 @@ class KeyedDropout(Surrounding):
         kept = self._kept(input, p)
         return input.mul_(kept) if inplace else input * kept
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Replace ``F.scaled_dot_product_attention``.
-
-        The attention weights are computed explicitly if some of them are dropped.
-        """
-        if dropout_p == 0.0:
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+    def _kept_weights(self, weights: Tensor, p: float) -> Tensor:
+        """Return the factors of attention weights, as ``_kept``."""
         if self._context.size > 1:
             raise KeyedDropoutError(
-                f"keyed_dropout=True with attention dropout of {dropout_p} and "
+                f"keyed_dropout=True with attention dropout of {p} and "
                 f"context_parallel_size={self._context.size}: no rank "
                 "holds the attention weights of a whole row; set the attention's dropout "
                 "to 0, or use keyed_dropout=False"
             )
-        copies = query.size(1) // key.size(1)
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        scores = (
-            query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-        )
-        if is_causal:
-            attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-        if attn_mask is not None:
-            scores = (
-                scores.masked_fill(~attn_mask, -torch.inf)
-                if attn_mask.dtype is torch.bool
-                else scores + attn_mask
-            )
-        weights = scores.softmax(-1)
-        return (weights * self._kept(weights, dropout_p)) @ value
+        return self._kept(weights, p)
 
     @property
     def _now(self) -> _Running:

@@ -6,8 +6,8 @@ import functools
 import math
 from dataclasses import dataclass, field
 
+from lightning_ptdp.attention import AttentionKind
 from lightning_ptdp.base.option_types import Count, Size, check_types
-from lightning_ptdp.context_parallel import AttentionKind
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.planner.configured_shape import configured_shape
 from lightning_ptdp.planner.devices import Cluster, Device

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_ptdp.attention import AttentionKind
 from lightning_ptdp.base.option_types import Size, check_types
-from lightning_ptdp.context_parallel import AttentionKind
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement

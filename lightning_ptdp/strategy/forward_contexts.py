@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ptdp.attention import ATTENTIONS
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.context_parallel import ContextParallel, check_heads, why_not
+from lightning_ptdp.context_parallel import ContextParallel, why_not
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.surroundings import Surrounding, Surroundings
@@ -144,5 +145,7 @@ def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:
         heads = next(
             (n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None
         )
-        if heads is not None and config.context_parallel_attention == "all_to_all":
-            check_heads(max(1, heads // config.tensor_parallel_size), config.context_parallel_size)
+        if heads is not None:
+            ATTENTIONS[config.context_parallel_attention].check_heads(
+                max(1, heads // config.tensor_parallel_size), config.context_parallel_size
+            )

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ptdp.attention import additive
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 
@@ -129,9 +130,9 @@ class ParallelMultiheadAttention(ParallelLayer):
                 whole = torch.unflatten(whole, 0, (-1, self.num_heads)).chunk(
                     self.group.size, dim=1
                 )[self.group.rank]
-            masks.append(_additive(whole, q.dtype))
+            masks.append(_visible(whole, q.dtype))
         if padding is not None:
-            masks.append(_additive(padding, q.dtype)[:, None, None, :])
+            masks.append(_visible(padding, q.dtype)[:, None, None, :])
         return sum(masks[1:], start=masks[0]) if masks else None
 
 
@@ -144,9 +145,5 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
     return None
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
-        if mask.dtype is torch.bool
-        else mask.to(dtype)
-    )
+def _visible(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return additive(~mask if mask.dtype is torch.bool else mask, dtype)

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import (
-    ContextParallelError,
-    all_to_all_attention,
-    ring_attention,
-)
+from lightning_ptdp.attention import ATTENTIONS, AttentionCall, ContextParallelError
 from lightning_ptdp.world.mesh import Group
 from tests.context_parallel.toy import (
-    ATTENTION,
     assert_close,
     context_group,
     gradients,
@@ -74,7 +69,7 @@ def _compare(
     local = [own(x.detach(), 2, group).requires_grad_() for x in inputs]
     if mask is not None and mask.size(2) > 1:
         mask = own(mask, 2, group)
-    output = ATTENTION[kind](*local, group=group, causal=causal, mask=mask, **options)
+    output = ATTENTIONS[kind](group)(AttentionCall(*local, causal=causal, mask=mask, **options))
     assert output.dtype == dtype
     got = gradients(output, own(grad, 2, group), *local)
     for mine, whole in zip(got, expected, strict=True):
@@ -105,7 +100,9 @@ def _bfloat16(rank: int) -> None:
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = gradients(whole_attention(*exact, causal=True), grad.double(), *exact)
     local = [own(x.detach(), 2, group).requires_grad_() for x in inputs]
-    got = gradients(ring_attention(*local, group=group, causal=True), own(grad, 2, group), *local)
+    got = gradients(
+        ATTENTIONS["ring"](group)(AttentionCall(*local, causal=True)), own(grad, 2, group), *local
+    )
     for mine, whole in zip(got, expected, strict=True):
         assert mine.dtype == torch.bfloat16
         assert_close(mine.double(), own(whole, 2, group), torch.bfloat16)
@@ -120,10 +117,12 @@ def _value_width(rank: int) -> None:
     q, k, v, grad = qkv(heads=2, kv_heads=2, length=LENGTH, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v[..., :5].detach())]
     expected = gradients(whole_attention(*inputs, causal=True), grad[..., :5], *inputs)
-    for attention in ATTENTION.values():
+    for attention in ATTENTIONS.values():
         local = [own(x.detach(), 2, group).requires_grad_() for x in inputs]
         got = gradients(
-            attention(*local, group=group, causal=True), own(grad[..., :5], 2, group), *local
+            attention(group)(AttentionCall(*local, causal=True)),
+            own(grad[..., :5], 2, group),
+            *local,
         )
         for mine, whole in zip(got, expected, strict=True):
             assert_close(mine, own(whole, 2, group))
@@ -144,7 +143,9 @@ def _dropout(rank: int) -> tuple[Tensor, Tensor]:
 
     def loss(*inputs: Tensor) -> Tensor:
         torch.manual_seed(7)
-        return (ring_attention(*inputs, group=group, causal=True, dropout_p=0.4) * grad).sum()
+        return (
+            ATTENTIONS["ring"](group)(AttentionCall(*inputs, causal=True, dropout_p=0.4)) * grad
+        ).sum()
 
     inputs = [x.requires_grad_() for x in (q, k, v)]
     found = torch.autograd.grad(loss(*inputs), inputs)
@@ -155,8 +156,8 @@ def _dropout(rank: int) -> tuple[Tensor, Tensor]:
         low = loss(*(x - step * d for x, d in zip(inputs, directions, strict=True)))
         ones = torch.ones_like(v)
         torch.manual_seed(7)
-        kept = ring_attention(
-            torch.zeros_like(q), k, ones, group=group, causal=False, dropout_p=0.4
+        kept = ATTENTIONS["ring"](group)(
+            AttentionCall(torch.zeros_like(q), k, ones, causal=False, dropout_p=0.4)
         )
     along = sum((g * d).sum() for g, d in zip(found, directions, strict=True))
     return torch.stack((torch.as_tensor(along), (high - low) / (2 * step))), kept
@@ -176,7 +177,7 @@ def _too_few_heads(rank: int) -> str:
     group = context_group(rank)
     q, k, v, _ = (own(x, 2, group) for x in qkv(heads=3, kv_heads=3, length=8, dtype=torch.float32))
     with pytest.raises(ContextParallelError) as error:
-        all_to_all_attention(q, k, v, group=group, causal=True)
+        ATTENTIONS["all_to_all"](group)(AttentionCall(q, k, v, causal=True))
     return str(error.value)
 
 

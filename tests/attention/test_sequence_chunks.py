@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.context_parallel import (
+from lightning_ptdp.attention import (
     check_sequence,
     gather_sequence,
     positions,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import AttentionKind
-from tests.context_parallel.toy import ATTENTION, context_group, counted_messages, own, qkv
+from lightning_ptdp.attention import ATTENTIONS, AttentionCall, AttentionKind
+from tests.context_parallel.toy import context_group, counted_messages, own, qkv
 from tests.pool import Pool
 
 
@@ -23,7 +23,7 @@ def _count(
     )
     inputs = [x.requires_grad_() for x in (q, k, v)]
     with counted_messages() as forward:
-        output = ATTENTION[kind](*inputs, group=group, causal=causal)
+        output = ATTENTIONS[kind](group)(AttentionCall(*inputs, causal=causal))
     with counted_messages() as backward:
         output.backward(grad)
     return forward, backward
@@ -66,7 +66,9 @@ def _saved_bytes(rank: int, length: int) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        ATTENTION["ring"](*(x.requires_grad_() for x in (q, k, v)), group=group, causal=True)
+        ATTENTIONS["ring"](group)(
+            AttentionCall(*(x.requires_grad_() for x in (q, k, v)), causal=True)
+        )
     return sum(kept.values())
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import AttentionKind, ContextParallel
+from lightning_ptdp.attention import AttentionKind
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh

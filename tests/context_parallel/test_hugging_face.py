@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp.context_parallel import ContextParallel, ContextParallelError
+from lightning_ptdp.attention import ContextParallelError
+from lightning_ptdp.context_parallel import ContextParallel
 from tests.context_parallel.toy import assert_close, context_group, own, weighted
 from tests.pool import Pool
 
@@ -91,7 +92,7 @@ def _train_step(rank: int, name: str) -> None:
             model, batch
         ) as running:
             output = model(**running.batch)
-        assert running.attended
+        assert running.attention.attended
         local, count = output.loss, running.num_targets
         assert count is not None
         local = weighted(running, local) / group.size

@@ -14,12 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ptdp.context_parallel import (
-    AttentionKind,
-    ContextForward,
-    ContextParallel,
-    ContextParallelError,
-)
+from lightning_ptdp.attention import AttentionKind, ContextParallelError
+from lightning_ptdp.context_parallel import ContextForward, ContextParallel
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
 from tests.context_parallel.toy import assert_close, context_group, own
@@ -68,7 +64,7 @@ def spread(
     with surroundings.around(running):
         got = step(model, running.batch)
     assert isinstance(running.part, ContextForward)
-    assert running.part.attended
+    assert running.part.attention.attended
     got.backward(own(upstream, 1, group))
     seen = own(valid, 1, group)
     assert_close(got.detach()[seen], own(expected.detach(), 1, group)[seen])

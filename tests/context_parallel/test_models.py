@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.context_parallel import ContextParallelError, why_not
+from lightning_ptdp.attention import ContextParallelError
+from lightning_ptdp.context_parallel import why_not
 from lightning_ptdp.context_parallel.slice_functions import pick_token
 
 REFUSED = {

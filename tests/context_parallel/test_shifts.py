@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import ContextParallelError
+from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel.shifts import check_index
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import all_to_all_attention, ring_attention, shard_sequence
+from lightning_ptdp.attention import shard_sequence
 from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
@@ -110,9 +110,6 @@ def counted_messages() -> Iterator[Counter[str]]:
         patch.object(dist, "all_to_all_single", all_to_all),
     ):
         yield counts
-
-
-ATTENTION = {"ring": ring_attention, "all_to_all": all_to_all_attention}
 
 
 def weighted(running: ContextForward, loss: Tensor) -> Tensor:

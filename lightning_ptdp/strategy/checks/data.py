@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_ptdp.attention import check_sequence
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.context_parallel import check_sequence
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["check_data"]

@@ -1,0 +1,133 @@
+"""Protocol of attention, and of attention over a sequence that is split over context ranks.
+
+A model calls torch's function; ``interception.py`` makes an ``AttentionCall`` of it for one of these::
+
+    plain_attention     torch's own kernels
+    KeyedAttention      dropped weights are the same in every layout
+    SlicedAttention     reads the mask of a slice, and calls one of the next two
+    RingAttention       keys and values are passed around the ranks
+    AllToAllAttention   each rank computes some heads over the full sequence
+
+Packed sequences are a mask with a row for each local query (``masks.document_mask``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["Attention", "AttentionCall", "AttentionTraffic", "DistributedAttention"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One computation of softmax(scale q k^T + mask) v.
+
+    Attributes:
+        q: Queries (b, n, q, d).
+        k: Keys (b, m, k, d); m divides n.
+        v: Values (b, m, k, e).
+        causal: A token attends only to itself and earlier tokens, in addition to the mask.
+        mask: Boolean (True: visible) or additive; broadcasts to (b, n, q, k).
+        scale: Factor on q k^T; None: 1 / sqrt(d).
+        dropout_p: Probability of dropping an attention weight.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    _: KW_ONLY
+    causal: bool = False
+    mask: Tensor | None = None
+    scale: float | None = None
+    dropout_p: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Return the factor on q k^T."""
+        return float(self.q.size(-1) ** -0.5) if self.scale is None else self.scale
+
+
+Attention = Callable[[AttentionCall], Tensor]
+"""Function that returns the result (b, n, q, e) of a call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTraffic:
+    """Sizes and speeds of one attention on one context rank, for the planner.
+
+    Attributes:
+        size: c.
+        queries, results, pairs: Numbers of elements of the local queries, results, and keys and
+            values.
+        width: Bytes of an element.
+        causal: True if a token attends only to itself and earlier tokens.
+        forward, backward: Seconds of the attention itself.
+        overlaps: True if messages overlap with computation.
+        hop: Seconds to send so many bytes to the next rank.
+        all_to_all: Seconds to exchange so many bytes.
+        memory: Bytes that the device reads or writes in a second.
+    """
+
+    size: int
+    queries: float
+    results: float
+    pairs: float
+    width: int
+    causal: bool
+    forward: float
+    backward: float
+    overlaps: bool
+    hop: Callable[[float], float]
+    all_to_all: Callable[[float], float]
+    memory: float
+
+
+@dataclass(frozen=True)
+class DistributedAttention(ABC):
+    """Attention of this rank's queries to the keys and values of all ranks of a group.
+
+    Calls are collective, forward and backward. Shapes are those of ``AttentionCall`` with s/c local
+    queries, keys and values in the order of ``sequence_chunks.py``. A mask has the local queries (or
+    one row for all) and all keys, these in the order of the full sequence; it gets no gradient.
+    ``causal`` refers to positions in the full sequence.
+
+    To add a kind, derive a class from this one and add it to ``attention_kinds.py``.
+
+    Attributes:
+        group: The context group, preferably without other communication.
+    """
+
+    group: Group
+
+    @abstractmethod
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the local queries' results."""
+
+    @classmethod  # noqa: B027
+    def check_heads(cls, heads: int, size: int) -> None:
+        """Check that ``heads`` of one tensor-parallel rank suit a group of ``size``.
+
+        Raises:
+            ValueError: They do not.
+        """
+
+    @classmethod
+    def held_kv_heads(cls, kv_heads: int, size: int) -> int:
+        """Return the key/value heads that a rank keeps for each local token."""
+        return kv_heads
+
+    @classmethod
+    @abstractmethod
+    def operations(cls, size: int) -> int:
+        """Return the number of operations that a forward launches beside the attention itself."""
+
+    @classmethod
+    @abstractmethod
+    def seconds(cls, traffic: AttentionTraffic) -> tuple[float, float]:
+        """Return the estimated seconds that a forward and a backward take beside the attention."""

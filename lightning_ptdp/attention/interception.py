@@ -1,0 +1,115 @@
+"""Interception of a model's attention, the one place that replaces its calls.
+
+``torch.nn.MultiheadAttention`` is one call to a torch function mode. The mode is off inside its
+handler, so the attention inside would not be intercepted. The handler therefore computes
+``F.multi_head_attention_forward`` itself, for the case that occurs in training: self-attention
+without extra keys, without returned weights.
+
+Shapes: s local tokens, b samples, h channels, n heads; torch has the sequence first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ptdp.attention.attention_protocol import Attention, AttentionCall
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.masks import with_causal
+
+__all__ = ["intercepted"]
+
+
+def intercepted(attention: Attention) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return torch's attention functions and their replacements, which call ``attention``."""
+    return {
+        F.scaled_dot_product_attention: partial(_scaled_dot_product, attention),
+        F.multi_head_attention_forward: partial(_multi_head, attention),
+    }
+
+
+def _scaled_dot_product(  # noqa: PLR0913, torch's parameters
+    attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention`` by ``attention``."""
+    return attention(
+        AttentionCall(
+            query, key, value, causal=is_causal, mask=attn_mask, scale=scale, dropout_p=dropout_p
+        )
+    )
+
+
+def _multi_head(attention: Attention, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Compute ``F.multi_head_attention_forward`` by ``attention``.
+
+    Raises:
+        ContextParallelError: The call is not plain self-attention.
+    """
+    call = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    x = given["query"]
+    _check_plain(given, x)
+    projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
+    q, k, v = (
+        torch.unflatten(part, -1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
+        for part in projected.chunk(3, dim=-1)
+    )
+    causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
+    if mask is not None:
+        mask = _seen(mask, given["num_heads"])
+    if causal:
+        mask = None
+    if padding is not None:
+        keys = _seen(padding)[:, None, None, :]
+        mask = with_causal(keys, q, k) if causal else keys if mask is None else mask & keys
+        causal = False
+    dropout_p = given["dropout_p"] if given["training"] else 0.0
+    y = attention(AttentionCall(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p))
+    return F.linear(
+        y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
+    ), None
+
+
+def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
+    """Return which keys are visible; torch's masks mark hidden keys with True or -inf."""
+    if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
+        raise ContextParallelError(
+            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be "
+            "split over context ranks"
+        )
+    seen = ~mask if mask.dtype is torch.bool else mask == 0
+    return torch.unflatten(seen, 0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
+
+
+def _check_plain(given: dict[str, Any], x: Tensor) -> None:
+    unsupported = {
+        "need_weights=True (call the attention with need_weights=False)": given["need_weights"],
+        "cross-attention": given["key"] is not x or given["value"] is not x,
+        "separate projections (kdim, vdim)": given["use_separate_proj_weight"],
+        "add_bias_kv": given["bias_k"] is not None or given["bias_v"] is not None,
+        "add_zero_attn": given["add_zero_attn"],
+        "static keys or values": given["static_k"] is not None or given["static_v"] is not None,
+        "a batch dimension left out": x.dim() != 3,
+    }
+    found = [name for name, present in unsupported.items() if present]
+    if found:
+        raise ContextParallelError(
+            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; "
+            "use plain self-attention, or "
+            "context_parallel_size=1"
+        )

@@ -1,0 +1,99 @@
+"""Attention of a model that runs on a rank's slice of the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.attention.attention_protocol import AttentionCall, DistributedAttention
+from lightning_ptdp.attention.context_parallel_error import ContextParallelError
+from lightning_ptdp.attention.slice_masks import read_mask
+from lightning_ptdp.forward.matrix_product import autocast_dtype
+
+__all__ = ["SlicedAttention"]
+
+
+@dataclass(kw_only=True)
+class SlicedAttention:
+    """Attention that takes the masks of slices; one object for each forward.
+
+    Attributes:
+        distributed: Attention over the full sequence.
+        length: s, tokens of the full sequence.
+        padded: True if the batch contains padding on any rank.
+        differentiates: True if the forward began with gradients enabled.
+        attended: True if it was called.
+    """
+
+    distributed: DistributedAttention
+    length: int
+    padded: bool
+    differentiates: bool
+    attended: bool = False
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the results of this rank's queries over the full sequence; collective.
+
+        Raises:
+            ContextParallelError: The call has no meaning for a slice of the sequence.
+        """
+        q, k, v = call.q, call.k, call.v
+        self._check(q, k, v)
+        self.attended = True
+        if q.dim() == 3:
+            # One dimension for samples and heads: treat it as heads.
+            q, k, v = q[None], k[None], v[None]
+        dtype = autocast_dtype(q)
+        q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
+        whole = read_mask(
+            call.mask,
+            is_causal=call.causal,
+            q=q,
+            kv_heads=k.size(1),
+            group=self.distributed.group,
+            padded=self.padded,
+        )
+        # Surplus heads of this rank's call are copies, adjacent to each other.
+        copies = k.size(1) // whole.kv_heads
+        result = self.distributed(
+            AttentionCall(
+                q,
+                k[:, ::copies],
+                v[:, ::copies],
+                causal=whole.causal,
+                mask=whole.mask,
+                scale=call.scale,
+                dropout_p=call.dropout_p,
+            )
+        )
+        return result[0] if call.q.dim() == 3 else result
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        size = self.distributed.group.size
+        local = self.length // size
+        if query.dim() not in (3, 4):
+            raise ContextParallelError(
+                f"attention on queries of shape {tuple(query.shape)} cannot be split over context "
+                "ranks: it takes (batch, heads, "
+                "sequence, channels)"
+            )
+        lengths = (query.size(-2), key.size(-2), value.size(-2))
+        if lengths != (local, local, local):
+            raise ContextParallelError(
+                f"attention on {lengths[0]} queries and {lengths[1]} keys, while each of "
+                f"{size} context ranks holds {local} "
+                f"of {self.length} tokens: only self-attention over the batch's sequence can be "
+                "split. A key/value cache, "
+                "cross-attention, or tokens that the model adds to the sequence need "
+                "context_parallel_size=1"
+            )
+        if self.differentiates and not torch.is_grad_enabled():
+            raise ContextParallelError(
+                "attention runs with gradients disabled inside a forward that has them enabled, "
+                "as under a reentrant checkpoint, whose "
+                "recomputation could not be intercepted: use PTDPStrategy(recompute=...) or "
+                "use_reentrant=False; compute parts of the "
+                "model that are frozen by requires_grad=False, not under no_grad"
+            )
