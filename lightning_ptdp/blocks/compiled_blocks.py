@@ -19,10 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
-from lightning_ptdp.pipeline.containers import Blocks, layers_of
-from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.torch import is_compiled, with_late_waits
 
 __all__ = ["CompilePolicy", "CompiledForward", "check_compiler", "compile_blocks"]
@@ -85,16 +84,15 @@ def compile_blocks(
         return
     try:
         check_compiler(device, options)
-        layers = layers_of(module, find_blocks(module) if blocks is None else blocks)
+        held = list(local_blocks(module, blocks))
     except ValueError as error:
         if policy == "blocks":
             raise
         warnings.warn(f"compile='auto' compiles nothing: {error}", stacklevel=2)
         return
-    for layer in layers:
-        block = module.get_submodule(layer.name)
-        if not isinstance(block, Placeholder) and not is_compiled(block):
-            replace_forward(block, CompiledForward, options=with_late_waits(options))
+    for block in held:
+        if not is_compiled(block.module):
+            replace_forward(block.module, CompiledForward, options=with_late_waits(options))
 
 
 def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.requirements import check_installed
+from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.forward.deferred_weight_gradients import Products, multiply
 from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
-from lightning_ptdp.pipeline.containers import Blocks, layers_of
-from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.torchao import Recipe, Role, make_recipe, scaled
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
 from lightning_ptdp.tensor_parallel.linear import (
@@ -198,8 +198,8 @@ def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.
     """Yield the layers in the local blocks that multiply by a weight.
 
     Layers that are too small to gain from float8, such as adapters and routers, are left out."""
-    for block in layers_of(module, find_blocks(module) if blocks is None else blocks):
-        inside = dict(module.get_submodule(block.name).named_modules(prefix=block.name))
+    for block in local_blocks(module, blocks):
+        inside = dict(block.module.named_modules(prefix=block.name))
         computed = {
             name
             for name, child in inside.items()

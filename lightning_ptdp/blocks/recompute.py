@@ -23,18 +23,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.blocks.offload import Offload, Offloaded
 from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.stage import Placeholder
 from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
 from lightning_ptdp.tensor_parallel.parallel_plan import matches, nearest_names
@@ -166,15 +166,16 @@ def apply_recomputation(
     if policy == "none":
         return ()
     blocks = find_blocks(module) if blocks is None else blocks
-    held = list(_held_layers(module, blocks, ranges, layers))
+    numbers = _chosen_numbers(ranges or ((0, len(layers_of(module, blocks))),), layers)
+    held = list(local_blocks(module, blocks))
     surroundings = surroundings if surroundings is not None and surroundings.recompute else None
+    chosen = [(block.name, block.module) for block in held if block.number in numbers]
     if policy == "offload":
         offload = Offload()
-        for layer in held:
-            options = {"offload": offload, "layer": layer.number, "sends": layer.chosen}
-            replace_forward(layer.block, Offloaded, surroundings=surroundings, **options)
-        return tuple(layer.name for layer in held if layer.chosen)
-    chosen = [(layer.name, layer.block) for layer in held if layer.chosen]
+        for block in held:
+            options = {"offload": offload, "layer": block.number, "sends": block.number in numbers}
+            replace_forward(block.module, Offloaded, surroundings=surroundings, **options)
+        return tuple(name for name, _ in chosen)
     if policy == "selective":
         chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
     group = (
@@ -183,17 +184,17 @@ def apply_recomputation(
         else None
     )
     for _, target in chosen:
-        replace_forward(target, _Recomputed, surroundings=surroundings, shard_input=group)
+        replace_forward(target, Recomputed, surroundings=surroundings, shard_input=group)
     return tuple(name for name, _ in chosen)
 
 
 def remove_recomputation(module: nn.Module) -> None:
     """Undo ``apply_recomputation``."""
-    give_back_forwards(module, _Recomputed, Offloaded)
+    give_back_forwards(module, Recomputed, Offloaded)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Recomputed(OwnForward):
+class Recomputed(OwnForward):
     """Forward of a module that is recomputed.
 
     Attributes:
@@ -258,26 +259,14 @@ def _is_divisible(value: Any, group: Group) -> bool:
     return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
-class _RecomputedLayer(NamedTuple):
-    """A block of this rank."""
-
-    number: int
-    name: str
-    block: nn.Module
-    chosen: bool
-
-
-def _held_layers(
-    module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers
-) -> Iterator[_RecomputedLayer]:
-    """Yield the layers of this rank; the first ones of each stage are chosen."""
-    members = layers_of(module, blocks)
-    ranges = ranges or ((0, len(members)),)
-    for (start, stop), count in zip(ranges, _layers_a_stage(layers, ranges), strict=True):
-        for number in range(start, stop):
-            block = module.get_submodule(members[number].name)
-            if not isinstance(block, Placeholder):
-                yield _RecomputedLayer(number, members[number].name, block, number < start + count)
+def _chosen_numbers(ranges: Ranges, layers: Layers) -> set[int]:
+    """Return the numbers of the layers that are recomputed: the first ones of each stage."""
+    counts = _layers_a_stage(layers, ranges)
+    return {
+        number
+        for (start, _), count in zip(ranges, counts, strict=True)
+        for number in range(start, start + count)
+    }
 
 
 def _outermost(

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.forward.matrix_product import (
     MatrixProduct,
     add_to_gradient,
@@ -156,9 +156,26 @@ class WeightGradients(Surrounding):
         forward.deferred = self
         return self.intercepting()
 
-    def intercepting(self) -> TorchFunctionMode:
+    def intercepting(self) -> Replacing:
         """Return the context of a forward whose weight gradients are deferred."""
-        return _Intercept(self)
+        return Replacing(
+            {function: partial(self._call, function, read) for function, read in _READERS.items()}
+        )
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        read: Callable[..., Operands | None],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a function of torch; a product with a parameter may defer its weight gradient."""
+        # The backward of a compiled graph is compiled as one.
+        operands = None if torch.compiler.is_compiling() else read(*args, **kwargs)
+        if operands is None or not self.can_wait or not _can_wait(*operands[:3]):
+            return function(*args, **kwargs)
+        x, weight, bias, transposed = operands
+        return multiply(x, weight, bias, transposed=transposed, store=self)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
         """Return the contexts in which a recomputed forward may defer.
@@ -185,26 +202,6 @@ class WeightGradients(Surrounding):
     def can_wait(self) -> bool:
         """Return True if a product of a running forward may defer its weight gradient."""
         return self._recomputing > 0 or not has_saved_tensor_hooks()
-
-
-class _Intercept(TorchFunctionMode):
-    """Replaces products with a parameter by ``_DeferredProduct``; other calls are unchanged."""
-
-    def __init__(self, store: WeightGradients) -> None:
-        super().__init__()
-        self._store = store
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if torch.compiler.is_compiling():  # its backward is compiled as one
-            return function(*args, **(kwargs or {}))
-        found = _READERS.get(function)
-        operands = found(*args, **(kwargs or {})) if found is not None else None
-        if operands is not None and self._store.can_wait and _can_wait(*operands[:3]):
-            x, weight, bias, transposed = operands
-            return multiply(x, weight, bias, transposed=transposed, store=self._store)
-        return function(*args, **(kwargs or {}))
 
 
 Operands = tuple[Any, Any, Any, bool]

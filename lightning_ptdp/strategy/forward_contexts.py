@@ -92,10 +92,7 @@ def make_surroundings(
 def _step_randomness(
     config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device
 ) -> StepRandomness:
-    module, names = (
-        parallel.module,
-        parallel.cut.parts.blocks if parallel.cut is not None else parallel.plan.blocks,
-    )
+    module, names = parallel.module, parallel.blocks
     draws = mesh.layout.world_size > 1 or config.runs_backward
     try:
         layers = [

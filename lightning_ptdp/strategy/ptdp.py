@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
-from lightning_ptdp.parallelize import KnownParts, parallelize
+from lightning_ptdp.parallelize import BlockSetting, KnownParts, apply_block_passes, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.shims.lightning import (
@@ -41,7 +41,6 @@ from lightning_ptdp.shims.lightning import (
 )
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.auto import ChosenLayout
-from lightning_ptdp.strategy.block_passes import prepare_blocks
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
@@ -247,14 +246,15 @@ class _PTDPStrategy(
             seed=self.run.seed,
             device=self.root_device,
         )
-        notes = prepare_blocks(
-            config=self.config,
-            mesh=self.mesh,
-            parallel=self.parallel,
-            surroundings=self._surroundings,
-            device=self.root_device,
+        self._parallel = apply_block_passes(
+            BlockSetting(
+                config=self.config,
+                mesh=self.mesh,
+                parallel=self.parallel,
+                surroundings=self._surroundings,
+                device=self.root_device,
+            )
         )
-        self._parallel = replace(self.parallel, notes=(*self.parallel.notes, *notes))
         if weights is not None:
             self.load_initial_weights(weights)
         if built_without_values:
