@@ -22,7 +22,7 @@ def tensor_collectives(
     software supports it, the backward's all-reduce runs at the same time as the product of the
     weight gradient. With sequence parallelism, the all-reduce becomes an all-gather and a
     reduce-scatter. The backward gathers the gradient first. The input's gather and the
-    reduce-scatter run at the same time as products (``tensor_parallel/linear.py``).
+    reduce-scatter run at the same time as products (``tensor_parallel/parallel_product.py``).
     """
     group = group_link(choice.layout, job.cluster, "tensor")
     hides = job.software.hides_tensor and job.overlaps

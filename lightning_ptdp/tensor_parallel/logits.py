@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -67,7 +68,7 @@ class VocabularyParallelLogits(torch.Tensor):
         first = args[0] if args else None
         handler = _HANDLERS.get(name)
         if handler is not None and isinstance(first, cls):
-            result = handler(first, func, args[1:], kwargs)
+            result = handler(_Call(first, func, args[1:], kwargs))
             if result is not NotImplemented:
                 return result
         _refuse_in_place(name, first, kwargs)
@@ -128,43 +129,61 @@ def _name_of(func: Callable) -> str:
     )
 
 
-def _bind(args: tuple, kwargs: Mapping, **defaults: object) -> tuple:
-    """Return the values of the parameters ``defaults``, in their order."""
-    return (
-        *args,
-        *(kwargs.get(name, default) for name, default in list(defaults.items())[len(args) :]),
-    )
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function of torch whose first argument is split logits.
+
+    Attributes:
+        logits: The first argument.
+        func: The function.
+        args: Other positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    logits: VocabularyParallelLogits
+    func: Callable
+    args: tuple
+    kwargs: dict
+
+    @property
+    def local(self) -> Tensor:
+        """Return the local columns."""
+        return _local(self.logits)
+
+    def on(self, first: Tensor) -> Any:
+        """Call the function with another first argument."""
+        return self.func(first, *self.args, **self.kwargs)
+
+    def over_vocabulary(self) -> bool | None:
+        """Return ``keepdim`` of a reduction over the last dimension only, otherwise None."""
+        names = {"dim": None, "keepdim": False, **self.kwargs}
+        dim, keepdim = (*self.args, *list(names.values())[len(self.args) :])[:2]
+        dims = self.logits.dim()
+        return bool(keepdim) if isinstance(dim, int) and dim % dims == dims - 1 else None
 
 
-# Handlers: (logits, function, other positional arguments, keyword arguments) -> result, or
-# NotImplemented to gather.
+# Handlers: call -> result, or NotImplemented to gather.
 
 
-def _on_local(
-    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
-) -> object:
+def _on_local(call: _Call) -> object:
     """Call a function whose result is the same for the local part and the full logits."""
-    return func(_local(logits), *args, **kwargs)
+    return call.on(call.local)
 
 
-def _wrapped(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    return _like(logits, func(_local(logits), *args, **kwargs))
+def _wrapped(call: _Call) -> object:
+    return _like(call.logits, call.on(call.local))
 
 
-def _arithmetic(
-    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
-) -> object:
+def _arithmetic(call: _Call) -> object:
     """Compute with numbers, or with logits of the same columns (an adapter of the head)."""
-    if kwargs or not all(
-        isinstance(arg, int | float) or _has_columns_of(logits, arg) for arg in args
+    if call.kwargs or not all(
+        isinstance(arg, int | float) or _has_columns_of(call.logits, arg) for arg in call.args
     ):
         return NotImplemented
-    return _wrapped(
-        logits,
-        func,
-        tuple(_local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in args),
-        kwargs,
+    others = (
+        _local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in call.args
     )
+    return _like(call.logits, call.func(call.local, *others))
 
 
 def _has_columns_of(logits: VocabularyParallelLogits, other: object) -> bool:
@@ -175,50 +194,43 @@ def _has_columns_of(logits: VocabularyParallelLogits, other: object) -> bool:
     )
 
 
-def _to(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    if any(isinstance(arg, VocabularyParallelLogits) for arg in args):
+def _to(call: _Call) -> object:
+    if any(isinstance(arg, VocabularyParallelLogits) for arg in call.args):
         return NotImplemented
-    local = _local(logits)
-    moved = func(local, *args, **kwargs)
-    return _like(logits, moved) if moved.device == local.device else NotImplemented
+    moved = call.on(call.local)
+    return _like(call.logits, moved) if moved.device == call.local.device else NotImplemented
 
 
 def _whole(logits: VocabularyParallelLogits) -> Tensor:
     """Return a meta tensor of the shape that the logits report."""
     local = _local(logits)
-    return torch.empty(
-        (*local.shape[:-1], logits.vocabulary.size), dtype=local.dtype, device="meta"
-    )
+    shape = (*local.shape[:-1], logits.vocabulary.size)
+    return torch.empty(shape, dtype=local.dtype, device="meta")
 
 
-def _as_whole(
-    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
-) -> object:
+def _as_whole(call: _Call) -> object:
     """Call a function that uses only the shape."""
-    return func(_whole(logits), *args, **kwargs)
+    return call.on(_whole(call.logits))
 
 
-def _view(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _view(call: _Call) -> object:
     """Reshape all dimensions except the last one, which must remain the vocabulary."""
-    whole = func(_whole(logits), *args, **kwargs)
+    logits, local, whole = call.logits, call.local, call.on(_whole(call.logits))
     if (
         whole.dtype is not logits.dtype
         or not whole.dim()
         or whole.size(-1) != logits.vocabulary.size
     ):
         return NotImplemented
-    local = _local(logits)
     sizes = (*whole.shape[:-1], local.size(-1))
-    return _like(logits, local.view(sizes) if func.__name__ == "view" else local.reshape(sizes))
-
-
-def _getitem(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
-    index = args[0] if isinstance(args[0], tuple) else (args[0],)
-    return (
-        _wrapped(logits, func, args, kwargs)
-        if keeps_vocabulary(index, logits.dim())
-        else NotImplemented
+    return _like(
+        logits, local.view(sizes) if call.func.__name__ == "view" else local.reshape(sizes)
     )
+
+
+def _getitem(call: _Call) -> object:
+    index = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
+    return _wrapped(call) if keeps_vocabulary(index, call.logits.dim()) else NotImplemented
 
 
 def keeps_vocabulary(index: tuple, dims: int) -> bool:
@@ -247,31 +259,24 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
     return ellipses <= 1 and isinstance(last, slice) and last == slice(None)
 
 
-def _cross_entropy(
-    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
-) -> object:
+def _cross_entropy(call: _Call) -> object:
     """Compute the loss from split logits.
 
     Unsupported cases (class weights, class probabilities, (N, C, d)) gather the logits.
     """
-    call = _LOSS.bind(logits, *args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
+    logits, bound = call.logits, _LOSS.bind(call.logits, *call.args, **call.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
     target, reduction, smoothing = given["target"], given["reduction"], given["label_smoothing"]
     plain = all(given[name] is None for name in ("weight", "size_average", "reduce"))
     known = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
     # torch expects the classes in dimension 1, which is the last one only up to two dimensions.
-    if not (
-        plain
-        and known
-        and indices
-        and logits.dim() <= 2
-        and target.shape == _local(logits).shape[:-1]
-    ):
+    fits = indices and logits.dim() <= 2 and target.shape == call.local.shape[:-1]
+    if not (plain and known and fits):
         return NotImplemented
     return vocabulary_parallel_cross_entropy(
-        _local(logits),
+        call.local,
         target,
         vocabulary=logits.vocabulary,
         group=logits.group,
@@ -281,13 +286,12 @@ def _cross_entropy(
     )
 
 
-def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> object:
+def _argmax(call: _Call) -> object:
     """Return the best of all ranks' maxima; among equal logits, the smallest id."""
-    dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
-    if dim is None or dim % logits.dim() != logits.dim() - 1:
+    keepdim, words, group = call.over_vocabulary(), call.logits.vocabulary, call.logits.group
+    if keepdim is None:
         return NotImplemented
-    words = logits.vocabulary
-    own = _local(logits).detach()[..., : words.count]
+    own = call.local.detach()[..., : words.count]
     if words.count:
         value, column = own.max(-1)
         column = column + words.start
@@ -296,26 +300,25 @@ def _argmax(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwarg
             own.new_full(own.shape[:-1], -torch.inf),
             own.new_zeros(own.shape[:-1], dtype=torch.int64),
         )
-    values = start_all_gather(value.unsqueeze(0), dim=0, group=logits.group)
-    columns = start_all_gather(column.unsqueeze(0), dim=0, group=logits.group)
+    values = start_all_gather(value.unsqueeze(0), dim=0, group=group)
+    columns = start_all_gather(column.unsqueeze(0), dim=0, group=group)
     best = columns.wait().gather(0, values.wait().argmax(0, keepdim=True)).squeeze(0)
     return best.unsqueeze(-1) if keepdim else best
 
 
-def _logsumexp(
-    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
-) -> object:
-    dim, keepdim = _bind(args, kwargs, dim=None, keepdim=False)
-    if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1:
+def _logsumexp(call: _Call) -> object:
+    keepdim, logits = call.over_vocabulary(), call.logits
+    if keepdim is None:
         return NotImplemented
     result = vocabulary_parallel_logsumexp(
-        _local(logits), vocabulary=logits.vocabulary, group=logits.group
+        call.local, vocabulary=logits.vocabulary, group=logits.group
     )
     return result.unsqueeze(-1) if keepdim else result
 
 
-def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict) -> str:
+def _text(call: _Call) -> str:
     """Describe the logits without values: printing on one rank must not communicate."""
+    logits = call.logits
     return (
         f"VocabularyParallelLogits(shape={tuple(logits.shape)}, dtype={logits.dtype}, "
         f"device='{logits.device}', "
@@ -323,11 +326,9 @@ def _text(logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs:
     )
 
 
-def _refuse_hook(
-    logits: VocabularyParallelLogits, func: Callable, args: tuple, kwargs: dict
-) -> object:
+def _refuse_hook(call: _Call) -> object:
     raise ValueError(
-        f"{func.__name__} on logits that are split along the vocabulary would see this rank's "
+        f"{call.func.__name__} on logits that are split along the vocabulary would see this rank's "
         "part only; take the whole first: "
         "logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
     )
@@ -355,23 +356,21 @@ _SHAPE = "shape size numel nelement __len__"
 _KEEP = "bfloat16 clone contiguous detach double float half neg tanh"
 _NUMBER = "__radd__ __rmul__ __rsub__ __truediv__ add div mul multiply sub subtract true_divide"
 
-_HANDLERS: Mapping[str, Callable[[VocabularyParallelLogits, Callable, tuple, dict], object]] = (
-    MappingProxyType(
-        {
-            **dict.fromkeys(_LOCAL.split(), _on_local),
-            **dict.fromkeys(_KEEP.split(), _wrapped),
-            **dict.fromkeys(_NUMBER.split(), _arithmetic),
-            **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
-            **dict.fromkeys(
-                ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook
-            ),
-            **dict.fromkeys(_SHAPE.split(), _as_whole),
-            **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
-            "to": _to,
-            "__getitem__": _getitem,
-            "cross_entropy": _cross_entropy,
-            "argmax": _argmax,
-            "logsumexp": _logsumexp,
-        }
-    )
+_HANDLERS: Mapping[str, Callable[[_Call], object]] = MappingProxyType(
+    {
+        **dict.fromkeys(_LOCAL.split(), _on_local),
+        **dict.fromkeys(_KEEP.split(), _wrapped),
+        **dict.fromkeys(_NUMBER.split(), _arithmetic),
+        **dict.fromkeys(("__repr__", "__format__", "__str__"), _text),
+        **dict.fromkeys(
+            ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook
+        ),
+        **dict.fromkeys(_SHAPE.split(), _as_whole),
+        **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
+        "to": _to,
+        "__getitem__": _getitem,
+        "cross_entropy": _cross_entropy,
+        "argmax": _argmax,
+        "logsumexp": _logsumexp,
+    }
 )
