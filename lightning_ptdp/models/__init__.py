@@ -19,7 +19,6 @@ from lightning_ptdp.models.size import (
     active_parameters,
     bert_flops_per_sample,
     flops_per_sample,
-    num_bert_parameters,
     num_parameters,
 )
 from lightning_ptdp.models.tiny import make_tiny
@@ -49,7 +48,6 @@ __all__ = [
     "flops_per_sample",
     "gpt_plan",
     "make_tiny",
-    "num_bert_parameters",
     "num_parameters",
 ]
 

@@ -19,7 +19,7 @@ from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.model_config import BertConfig, check_tensor_parallel
 from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import bert_plan
-from lightning_ptdp.models.size import bert_flops_per_sample, num_bert_parameters
+from lightning_ptdp.models.size import bert_flops_per_sample, num_parameters
 from lightning_ptdp.tensor_parallel import (
     DEFAULT_CHUNK_MB,
     ParallelPlan,
@@ -188,7 +188,7 @@ class LitBert(pl.LightningModule):
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the whole model, over all ranks."""
-        return num_bert_parameters(self.config)
+        return num_parameters(self.config)
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
         """Return the model operations, forward and backward, of one training sequence.

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.tensor_parallel import Experts
 
-__all__ = ["Operations", "count_operations"]
+__all__ = ["Operations", "count_once", "count_operations"]
 
 _LONGEST = 128
 
@@ -51,15 +52,21 @@ def count_operations(
     """
     long = max(2, min(longest, _LONGEST))
     short = long // 2
-    with torch.device("meta"):
-        model = build()
-    with without_data(), torch.device("meta"):
-        few, many = (_counted(model, run, length) for length in (short, long))
+    with without_data():
+        few, many = (count_once(build, run, length) for length in (short, long))
     per_pair = (many / long - few / short) / (long - short)
     return Operations(per_token=few / short - short * per_pair, per_pair=per_pair)
 
 
-def _counted(model: nn.Module, run: Callable[[nn.Module, int], Tensor], length: int) -> int:
+def count_once(
+    build: Callable[[], nn.Module], run: Callable[[nn.Module, int], Tensor], length: int
+) -> int:
+    """Count the operations of a sample of ``length`` tokens; arguments as in ``count_operations``.
+
+    Attention counts as products of its own, because a fused backward computes one of them twice.
+    """
+    with torch.device("meta"):
+        model = build()
     kind, of_experts = Experts(), list[int]()
     modules = [module for module in model.modules() if kind.fits(module)]
 
@@ -76,9 +83,11 @@ def _counted(model: nn.Module, run: Callable[[nn.Module, int], Tensor], length: 
 
     for module in modules:
         vars(module)["forward"] = visited.__get__(module)
-    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+    with (
+        torch.device("meta"),
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+        torch.enable_grad(),
+    ):
         run(model, length).sum().backward()
-    for module in modules:
-        del vars(module)["forward"]
-    model.zero_grad()
     return int(counter.get_total_flops()) + sum(of_experts)

@@ -15,7 +15,7 @@ from lightning_ptdp.models import (
     bert_flops_per_sample,
     bert_plan,
     check_tensor_parallel,
-    num_bert_parameters,
+    num_parameters,
 )
 from lightning_ptdp.pipeline.discover import find_parts
 from tests.models.configs import SIZES
@@ -47,7 +47,7 @@ def built(config: BertConfig, seed: int = 0) -> Bert:
 
 @BOTH
 def test_number_of_parameters_is_exact(config: BertConfig) -> None:
-    assert num_bert_parameters(config) == sum(p.numel() for p in Bert(config).parameters())
+    assert num_parameters(config) == sum(p.numel() for p in Bert(config).parameters())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_number_of_parameters_of_published_models(
     layers: int, hidden: int, heads: int, published: float, exact: int | None
 ) -> None:
     for make in (BertConfig.original, BertConfig.megatron):
-        number = num_bert_parameters(make(num_layers=layers, hidden_size=hidden, num_heads=heads))
+        number = num_parameters(make(num_layers=layers, hidden_size=hidden, num_heads=heads))
         assert number == pytest.approx(published, rel=0.02)
         assert exact is None or number == exact
         with torch.device("meta"):

@@ -21,7 +21,7 @@ from lightning_ptdp.models import (
     BertConfig,
     LitBert,
     bert_flops_per_sample,
-    num_bert_parameters,
+    num_parameters,
 )
 from tests.models.configs import SIZES
 from tests.models.fits import quiet_trainer
@@ -175,7 +175,7 @@ def test_training_solves_a_task_and_logs_it(tmp_path: Path) -> None:
 
 def test_sizes_and_mistakes() -> None:
     lit = LitBert(CONFIG)
-    assert lit.num_parameters == num_bert_parameters(CONFIG)
+    assert lit.num_parameters == num_parameters(CONFIG)
     assert lit.flops_per_sample(12) == bert_flops_per_sample(CONFIG, sequence_length=12)
     with pytest.raises(ValueError, match="configure_model"):
         lit(batch())
