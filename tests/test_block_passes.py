@@ -1,0 +1,73 @@
+"""The list of block passes: their order, their options, and a second application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ptdp.blocks.compiled_blocks import CompiledForward
+from lightning_ptdp.blocks.recompute import Recomputed
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.forward.surroundings import Surroundings
+from lightning_ptdp.parallelize import (
+    BLOCK_PASSES,
+    BlockSetting,
+    ParallelModel,
+    apply_block_passes,
+)
+from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
+
+
+def applied(module: nn.Module, **options: Any) -> ParallelModel:
+    config = PTDPConfig(**options)
+    parallel = ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",))
+    return apply_block_passes(
+        BlockSetting(
+            config=config,
+            mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0),
+            parallel=parallel,
+            surroundings=Surroundings(),
+            device=torch.device("cpu"),
+        )
+    )
+
+
+def forwards(module: nn.Module) -> list[type]:
+    """The replacements of a forward, the outermost first."""
+    found, forward = [], vars(module).get("forward")
+    while forward is not None:
+        own = forward.__self__
+        found.append(type(own))
+        forward = own.replaced
+    return found
+
+
+def test_recomputation_is_around_the_compiled_forward() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    expected = module(torch.ones(1, 2))
+    compiled: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "eager"}}
+    for _ in range(2):  # a second application undoes the first
+        parallel = applied(module, **compiled, recompute="full")
+        assert [forwards(block) for block in module] == [[Recomputed, CompiledForward]] * 2
+    assert parallel.notes == ("first",)
+    assert torch.equal(module(torch.ones(1, 2)), expected)
+    applied(module, compile="none")
+    assert [forwards(block) for block in module] == [[], []]
+
+
+def test_a_note_of_a_pass_is_kept() -> None:
+    module = nn.Sequential(nn.Linear(16, 16))
+    (first, note) = applied(module, compile="none", fp8="rowwise").notes
+    assert first == "first"
+    assert "fp8='rowwise' multiplies in float8" in note
+
+
+def test_every_pass_is_an_option() -> None:
+    default = PTDPConfig(compile="none")
+    for each in BLOCK_PASSES:
+        assert hasattr(default, each.option)
+        assert not each.applies(default)
