@@ -44,6 +44,9 @@ class AllToAllAttention(DistributedAttention):
     are sent, and their gradients are summed. A mask with rows is gathered to (s, s).
     """
 
+    name = "all_to_all"
+    divides_heads = True
+
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the local queries' results.
 
@@ -64,22 +67,6 @@ class AllToAllAttention(DistributedAttention):
             q, k, v, causal=call.causal, mask=mask, scale=call.scale, dropout_p=call.dropout_p
         )
         return _HeadExchange.apply(_to_sequence, _to_heads, group, plain_attention(whole))[0]
-
-    @classmethod
-    def check_heads(cls, heads: int, size: int) -> None:
-        """Check that every rank gets whole heads. Key/value heads need no check.
-
-        Raises:
-            ValueError: The number of heads does not divide.
-        """
-        if heads % size:
-            works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
-            raise ValueError(
-                f"context_parallel_attention='all_to_all' shares out {heads} heads (on each "
-                f"tensor-parallel rank) over context_parallel_size={size} ranks, which does not "
-                f"divide; use a context_parallel_size of {works}, or "
-                "context_parallel_attention='ring'"
-            )
 
     @classmethod
     def held_kv_heads(cls, kv_heads: int, size: int) -> int:

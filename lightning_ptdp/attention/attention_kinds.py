@@ -15,6 +15,6 @@ __all__ = ["ATTENTIONS", "AttentionKind"]
 AttentionKind = Literal["ring", "all_to_all"]
 """Values of the option ``context_parallel_attention``."""
 
-ATTENTIONS: Mapping[AttentionKind, type[DistributedAttention]] = MappingProxyType(
-    {"ring": RingAttention, "all_to_all": AllToAllAttention}
+ATTENTIONS: Mapping[str, type[DistributedAttention]] = MappingProxyType(
+    {kind.name: kind for kind in (RingAttention, AllToAllAttention)}
 )

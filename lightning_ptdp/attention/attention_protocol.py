@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -100,22 +101,36 @@ class DistributedAttention(ABC):
     To add a kind, derive a class from this one and add it to ``attention_kinds.py``.
 
     Attributes:
+        name: Value of the option ``context_parallel_attention``.
+        divides_heads: True if every rank must get whole heads.
         group: The context group, preferably without other communication.
     """
 
+    name: ClassVar[str]
+    divides_heads: ClassVar[bool] = False
     group: Group
 
     @abstractmethod
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the local queries' results."""
 
-    @classmethod  # noqa: B027
+    @classmethod
     def check_heads(cls, heads: int, size: int) -> None:
         """Check that ``heads`` of one tensor-parallel rank suit a group of ``size``.
+
+        Key/value heads need no check.
 
         Raises:
             ValueError: They do not.
         """
+        if cls.divides_heads and heads % size:
+            works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
+            raise ValueError(
+                f"context_parallel_attention={cls.name!r} shares out {heads} heads (on each "
+                f"tensor-parallel rank) over context_parallel_size={size} ranks, which does not "
+                f"divide; use a context_parallel_size of {works}, or "
+                "context_parallel_attention='ring'"
+            )
 
     @classmethod
     def held_kv_heads(cls, kv_heads: int, size: int) -> int:

@@ -58,6 +58,8 @@ class RingAttention(DistributedAttention):
     of torch's CPU generator.
     """
 
+    name = "ring"
+
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the local queries' results in the dtype of ``q``."""
         p = call.dropout_p

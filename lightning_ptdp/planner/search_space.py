@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_ptdp.attention import AttentionKind
+from lightning_ptdp.attention import ATTENTIONS, AttentionKind
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
@@ -175,7 +175,7 @@ def _context_sizes(job: Job, space: Space) -> Sequence[int]:
 
 
 def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[AttentionKind]:
-    """Yield the possible exchanges. All-to-all attention needs heads for all of its ranks."""
+    """Yield the possible exchanges; some need heads for all of their ranks."""
     t, c = layout.tensor_parallel_size, layout.context_parallel_size
     if c == 1:
         yield "ring"
@@ -183,7 +183,9 @@ def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Atten
     shared = all(
         one.heads % (t * c) == 0 for _, layer in job.shape.runs for one in layer.attentions
     )
-    yield from (one for one in space.context_parallel_attentions if one == "ring" or shared)
+    for kind in space.context_parallel_attentions:
+        if shared or not ATTENTIONS[kind].divides_heads:
+            yield kind
 
 
 def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | UnfitSize]:
