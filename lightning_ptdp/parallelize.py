@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_ptdp.blocks.collective_overlap import overlap_collectives
 from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
-from lightning_ptdp.blocks.fp8 import apply_fp8
+from lightning_ptdp.blocks.fp8 import Float8Linear, apply_fp8
 from lightning_ptdp.blocks.offload import Offloaded
 from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
 from lightning_ptdp.config import PTDPConfig
@@ -333,7 +333,7 @@ def apply_block_passes(to: BlockSetting) -> ParallelModel:
         ValueError: The device or the machine lacks what an option needs, or a stage has too few
             layers.
     """
-    give_back_forwards(to.parallel.module, CompiledForward, Recomputed, Offloaded)
+    give_back_forwards(to.parallel.module, Float8Linear, CompiledForward, Recomputed, Offloaded)
     notes = [each.apply(to) for each in BLOCK_PASSES if each.applies(to.config)]
     return replace(
         to.parallel, notes=(*to.parallel.notes, *(note for note in notes if note is not None))

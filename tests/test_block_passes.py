@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.blocks.compiled_blocks import CompiledForward
+from lightning_ptdp.blocks.fp8 import Float8Linear
 from lightning_ptdp.blocks.recompute import Recomputed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
@@ -64,6 +65,13 @@ def test_a_note_of_a_pass_is_kept() -> None:
     (first, note) = applied(module, compile="none", fp8="rowwise").notes
     assert first == "first"
     assert "fp8='rowwise' multiplies in float8" in note
+
+
+def test_a_run_without_float8_undoes_that_of_an_earlier_one() -> None:
+    module = nn.Sequential(nn.Linear(16, 16))
+    for fp8 in ("rowwise", None):
+        applied(nn.Sequential(module), compile="none", fp8=fp8)
+        assert forwards(module[0]) == ([] if fp8 is None else [Float8Linear])
 
 
 def test_every_pass_is_an_option() -> None:

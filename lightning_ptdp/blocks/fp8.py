@@ -44,7 +44,7 @@ from lightning_ptdp.tensor_parallel.linear_like import (
 )
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention
 
-__all__ = ["Float8Scaling", "apply_fp8", "check_fp8"]
+__all__ = ["Float8Linear", "Float8Scaling", "apply_fp8", "check_fp8"]
 
 Float8Scaling = Literal["tensorwise", "rowwise"]
 
@@ -110,7 +110,7 @@ class Float8Product(MatrixProduct):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Float8Linear(OwnForward):
+class Float8Linear(OwnForward):
     """Forward of a layer that is not split.
 
     Attributes:
@@ -189,7 +189,7 @@ def apply_fp8(
             layer.products = products
         else:
             vars(layer).setdefault("weight_gradients", None)
-            replace_forward(layer, _Float8Linear, products=products)
+            replace_forward(layer, Float8Linear, products=products)
         names[_INDEX.sub(".*.", name)] = None
     return f"fp8={scaling!r} multiplies in float8: {', '.join(names) or 'nothing on this rank'}"
 
