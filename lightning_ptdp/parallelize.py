@@ -36,9 +36,9 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.own_forward import give_back_forwards
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parameters.layout_notes import layout_notes
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
-from lightning_ptdp.parameters.records import ParameterRecord, Records, Sum
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement, Sum
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
@@ -77,7 +77,7 @@ class ParallelModel:
         module: The module, changed in place.
         plan: Plan of its submodules.
         cut: This rank's stages (None without a pipeline).
-        records: Records of all local parameters.
+        parameters: All local parameters.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         names: Names of all parameters of the uncut model, tied ones once.
         whole: The uncut module's structure; None if every rank has all of it.
@@ -89,7 +89,7 @@ class ParallelModel:
     module: nn.Module
     plan: ParallelPlan
     cut: PipelineCut | None = None
-    records: Records = field(default_factory=dict)
+    parameters: ManagedParameters = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     whole: UncutView | None = None
@@ -97,7 +97,7 @@ class ParallelModel:
     split_blocks: str | None = None
 
     def check(self, *, frozen: bool = True) -> None:
-        """Check that every parameter of the module is recorded.
+        """Check that every parameter of the module is managed.
 
         With ``frozen=False`` only trained parameters are checked.
 
@@ -107,7 +107,7 @@ class ParallelModel:
         held = [
             (name, p) for name, p in self.module.named_parameters() if frozen or p.requires_grad
         ]
-        unknown = [name for name, parameter in held if parameter not in self.records]
+        unknown = [name for name, parameter in held if parameter not in self.parameters]
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced "
@@ -196,21 +196,21 @@ def parallelize(  # noqa: PLR0913
             module, parts=parts, ranges=ranges, stages=stages, collects=planned.collects
         )
 
-    shardings = _build_local(module, planned, kinds, materialize, whole, mesh)
+    placements = _build_local(module, planned, kinds, materialize, whole, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
     make_room(
         module,
         device=device,
-        padded={parameter for parameter, one in shardings.items() if one.num_padding},
+        padded={parameter for parameter, one in placements.items() if one.num_padding},
     )
     copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
-    records = _records(module, shardings, whole, cut, mesh, copy_groups)
+    parameters = _managed(module, placements, whole, cut, mesh, copy_groups)
     notes = layout_notes(
         differing=differing,
         everywhere=cut.parts.everywhere if cut is not None else (),
-        shardings={record.name: record.sharding for record in records.values()},
+        placements={managed.name: managed.placement for managed in parameters.values()},
         padded={
             name
             for name, users in whole.users.items()
@@ -222,7 +222,7 @@ def parallelize(  # noqa: PLR0913
         module=module,
         plan=planned,
         cut=cut,
-        records=records,
+        parameters=parameters,
         aliases=whole.aliases,
         names=tuple(whole.order),
         whole=view,
@@ -422,7 +422,7 @@ def _build_local(
     materialize: Materializer,
     whole: _Whole,
     mesh: ProcessMesh,
-) -> dict[nn.Parameter, Sharding]:
+) -> dict[nn.Parameter, Placement]:
     """Give values to the local modules and shard them, one module at a time.
 
     Keeps ``whole.names`` up to date."""
@@ -431,7 +431,7 @@ def _build_local(
         mesh.layout.sequence_parallel and mesh.group("tensor").size > 1,
     )
     shared: dict[int, nn.Parameter] = {}
-    shardings: dict[nn.Parameter, Sharding] = {}
+    placements: dict[nn.Parameter, Placement] = {}
     places, names = _places(module), whole.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
@@ -464,21 +464,21 @@ def _build_local(
         )
         for parent, key in places[child] if new is not child else ():
             parent._modules[key] = new
-        for key, sharding in own.items():
+        for key, placement in own.items():
             parameter = new.get_parameter(key)
-            names[parameter], shardings[parameter] = names[old[key]], sharding
+            names[parameter], placements[parameter] = names[old[key]], placement
             if parameter is not old[key] and len(whole.users[names[parameter]]) == 1:
                 # The slice is a copy. Release the full value.
                 old[key].data = old[key].data.new_empty(0)
     replace_aliases(module, shared)
     for name, parameter in module.named_parameters():
-        if parameter not in shardings:
-            shardings[parameter] = Sharding.replicated(
+        if parameter not in placements:
+            placements[parameter] = Placement.replicated(
                 parameter.shape, partial=plan.partial(name, sequence_parallel)
             )
     if sequence_parallel:
         split_sequence(module, plan, group=tensor)
-    return shardings
+    return placements
 
 
 def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
@@ -493,19 +493,18 @@ def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _records(
+def _managed(
     module: nn.Module,
-    shardings: Mapping[nn.Parameter, Sharding],
+    placements: Mapping[nn.Parameter, Placement],
     whole: _Whole,
     cut: PipelineCut | None,
     mesh: ProcessMesh,
     copy_groups: Mapping[int, Group],
-) -> dict[nn.Parameter, ParameterRecord]:
-    """Return the records of the local parameters.
+) -> ManagedParameters:
+    """Return the local parameters, with placements that know the other ranks.
 
     The groups of shared parameters are made here, in the same order on all ranks of a pipeline."""
-    pipeline, layout = mesh.group("pipeline"), mesh.layout
-    same = [axis.name for axis in layout.axes if axis.reads == "same"]
+    layout, place = mesh.layout, mesh.group("pipeline").rank
     stages_of: dict[str, set[int]] = {}
     for name, holders in whole.users.items():
         found = (
@@ -521,50 +520,59 @@ def _records(
     groups = {
         ranks: _holders(mesh, ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1
     }
-    records = {}
+    managed = {}
     for parameter in module.parameters():
-        name, sharding = whole.names[parameter], shardings[parameter]
-        data_axes = layout.summed(sharding.sharded)
-        sharding = replace(
-            sharding,
-            sharded=(*sharding.sharded, "pipeline"),
-            partial=(*sharding.partial, *data_axes),
-        )
+        name = whole.names[parameter]
         ranks = ranks_of[name]
-        alike = [mesh.group(axis) for axis in same if axis not in sharding.sharded]
-        sums: list[Sum] = [
-            ((), mesh.group(axis))
-            for axis in sharding.partial
-            if axis in same and mesh.group(axis).size > 1
-        ]
-        sums += [
-            (piece.local_slices, copy_groups[piece.copies])
-            for piece in sharding.pieces
-            if piece.copies > 1
-        ]
-        sums += [((), groups[ranks])] if ranks in groups else []
-        records[parameter] = ParameterRecord(
+        stages = [stage for stage in stages_of[name] if layout.rank_of_stage(stage) == place]
+        managed[parameter] = ManagedParameter(
+            parameter=parameter,
+            placement=_with_others(
+                placements[parameter], mesh, copy_groups, ranks[0], groups.get(ranks)
+            ),
             name=name,
             order=whole.order[name],
-            sharding=sharding,
-            stages=tuple(
-                sorted(
-                    stage
-                    for stage in stages_of[name]
-                    if layout.rank_of_stage(stage) == pipeline.rank
-                )
-            ),
-            data_axes=data_axes,
-            sums=tuple(sums),
-            tied=ranks in groups,
-            counted=pipeline.rank == ranks[0] and all(group.rank == 0 for group in alike),
-            leads=all(
-                mesh.group(axis.name).rank == 0
-                for axis in layout.blocked
-                if axis.name not in sharding.sharded
-            ),
+            stages=tuple(sorted(stages)),
         )
-    return records
+    return managed
+
+
+def _with_others(
+    placement: Placement,
+    mesh: ProcessMesh,
+    copy_groups: Mapping[int, Group],
+    first: int,
+    holders: Group | None,
+) -> Placement:
+    """Return the placement with the facts about other ranks.
+
+    ``first`` is the first pipeline rank that holds the parameter; ``holders`` is the group of those
+    that do, if there are several."""
+    data_axes = mesh.layout.summed(placement.sharded)
+    partial = [mesh.group(axis) for axis in placement.partial]
+    sums: list[Sum] = [(None, group) for group in partial if group.size > 1]
+    sums += [
+        (piece.in_local, copy_groups[piece.copies])
+        for piece in placement.pieces
+        if piece.copies > 1
+    ]
+    sums += [(None, holders)] if holders is not None else []
+    # axes on which an earlier rank holds it alike
+    repeated = [
+        axis
+        for axis in mesh.layout.axes
+        if axis.name not in placement.sharded
+        and mesh.group(axis.name).rank != (first if axis.name == "pipeline" else 0)
+    ]
+    return replace(
+        placement,
+        sharded=(*placement.sharded, "pipeline"),
+        partial=(*placement.partial, *data_axes, *(["pipeline"] if holders is not None else [])),
+        data_axes=data_axes,
+        sums=tuple(sums),
+        first_in_replica=all(axis.reads != "same" for axis in repeated),
+        first_in_block=all(axis.within is None for axis in repeated),
+    )
 
 
 def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:

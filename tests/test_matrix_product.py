@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp.data_parallel import BucketEntry, GradientBuckets
+from lightning_ptdp.data_parallel import GradientBuckets, GradientState, Reduction
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.matrix_product import MatrixProduct
 from lightning_ptdp.shims.torch import set_gradient_dtype
+from tests.data_parallel.managed import managed
 
 
 class _Traffic(TorchDispatchMode):
@@ -133,15 +134,13 @@ def test_gradients_that_nobody_asked_for_stay() -> None:
 
 def test_a_bucket_is_told_of_what_products_have_added() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0) for p in module.parameters()], bucket_bytes=1
-    )
-    buckets.install()
-    buckets.arm(0)
+    buckets = GradientBuckets(managed(module.parameters()), {(): Reduction()}, bucket_bytes=1)
+    buckets.begin(keep=False)
+    buckets.expect_last(0)
     with WeightGradients().intercepting():
         loss = module(torch.ones(2, 4)).sum()
     torch.autograd.backward(loss)
-    assert [bucket.launched for bucket in buckets.buckets()] == [True, True]
+    assert [bucket.state for bucket in buckets.buckets()] == [GradientState.REDUCING] * 2
     assert buckets.unused() == []
     assert all(view.any() for bucket in buckets.buckets() for view in bucket.views)
     buckets.close()

@@ -29,10 +29,10 @@ from harness import Comparison, compare, parse_options, report
 
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.files import sync_folder
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 
-Tensors = dict[str, tuple[torch.Tensor, Sharding]]
+Tensors = dict[str, tuple[torch.Tensor, Placement]]
 WIDTH = 1024
 Times = dict[str, list[float]]
 

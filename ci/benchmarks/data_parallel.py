@@ -39,7 +39,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.data_parallel import GradientBuckets, GradientState
 from lightning_ptdp.models import GPT, GPTConfig
 
 SIZES = {
@@ -144,6 +144,8 @@ class Waits:
             if self.watching:
                 self.left.append(least(time.perf_counter() - start))
                 dist.barrier()
+                for bucket in buckets.buckets():
+                    bucket.state = GradientState.ACCUMULATING
                 start = time.perf_counter()
                 finish(buckets)
                 self.alone.append(least(time.perf_counter() - start))

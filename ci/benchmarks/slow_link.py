@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from turns import BareLoop, Contestant, TrainerLoop
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.data_parallel import GradientBuckets, GradientState
 from lightning_ptdp.data_parallel.bucket import Bucket
 
 _CONVOLUTIONS = [
@@ -129,7 +129,7 @@ def nothing_reduced() -> Iterator[None]:
     """Our buckets stay as they are."""
 
     def launch(buckets: GradientBuckets, bucket: Bucket) -> None:
-        bucket.launched = True
+        bucket.state = GradientState.REDUCING
 
     with mock.patch.object(GradientBuckets, "_launch", launch):
         yield

@@ -236,9 +236,9 @@ def _number(trainer: Trainer, experts: nn.Module) -> int:
     """Return the number of experts on all ranks."""
     first = next(experts.parameters())
     parallel = getattr(trainer.strategy, "parallel", None)
-    return (
-        first.size(0) if parallel is None else int(parallel.records[first].sharding.full_shape[0])
-    )
+    if parallel is None:
+        return first.size(0)
+    return int(parallel.parameters[first].placement.full_shape[0])
 
 
 def _of_all_stages(trainer: Trainer, found: dict[str, int]) -> dict[str, int]:

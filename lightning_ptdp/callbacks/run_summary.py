@@ -133,22 +133,22 @@ class _Held(NamedTuple):
 
 def _held(parallel: ParallelModel) -> _Held:
     counted = {
-        p: record.sharding.num_counted
-        for p, record in parallel.records.items()
-        if record.counted and record.leads
+        p: managed.placement.num_unrepeated
+        for p, managed in parallel.parameters.items()
+        if managed.placement.counted
     }
     kind, resting = Experts(), 0.0
     for name, module in parallel.module.named_modules():
         if kind.fits(module):
             of_experts = list(module.parameters())
             number, chosen = (
-                parallel.records[of_experts[0]].sharding.full_shape[0],
+                parallel.parameters[of_experts[0]].placement.full_shape[0],
                 _chosen(parallel.module, name),
             )
             resting += sum(counted.get(p, 0) for p in of_experts) * (
                 1 - (chosen or math.nan) / number
             )
-    return _Held(sum(p.numel() for p in parallel.records), sum(counted.values()), resting)
+    return _Held(sum(p.numel() for p in parallel.parameters), sum(counted.values()), resting)
 
 
 def _chosen(module: nn.Module, experts: str) -> int | None:

@@ -35,7 +35,7 @@ from lightning_ptdp.checkpoint.latest import (
     newest_checkpoint,
 )
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Placed, rectangles_of
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, rectangles_of
 from lightning_ptdp.checkpoint.metadata import (
     CheckpointMetadata,
     FileEntry,
@@ -80,7 +80,6 @@ __all__ = [
     "LocalRectangle",
     "MissingCheckpointError",
     "OnDamage",
-    "Placed",
     "SaveFolders",
     "Stored",
     "StoredOptimizers",

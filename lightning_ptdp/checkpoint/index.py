@@ -24,13 +24,14 @@ from lightning_ptdp.base.checked_json import (
 from lightning_ptdp.base.untrusted import parse_json
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
+from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.checkpoint.metadata import (
     INDEX_FILE,
     CheckpointMetadata,
     TensorEntry,
     read_verified,
 )
-from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
+from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
 

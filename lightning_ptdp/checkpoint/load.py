@@ -43,11 +43,11 @@ def load_tensors(
 
     The function is collective over the default process group, if there is one. Every rank reads
     only the stored rectangles that overlap its own. Values are converted to the target's dtype.
-    Local elements that no rectangle of the sharding covers (padding) keep their values.
+    Local elements that no rectangle of the placement covers (padding) keep their values.
 
     Args:
         path: The checkpoint folder.
-        tensors: This rank's local tensors with their shardings, under global names. They may differ
+        tensors: This rank's local tensors with their placements, under global names. They may differ
             between ranks, or be empty.
         strict: True if a name that the checkpoint lacks is an error; otherwise that tensor is
             unchanged.

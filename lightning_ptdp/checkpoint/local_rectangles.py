@@ -1,36 +1,21 @@
-"""Rectangles of the full tensors that a rank holds: the only form of shardings in storage."""
+"""Rectangles of the full tensors that a rank holds: the only form of placements in storage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.rectangles import Rectangle
+from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["LocalRectangle", "Placed", "Tensors", "cut_strips", "rectangles_of"]
-
-
-class Placed(Protocol):
-    """Position of a local tensor in its full one: a ``Sharding`` or an optimizer's shard."""
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """Return the shape of the full tensor."""
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of the local tensor."""
-
-    def held(self, local: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield (offset in the full tensor, view of ``local``) of every local rectangle."""
+__all__ = ["LocalRectangle", "Tensors", "cut_strips", "rectangles_of"]
 
 
-Tensors = Mapping[str, tuple[torch.Tensor, Placed]]
+Tensors = Mapping[str, tuple[torch.Tensor, Placement]]
 _STRIPS = (8, 4, 2)
 _STRIP_BYTES = 1 << 20
 
@@ -83,22 +68,22 @@ class LocalRectangle:
 def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
     """Return the rectangles of local tensors.
 
-    Local elements that no rectangle of the sharding covers (padding) are left out.
+    Local elements that no rectangle of the placement covers (padding) are left out.
 
     Raises:
-        CheckpointError: A tensor does not have its sharding's local shape.
+        CheckpointError: A tensor does not have the shape that its placement states.
     """
     found = []
-    for name, (tensor, sharding) in tensors.items():
-        if tuple(tensor.shape) != sharding.local_shape:
+    for name, (tensor, placement) in tensors.items():
+        if tuple(tensor.shape) != placement.held_shape:
             raise CheckpointError(
-                f"{name!r} has the local shape {tuple(tensor.shape)}, but its sharding says "
-                f"{sharding.local_shape}"
+                f"{name!r} has the local shape {tuple(tensor.shape)}, but its placement says "
+                f"{placement.held_shape}"
             )
-        for offset, values in sharding.held(tensor.detach()):
+        for offset, values in placement.held(tensor.detach()):
             found.append(
                 LocalRectangle(
-                    name=name, full_shape=sharding.full_shape, offset=offset, values=values
+                    name=name, full_shape=placement.full_shape, offset=offset, values=values
                 )
             )
     return found

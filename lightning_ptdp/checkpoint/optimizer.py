@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
-from lightning_ptdp.checkpoint.local_rectangles import Placed
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.single_file import optimizer_by_name
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 __all__ = [
     "keeps_history",
@@ -59,17 +58,17 @@ def optimizer_tensors(
     optimizer: Optimizer,
     *,
     names: Names,
-    shardings: Mapping[str, Placed],
+    placements: Mapping[str, Placement],
     index: int = 0,
     extra: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]] | None = None,
-) -> dict[str, tuple[torch.Tensor, Placed]]:
+) -> dict[str, tuple[torch.Tensor, Placement]]:
     """Return this rank's optimizer state for :func:`save_checkpoint`.
 
     Args:
         optimizer: An optimizer whose states are tensors of the parameter's shape, 0-d tensors,
             numbers or None (which is left out).
         names: Global name of every local parameter of the optimizer.
-        shardings: Records of the parameters, by global name.
+        placements: Placements of the parameters, by global name.
         index: Number of the optimizer among the module's optimizers.
         extra: Further states of parameters that are not in the optimizer.
 
@@ -98,7 +97,7 @@ def optimizer_tensors(
             like_it = value.shape == parameter.shape
             found[f"{_prefix(index)}{key}/{name}"] = (
                 value,
-                shardings[name] if like_it else Sharding.replicated(()),
+                placements[name] if like_it else Placement.replicated(()),
             )
     return found
 
@@ -187,7 +186,7 @@ def load_optimizer(
     optimizer: Optimizer,
     *,
     names: Names,
-    shardings: Mapping[str, Placed],
+    placements: Mapping[str, Placement],
     groups: Sequence[Group],
     index: int = 0,
     open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
@@ -205,7 +204,7 @@ def load_optimizer(
         path: The checkpoint folder.
         optimizer: The optimizer to fill; its old state is dropped.
         names: Global name of every local parameter of the optimizer.
-        shardings: Records of the parameters, by global name.
+        placements: Placements of the parameters, by global name.
         groups: The saved groups of all ranks, from :func:`merge_groups`.
         index: Number of the optimizer among the module's optimizers.
         open_stored: Function from ``path`` to the stored tensors; by default it opens a checkpoint
@@ -220,7 +219,7 @@ def load_optimizer(
         named = _named(optimizer, names)
         _check_groups(optimizer, names, groups)
         stored = open_stored(path)
-        states = _empty_states(stored.tensors, optimizer, named, shardings, index)
+        states = _empty_states(stored.tensors, optimizer, named, placements, index)
     targets = {name: (value, place) for name, (_, _, value, place) in states.items()}
     load_tensors(path, targets, prefix=_prefix(index), open_stored=lambda _: stored)
     optimizer.state.clear()
@@ -239,7 +238,7 @@ def load_indexed_optimizer(
     optimizer: Optimizer,
     *,
     names: Names,
-    shardings: Mapping[str, Placed],
+    placements: Mapping[str, Placement],
     of_groups: Sequence[Sequence[str]],
 ) -> None:
     """Restore an optimizer in any layout from a ``state_dict`` of the whole model's optimizer.
@@ -250,7 +249,7 @@ def load_indexed_optimizer(
         state: The saved state.
         optimizer: The optimizer to fill.
         names: Global name of every local parameter of the optimizer.
-        shardings: Records of the parameters, by global name.
+        placements: Placements of the parameters, by global name.
         of_groups: Names of the saved parameters, group by group.
 
     Raises:
@@ -262,7 +261,7 @@ def load_indexed_optimizer(
         "in one file",
         optimizer,
         names=names,
-        shardings=shardings,
+        placements=placements,
         groups=groups,
         open_stored=lambda _: stored,
     )
@@ -298,9 +297,9 @@ def _empty_states(
     stored: Mapping[str, TensorEntry],
     optimizer: Optimizer,
     named: Names,
-    shardings: Mapping[str, Placed],
+    placements: Mapping[str, Placement],
     index: int,
-) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]]:
+) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]]:
     """Return parameter, state key, tensor to fill and position of this rank's stored states.
 
     The result is keyed by the names in the checkpoint.
@@ -312,24 +311,24 @@ def _empty_states(
         if group.get("capturable") or group.get("fused")
     ]
     on_device = set().union(*with_scalars)
-    found: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placed]] = {}
+    found: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]] = {}
     for full_name in sorted(name for name in stored if name.startswith(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
         if name not in parameters:
             continue
-        parameter, sharding, entry = parameters[name], shardings[name], stored[full_name]
-        whole = entry.shape == () and sharding.full_shape != ()
-        if not whole and entry.shape != sharding.full_shape:
+        parameter, placement, entry = parameters[name], placements[name], stored[full_name]
+        whole = entry.shape == () and placement.full_shape != ()
+        if not whole and entry.shape != placement.full_shape:
             raise CheckpointError(
                 f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint and "
-                f"{sharding.full_shape} here"
+                f"{placement.full_shape} here"
             )
-        place: Placed = Sharding.replicated(()) if whole else sharding
+        place = Placement.replicated(()) if whole else placement
         device = parameter.device if parameter in on_device or not whole else torch.device("cpu")
         found[full_name] = (
             parameter,
             key,
-            torch.zeros(place.local_shape, dtype=entry.dtype, device=device),
+            torch.zeros(place.held_shape, dtype=entry.dtype, device=device),
             place,
         )
     return found

@@ -14,11 +14,12 @@ import torch
 
 from lightning_ptdp.checkpoint.checkpoint_error import reading
 from lightning_ptdp.checkpoint.checksums import open_summed
+from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.checkpoint.index import StoredRectangle, open_index
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import TensorEntry, read_metadata, read_sums
-from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
+from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["TensorReader"]
 

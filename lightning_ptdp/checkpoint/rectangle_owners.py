@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.rectangles import Rectangle, check_cover
+from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["Held", "check_held", "share_out"]
 

@@ -13,32 +13,32 @@ from lightning_ptdp.data_parallel.elementwise import (
     check_elementwise,
     constructed_state,
 )
-from lightning_ptdp.data_parallel.flat_shards import FlatSharding
+from lightning_ptdp.data_parallel.gradient_state import GradientState
+from lightning_ptdp.data_parallel.gradient_store import GradientStore
 from lightning_ptdp.data_parallel.gradient_sums import global_norm
 from lightning_ptdp.data_parallel.gradients import Gradients
 from lightning_ptdp.data_parallel.manual_optimization import (
     ManualGradients,
     ManualOptimizationError,
 )
-from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, OptimizerTensor
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
 from lightning_ptdp.data_parallel.parameter_gather import overlaps_gather
-from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
+from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.data_parallel.replica_buffers import ReplicaBuffers
 from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradients
 
 __all__ = [
     "HALF",
-    "BucketEntry",
     "Cut",
-    "FlatSharding",
     "GradientBuckets",
+    "GradientState",
+    "GradientStore",
     "Gradients",
     "GroupTrial",
     "ManualGradients",
     "ManualOptimizationError",
     "MixingOptimizerError",
     "OptimizerParameters",
-    "OptimizerTensor",
     "Reduction",
     "ReplicaBuffers",
     "UnbucketedGradients",

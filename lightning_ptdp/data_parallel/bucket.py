@@ -9,8 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_ptdp.data_parallel.flat_shards import Shard
-from lightning_ptdp.data_parallel.reduction import BucketEntry, Reduction
+from lightning_ptdp.data_parallel.gradient_state import GradientState, ParameterState
+from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
+from lightning_ptdp.parameters.placement import Placement
 
 __all__ = ["ALIGNMENT", "HALF", "Bucket", "aligned"]
 
@@ -23,31 +25,37 @@ class Bucket:
     """One contiguous buffer of gradients.
 
     Attributes:
-        entries: Parameters of the bucket, in backward order.
-        offsets: Offset of each entry in the buffer.
+        parameters: Parameters of the bucket, in backward order.
+        reduction: Sum of the buffer over the ranks that read other data.
+        offsets: Offset of each parameter in the buffer.
         buffer: (n,) gradients. A few elements between parameters and at the end belong to no
             parameter and stay zero.
-        views: Each entry's part of the buffer, in the parameter's shape.
+        views: Each parameter's part of the buffer, in its shape.
+        state: What happens to the gradients.
+        parameter_state: What happens to the parameters, if the optimizer is sharded.
+        pending: Number of gradients that the last backward has not completed; None: another
+            backward follows, or the reduction has started.
     """
 
-    entries: list[BucketEntry]
+    parameters: list[ManagedParameter]
+    reduction: Reduction
     offsets: list[int]
     buffer: Tensor
     views: list[Tensor]
-    pending: int = 0
-    launched: bool = False
+    state: GradientState = GradientState.EMPTY
+    parameter_state: ParameterState = ParameterState.WHOLE
+    pending: int | None = None
 
-    @property
-    def reduction(self) -> Reduction:
-        """Return the reduction that sums the bucket."""
-        return self.entries[0].reduction
+    @cached_property
+    def chunk(self) -> int | None:
+        """Return the stage whose backward completes the bucket; None if several contribute."""
+        return self.parameters[0].chunk
 
     @cached_property
     def next_begins(self) -> dict[int, int]:
-        """Map the end of each entry to the aligned offset of the next one."""
+        """Map the end of each parameter to the aligned offset of the next one."""
         ends = {
-            offset + entry.parameter.numel()
-            for entry, offset in zip(self.entries, self.offsets, strict=True)
+            offset + view.numel() for offset, view in zip(self.offsets, self.views, strict=True)
         }
         return {end: aligned(end) for end in ends}
 
@@ -55,17 +63,20 @@ class Bucket:
         """Return the part of the buffer that holds the sums after ``finish``."""
         return self.reduction.mine(self.buffer)
 
-    def own_shards(self) -> Iterator[tuple[BucketEntry, Shard]]:
-        """Yield the part of each parameter that ``mine`` holds."""
-        start = int(self.mine().storage_offset() - self.buffer.storage_offset())
+    def own_parts(self) -> Iterator[tuple[ManagedParameter, Placement, slice]]:
+        """Yield each parameter in ``mine`` with the placement of its part and its range there.
+
+        The range is that of the whole buffer.
+        """
+        start = int(self.mine().storage_offset())
         stop = start + self.mine().numel()
-        for entry, offset in zip(self.entries, self.offsets, strict=True):
-            first, last = max(start, offset), min(stop, offset + entry.parameter.numel())
+        for managed, offset in zip(self.parameters, self.offsets, strict=True):
+            first, last = max(start, offset), min(stop, offset + managed.parameter.numel())
             if first < last:
-                yield (
-                    entry,
-                    Shard(tuple(entry.parameter.shape), first - offset, last - offset, first),
+                part = managed.placement.flattened(
+                    first - offset, last - offset, first=self.reduction.counts
                 )
+                yield managed, part, slice(first, last)
 
 
 def aligned(size: int) -> int:

@@ -1,9 +1,10 @@
 """Flat gradient buckets, reduced during the backward pass.
 
 Parameters are assigned to contiguous buffers in backward order, one set of buffers per pipeline
-chunk. A parameter's gradient is a view of its buffer. A chunk is *armed* before its last microbatch
-runs backward. A bucket's reduction then starts as soon as its last gradient has been accumulated
-(arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the chunk).
+chunk. A parameter's gradient is a view of its buffer. Before the last microbatch of a chunk runs
+backward, ``expect_last`` is called. A bucket's reduction then starts as soon as its last gradient
+has been accumulated (arXiv 2006.15704, section 3.2.3, with the trigger moved from the step to the
+chunk).
 
 With a sharded optimizer, a reduction leaves each rank with the sum of its part of every buffer. The
 parts may cut through parameters.
@@ -11,7 +12,7 @@ parts may cut through parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
@@ -22,10 +23,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, aligned
-from lightning_ptdp.data_parallel.flat_shards import Shard
+from lightning_ptdp.data_parallel.gradient_state import GradientState
 from lightning_ptdp.data_parallel.gradient_sums import add_up, joined
 from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
-from lightning_ptdp.data_parallel.reduction import BucketEntry
+from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import set_gradient_dtype
 from lightning_ptdp.world.mesh import Group
 
@@ -34,184 +36,172 @@ __all__ = ["GradientBuckets"]
 
 @dataclass(eq=False)
 class GradientBuckets:
-    """All gradients of one rank.
+    """A ``GradientStore`` of flat buffers that replicas sum.
 
     Args:
-        entries: Parameters in forward order. The order must be the same on all ranks that sum some
-            of them.
-        scatters: True if the reduction of any entry leaves each rank with the sum of only a part of
-            the gradients.
+        parameters: Trained parameters in forward order. The order must be the same on all ranks
+            that sum some of them.
+        reductions: Sum over the ranks of each tuple of data axes (``Placement.data_axes``).
         bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: the
             default of its reduction.
         widen: Keep gradients of half-precision parameters in float32.
         launched: Called for every reduction that starts, with its chunk and its ``Pending``.
     """
 
-    entries: Sequence[BucketEntry]
-    scatters: bool = False
+    parameters: Sequence[ManagedParameter]
+    reductions: Mapping[tuple[str, ...], Reduction]
     bucket_bytes: int | None = None
     widen: bool = True
     launched: Callable[[int | None, Any], None] | None = None
-    _buckets: dict[int | None, list[Bucket]] = field(default_factory=dict)
-    _armed: set[int | None] = field(default_factory=set)
-    _home: dict[int, tuple[int | None, Bucket]] = field(default_factory=dict)
+    _chunks: dict[int | None, list[Bucket]] = field(default_factory=dict)
+    _home: dict[int, Bucket] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
-    _stash: list[Tensor] = field(default_factory=list)
+    _weighed: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
     _beside: OverlappedReduction | None = None
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for chunk in dict.fromkeys(entry.chunk for entry in self.entries):
-            mine = [entry for entry in reversed(self.entries) if entry.chunk == chunk]
-            self._buckets[chunk] = [self._allocate(part) for part in self._cut(mine)]
+        for chunk in dict.fromkeys(managed.chunk for managed in self.parameters):
+            mine = [managed for managed in reversed(self.parameters) if managed.chunk == chunk]
+            self._chunks[chunk] = [self._allocate(part) for part in self._cut(mine)]
         self._sums = list(self._parts_to_sum())
         for bucket in self.buckets():
-            for entry in bucket.entries:
-                self._home[id(entry.parameter)] = entry.chunk, bucket
-                set_gradient_dtype(entry.parameter, bucket.buffer.dtype)
+            for managed in bucket.parameters:
+                parameter = managed.parameter
+                self._home[id(parameter)] = bucket
+                set_gradient_dtype(parameter, bucket.buffer.dtype)
                 # A hook of the graph node, not of the parameter: the backward also calls it if a
                 # product has accumulated into the gradient directly.
-                node = get_gradient_edge(entry.parameter).node
-                self._hooks.append((node, node.register_hook(partial(self._ran, entry.parameter))))
+                node = get_gradient_edge(parameter).node
+                self._hooks.append((node, node.register_hook(partial(self._ran, parameter))))
 
-    def install(self) -> None:
-        """Make every parameter's ``.grad`` its view of a buffer."""
-        for bucket in self.buckets():
-            for entry, view in zip(bucket.entries, bucket.views, strict=True):
-                entry.parameter.grad = view
+    @property
+    def scatters(self) -> bool:
+        """Return True if ``finish`` leaves each rank with the sums of a part of the gradients."""
+        return any(reduction.scatter for reduction in self.reductions.values())
 
-    def resume(self) -> None:
-        """Continue to accumulate into the current gradients of the parameters.
+    def begin(self, *, keep: bool) -> None:
+        """Begin a batch; with ``keep`` it adds to the gradients that the parameters show.
 
         If a parameter's gradient was removed, it restarts at zero.
         """
+        if not keep:
+            self._weighed = []
         for bucket in self.buckets():
-            for entry, view in zip(bucket.entries, bucket.views, strict=True):
-                gradient = entry.parameter.grad
+            if not keep:
+                bucket.state = bucket.state.to(GradientState.EMPTY)
+                bucket.buffer.zero_()
+            bucket.state = bucket.state.to(GradientState.ACCUMULATING)
+            bucket.pending = None
+            for managed, view in zip(bucket.parameters, bucket.views, strict=True):
+                gradient = managed.parameter.grad if keep else view
                 if gradient is None:
                     view.zero_()
                 elif gradient is not view:
                     view.copy_(gradient)
-                entry.parameter.grad = view
+                managed.parameter.grad = view
 
-    def park(self) -> None:
-        """Remove the gradients from the parameters; the buffers keep them.
-
-        ``zero_grad`` then cannot clear them.
-        """
-        for entry in self.entries:
-            entry.parameter.grad = None
-
-    def zero(self) -> None:
-        """Set all gradients to zero."""
-        self._stash = []
+    def show(self) -> None:
+        """Make every parameter's ``.grad`` its view of a buffer."""
         for bucket in self.buckets():
-            bucket.buffer.zero_()
+            for managed, view in zip(bucket.parameters, bucket.views, strict=True):
+                managed.parameter.grad = view
 
-    def arm(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
+    def hide(self) -> None:
+        """Take the gradients off the parameters; the buffers keep them."""
+        for managed in self.parameters:
+            managed.parameter.grad = None
+
+    def expect_last(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
         """Declare that the next backward of ``chunk`` completes its gradients.
 
         Each bucket's reduction then starts when the bucket is full.
-
-        Args:
-            chunk: The stage.
-            awaited: Parameters with an incomplete gradient, each completed by a call of
-                ``complete``; by default all of them, each completed by autograd.
         """
-        self._armed.add(chunk)
         wanted = None if awaited is None else {id(parameter) for parameter in awaited}
-        for bucket in self._buckets.get(chunk, ()):
-            bucket.launched = False
+        for bucket in self._chunks.get(chunk, ()):
             bucket.pending = sum(
-                wanted is None or id(entry.parameter) in wanted for entry in bucket.entries
+                wanted is None or id(managed.parameter) in wanted for managed in bucket.parameters
             )
         self._launch_full(chunk)
 
     def complete(self, parameter: Tensor) -> None:
         """Record that the gradient of ``parameter``, one of the ``awaited``, is complete."""
         self._arrived.add(id(parameter))
-        chunk, bucket = self._home[id(parameter)]
-        if chunk in self._armed:
+        bucket = self._home[id(parameter)]
+        if bucket.pending is not None:
             bucket.pending -= 1
-            self._launch_full(chunk)
+            if bucket.pending <= 0:
+                self._launch_full(bucket.chunk)
 
     def reduce(self, chunk: int | None) -> None:
         """Start the remaining reductions of a chunk, after its last backward.
 
         These are buckets with parameters that the backward did not use.
         """
-        if chunk not in self._armed:
-            self.arm(chunk)
-        for bucket in self._buckets.get(chunk, ()):
+        for bucket in self._chunks.get(chunk, ()):
+            bucket.pending = None
             self._launch(bucket)
-        self._armed.discard(chunk)
 
     def finish(self, scale: Tensor | float | None = None) -> None:
         """Complete all reductions and the sums over other groups, then scale.
 
         Starts the reductions that have not started yet.
         """
-        for chunk, buckets in self._buckets.items():
-            if not all(bucket.launched for bucket in buckets):
-                self.reduce(chunk)
-        self._armed.clear()
-        for bucket in self.buckets():
-            bucket.launched = False
+        for chunk in self._chunks:
+            self.reduce(chunk)
         if self._beside is not None:
             self._beside.join()
         add_up(self._sums)
-        if scale is not None:
-            for bucket in self.buckets():
+        for bucket in self.buckets():
+            bucket.state = bucket.state.to(GradientState.REDUCED)
+            if scale is not None:
                 bucket.mine().mul_(scale)
 
     def unused(self) -> list[nn.Parameter]:
-        """Return the parameters to which no backward has given a gradient.
-
-        Tied parameters are left out, because another stage may have used them.
-        """
+        """Return the parameters to which no backward has given a gradient, without tied ones."""
         return [
-            entry.parameter
-            for entry in self.entries
-            if id(entry.parameter) not in self._arrived and not entry.tied
+            managed.parameter
+            for managed in self.parameters
+            if id(managed.parameter) not in self._arrived and not managed.placement.tied
         ]
 
     def _parts_to_sum(self) -> Iterator[tuple[Tensor, Group]]:
-        """Yield the parts that other groups sum, in the order of the entries.
+        """Yield the parts that other groups sum, in the order of the parameters.
 
         The stages lay out their buckets differently, but agree on this order.
         """
-        mine: dict[int, list[tuple[Shard, Tensor]]] = {}
-        for bucket in self.buckets():
-            for entry, shard in bucket.own_shards():
-                mine.setdefault(id(entry), []).append((shard, shard.within(bucket.buffer)))
-        for entry in self.entries:
-            for where, group in entry.sums:
-                for shard, flat in mine.get(id(entry), ()):
-                    views = [view for _, view in shard.overlap(where, flat)] if where else [flat]
-                    yield from ((view, group) for view in views)
+        mine = {
+            managed: (part, bucket.buffer[where])
+            for bucket in self.buckets()
+            for managed, part, where in bucket.own_parts()
+        }
+        for managed in self.parameters:
+            if managed in mine:
+                part, flat = mine[managed]
+                for where, group in part.sums:
+                    yield from ((view, group) for view in part.within(where, flat))
 
-    def stash(self, scale: float) -> None:
-        """Move ``scale`` times the gradients to the stash.
+    def weigh(self, scale: float, *, last: bool) -> None:
+        """Multiply the batch's gradients by ``scale``, and set them aside for the last batch.
 
-        The next batch of an accumulation can then be scaled separately.
+        With ``last``, add those of the earlier batches instead.
         """
-        if not self._stash:
-            self._stash = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
-        for kept, bucket in zip(self._stash, self.buckets(), strict=True):
-            kept.add_(bucket.buffer, alpha=scale)
-            bucket.buffer.zero_()
-
-    def unstash(self, scale: float) -> None:
-        """Multiply the gradients by ``scale`` and add the stash."""
-        for kept, bucket in zip(self._stash, self.buckets(), strict=True):
-            bucket.buffer.mul_(scale).add_(kept)
-        self._stash = []
+        if not self._weighed:
+            self._weighed = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
+        for kept, bucket in zip(self._weighed, self.buckets(), strict=True):
+            if last:
+                bucket.buffer.mul_(scale).add_(kept)
+            else:
+                kept.add_(bucket.buffer, alpha=scale)
+                bucket.buffer.zero_()
+        if last:
+            self._weighed = []
 
     @property
-    def has_stash(self) -> bool:
-        """Return True if the stash holds gradients."""
-        return bool(self._stash)
+    def has_weighed(self) -> bool:
+        """Return True if earlier batches of the accumulation have been weighed."""
+        return bool(self._weighed)
 
     def close(self) -> None:
         """Detach from the parameters."""
@@ -221,9 +211,9 @@ class GradientBuckets:
         if self._beside is not None:
             self._beside.close()
             self._beside = None
-        self.park()
-        for entry in self.entries:
-            set_gradient_dtype(entry.parameter, entry.parameter.dtype)
+        self.hide()
+        for managed in self.parameters:
+            set_gradient_dtype(managed.parameter, managed.parameter.dtype)
 
     def local(self) -> Iterator[Tensor]:
         """Return this rank's gradients, in few tensors."""
@@ -238,51 +228,51 @@ class GradientBuckets:
 
     def buckets(self) -> Iterator[Bucket]:
         """Return all buckets, in backward order within each chunk."""
-        return chain.from_iterable(self._buckets.values())
+        return chain.from_iterable(self._chunks.values())
 
-    def _cut(self, entries: Sequence[BucketEntry]) -> Iterator[list[BucketEntry]]:
-        """Yield runs of entries that may share a buffer.
+    def _cut(self, parameters: Sequence[ManagedParameter]) -> Iterator[list[ManagedParameter]]:
+        """Yield runs of parameters that may share a buffer.
 
         They have the same dtype, device and reduction, and are no larger than a bucket. A tied
         parameter whose sum is scattered gets a buffer of its own, which is then the same on all
         stages that hold it.
         """
-        kinds: dict[tuple[Any, ...], list[BucketEntry]] = {}
-        for entry in entries:
-            alone = id(entry) if entry.reduction.scatter and entry.tied else None
-            kind = (entry.parameter.dtype, entry.parameter.device, entry.reduction, alone)
-            kinds.setdefault(kind, []).append(entry)
-        for same in kinds.values():
-            limit = (
-                same[0].reduction.bucket_bytes if self.bucket_bytes is None else self.bucket_bytes
-            )
-            run: list[BucketEntry] = []
+        kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
+        for managed in parameters:
+            parameter, axes = managed.parameter, managed.placement.data_axes
+            alone = managed if self.reductions[axes].scatter and managed.placement.tied else None
+            kinds.setdefault((parameter.dtype, parameter.device, axes, alone), []).append(managed)
+        for (_, _, axes, _), same in kinds.items():
+            limit = self.bucket_bytes
+            if limit is None:
+                limit = self.reductions[axes].bucket_bytes
+            run: list[ManagedParameter] = []
             size = 0
-            for entry in same:
-                nbytes = entry.parameter.numel() * self._dtype(entry).itemsize
+            for managed in same:
+                nbytes = managed.parameter.numel() * self._dtype(managed.parameter).itemsize
                 if run and size + nbytes > limit:
                     yield run
                     run, size = [], 0
-                run.append(entry)
+                run.append(managed)
                 size += nbytes
             yield run
 
-    def _dtype(self, entry: BucketEntry) -> torch.dtype:
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of a parameter's gradient."""
-        return (
-            torch.float32 if self.widen and entry.parameter.dtype in HALF else entry.parameter.dtype
-        )
+        return torch.float32 if self.widen and parameter.dtype in HALF else parameter.dtype
 
-    def _allocate(self, entries: list[BucketEntry]) -> Bucket:
-        *offsets, total = accumulate((aligned(e.parameter.numel()) for e in entries), initial=0)
-        multiple = ALIGNMENT * entries[0].reduction.parts
-        dtype, device = self._dtype(entries[0]), entries[0].parameter.device
+    def _allocate(self, managed: list[ManagedParameter]) -> Bucket:
+        parameters = [each.parameter for each in managed]
+        reduction = self.reductions[managed[0].placement.data_axes]
+        *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
+        multiple = ALIGNMENT * reduction.parts
+        dtype, device = self._dtype(parameters[0]), parameters[0].device
         buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=device)
         views = [
-            buffer[offset : offset + e.parameter.numel()].view_as(e.parameter)
-            for offset, e in zip(offsets, entries, strict=True)
+            buffer[offset : offset + p.numel()].view_as(p)
+            for offset, p in zip(offsets, parameters, strict=True)
         ]
-        return Bucket(entries, offsets, buffer, views)
+        return Bucket(managed, reduction, offsets, buffer, views)
 
     def _ran(self, parameter: nn.Parameter, *_: object) -> None:
         self.complete(parameter)
@@ -293,20 +283,20 @@ class GradientBuckets:
         Collectives must start in the same order on all replicas, regardless of the order in which
         gradients are completed.
         """
-        for bucket in self._buckets.get(chunk, ()):
-            if bucket.pending > 0:
+        for bucket in self._chunks.get(chunk, ()):
+            if bucket.pending is None or bucket.pending > 0:
                 return
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.launched:
+        if bucket.state is GradientState.REDUCING:
             return
-        bucket.launched = True
+        bucket.state = bucket.state.to(GradientState.REDUCING)
         if bucket.reduction.size == 1:
             return
         if self._beside is None:
             self._beside = OverlappedReduction(bucket.buffer.device)
         pending = bucket.reduction.prepare(bucket.buffer)
         if self.launched is not None:
-            self.launched(bucket.entries[0].chunk, pending)
+            self.launched(bucket.chunk, pending)
         self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)

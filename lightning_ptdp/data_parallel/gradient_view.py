@@ -9,12 +9,13 @@ cover only a part, and is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import replaced_total_norm
 
 __all__ = ["GradientView"]
@@ -27,22 +28,22 @@ class GradientView(PartialValues):
     """Context around the hooks.
 
     Args:
-        stepped: Maps a parameter to the tensor on which the optimizer steps instead.
-        names: Names of all tensors with gradients, parameters or stepped tensors.
-        partial: Those of them for which other ranks hold parts, or hold other tensors.
+        parameters: This rank's parameters.
+        everything: True if other ranks hold a part of each of them, or hold other parameters.
         norm: Computes the norm of a given order of the gradients of tensors, over all ranks.
     """
 
     def __init__(
         self,
         *,
-        stepped: Mapping[nn.Parameter, Tensor],
-        names: Mapping[Tensor, str],
-        partial: Collection[Tensor],
+        parameters: Iterable[ManagedParameter],
+        everything: bool,
         norm: Callable[[Collection[Tensor], float], Tensor],
     ) -> None:
         super().__init__(_refusal)
-        self._stepped, self._owned, self._partial, self._norm = stepped, names, partial, norm
+        self._owned = {one.stepped: one for one in parameters if one.stepped is not None}
+        self._stepped = {one.parameter: value for value, one in self._owned.items()}
+        self._everything, self._norm = everything, norm
         self._paused = False
 
     @contextlib.contextmanager
@@ -76,8 +77,9 @@ class GradientView(PartialValues):
             return super().__torch_function__(func, types, args, kwargs)
         owner = self._stepped.get(args[0], args[0])
         result = func(owner, *args[1:])
-        if func == _GETS and result is not None and owner in self._partial:
-            self._names[result] = self._owned[owner]
+        managed = self._owned.get(owner) if func == _GETS and result is not None else None
+        if managed is not None and (self._everything or not managed.placement.is_whole):
+            self._names[result] = managed.name
         return result
 
     def _total_norm(

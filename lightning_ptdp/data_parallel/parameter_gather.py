@@ -60,7 +60,6 @@ class ParameterGather:
 
     def ended(self) -> None:
         """Start to gather the parameters, after the optimizer has stepped."""
-        self._stepped.wait()
         self._stepped.publish()
         if not self._blocks:
             self._stepped.wait()

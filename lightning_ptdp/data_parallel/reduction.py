@@ -25,13 +25,12 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_ptdp.parameters.records import Sum
 from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["BucketEntry", "PendingReduction", "Reduction"]
+__all__ = ["PendingReduction", "Reduction"]
 
 _BUCKET = 25 * 2**20
 """Enough for the bandwidth of a few ranks, and small enough to start early.
@@ -132,27 +131,6 @@ class Reduction:
             yield start_all_gather(sent, self.inner)
         if sent is not buffer:
             self.mine(buffer).copy_(self.mine(sent))
-
-
-@dataclass(frozen=True)
-class BucketEntry:
-    """A parameter and the sums of its gradient.
-
-    Attributes:
-        parameter: Local (possibly sharded) parameter.
-        chunk: Pipeline stage whose backward completes the gradient; None if several stages
-            contribute.
-        reduction: Sum over the ranks that read different data.
-        sums: Further sums over other groups, after the reduction.
-        tied: True if these groups span other stages, on which the entry has other neighbours in its
-            buffer.
-    """
-
-    parameter: nn.Parameter
-    chunk: int | None = None
-    reduction: Reduction = field(default_factory=Reduction)
-    sums: tuple[Sum, ...] = ()
-    tied: bool = False
 
 
 def _all_reduce(buffer: Tensor, group: Group) -> Work:

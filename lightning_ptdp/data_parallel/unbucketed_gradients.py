@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.data_parallel.bucket import HALF
+from lightning_ptdp.data_parallel.gradient_state import GradientState
 from lightning_ptdp.data_parallel.gradient_sums import add_up
-from lightning_ptdp.data_parallel.reduction import BucketEntry
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import gradient_dtype, set_gradient_dtype
 
 __all__ = ["UnbucketedGradients"]
@@ -24,116 +25,125 @@ __all__ = ["UnbucketedGradients"]
 
 @dataclass(eq=False)
 class UnbucketedGradients:
-    """All gradients of one rank of a single replica, without a reduction.
+    """A ``GradientStore`` of a rank of a single replica.
 
     Args:
-        entries: Parameters in forward order. The order must be the same on all ranks that sum some
-            of them.
+        parameters: Trained parameters in forward order. The order must be the same on all ranks
+            that sum some of them.
         widen: Keep gradients of half-precision parameters in float32.
     """
 
-    entries: Sequence[BucketEntry]
+    parameters: Sequence[ManagedParameter]
     widen: bool = True
     scatters: ClassVar[bool] = False
+    _state: GradientState = GradientState.EMPTY
     _arrived: set[nn.Parameter] = field(default_factory=set)
-    _kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    _stash: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
+    _hidden: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _weighed: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert all(entry.reduction.size == 1 for entry in self.entries)
-        for entry in self.entries:
-            if self.widen and entry.parameter.dtype in HALF:
-                set_gradient_dtype(entry.parameter, torch.float32)
+        for parameter in self._each():
+            if self.widen and parameter.dtype in HALF:
+                set_gradient_dtype(parameter, torch.float32)
 
-    def install(self) -> None:
-        """Restore the kept gradients; a gradient that is still on its parameter stays."""
-        for parameter, gradient in self._kept.items():
+    def begin(self, *, keep: bool) -> None:
+        """Begin a batch; with ``keep`` it adds to the gradients that the parameters show."""
+        self._hidden = {}
+        if not keep:
+            self._state = self._state.to(GradientState.EMPTY)
+            self._weighed = {}
+            for parameter in self._each():
+                parameter.grad = None
+        self._state = self._state.to(GradientState.ACCUMULATING)
+
+    def show(self) -> None:
+        """Restore the hidden gradients; a gradient that is still on its parameter stays."""
+        for parameter, gradient in self._hidden.items():
             if parameter.grad is None:
                 parameter.grad = gradient
 
-    def resume(self) -> None:
-        """Continue to accumulate into the current gradients of the parameters."""
-        self._kept = {}
-
-    def park(self) -> None:
+    def hide(self) -> None:
         """Take the gradients off the parameters and keep them; an unused parameter's is zero."""
-        for entry in self.entries:
-            parameter, gradient = entry.parameter, entry.parameter.grad
+        for parameter in self._each():
+            gradient = parameter.grad
             if gradient is not None:
                 self._arrived.add(parameter)
-            self._kept[parameter] = _zeros(parameter) if gradient is None else gradient
+            self._hidden[parameter] = _zeros(parameter) if gradient is None else gradient
             parameter.grad = None
 
-    def zero(self) -> None:
-        """Discard all gradients."""
-        self._stash = {}
-        self._kept = {}
-        for entry in self.entries:
-            entry.parameter.grad = None
+    def expect_last(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
+        """Do nothing: no reduction waits for a gradient."""
+
+    def complete(self, parameter: Tensor) -> None:
+        """Do nothing, like ``expect_last``."""
+
+    def reduce(self, chunk: int | None) -> None:
+        """Do nothing, like ``expect_last``."""
 
     def finish(self, scale: float | None = None) -> None:
         """Complete the sums over other ranks, and scale."""
-        summed = [(entry.parameter, entry.sums) for entry in self.entries if entry.sums]
-        for parameter, _ in summed:
-            if parameter.grad is None:
-                parameter.grad = _zeros(parameter)
-        add_up(
-            (parameter.grad[where], group)
-            for parameter, sums in summed
-            for where, group in sums
-            if parameter.grad is not None
-        )
+        self._state = self._state.to(GradientState.REDUCING)
+        parts = []
+        for managed in self.parameters:
+            parameter = managed.parameter
+            for where, group in managed.placement.sums:
+                if parameter.grad is None:
+                    parameter.grad = _zeros(parameter)
+                views = managed.placement.within(where, parameter.grad)
+                parts += [(view, group) for view in views]
+        add_up(parts)
         if scale is not None:
             for gradient in self.local():
                 gradient.mul_(scale)
+        self._state = self._state.to(GradientState.REDUCED)
 
-    def stash(self, scale: float) -> None:
-        """Move ``scale`` times the gradients to the stash.
+    def weigh(self, scale: float, *, last: bool) -> None:
+        """Multiply the batch's gradients by ``scale``, and set them aside for the last batch.
 
-        The next batch of an accumulation can then be scaled separately.
+        With ``last``, add those of the earlier batches instead.
         """
-        for entry in self.entries:
-            self._stash[entry.parameter] = _sum(
-                self._stash.get(entry.parameter), entry.parameter.grad, scale
-            )
-            entry.parameter.grad = None
-
-    def unstash(self, scale: float) -> None:
-        """Multiply the gradients by ``scale`` and add the stash."""
-        for parameter, kept in self._stash.items():
-            parameter.grad = _sum(kept, parameter.grad, scale)
-        self._stash = {}
+        for parameter in self._each():
+            total = _sum(self._weighed.get(parameter), parameter.grad, scale)
+            self._weighed[parameter], parameter.grad = (None, total) if last else (total, None)
+        if last:
+            self._weighed = {}
 
     @property
-    def has_stash(self) -> bool:
-        """Return True if the stash holds gradients."""
-        return bool(self._stash)
+    def has_weighed(self) -> bool:
+        """Return True if earlier batches of the accumulation have been weighed."""
+        return bool(self._weighed)
+
+    def buckets(self) -> tuple[()]:
+        """Return no bucket."""
+        return ()
 
     def local(self) -> Iterator[Tensor]:
         """Return the gradients that exist."""
-        return (entry.parameter.grad for entry in self.entries if entry.parameter.grad is not None)
+        return (parameter.grad for parameter in self._each() if parameter.grad is not None)
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients unchanged: each is a tensor of its own."""
         return list(gradients)
 
+    def unused(self) -> list[nn.Parameter]:
+        """Return the parameters that never had a gradient, without tied ones."""
+        return [
+            managed.parameter
+            for managed in self.parameters
+            if not managed.placement.tied
+            and managed.parameter.grad is None
+            and managed.parameter not in self._arrived
+        ]
+
     def close(self) -> None:
         """Detach from the parameters."""
-        self.zero()
-        for entry in self.entries:
-            set_gradient_dtype(entry.parameter, entry.parameter.dtype)
+        self._hidden = {}
+        for parameter in self._each():
+            parameter.grad = None
+            set_gradient_dtype(parameter, parameter.dtype)
 
-    def unused(self) -> list[nn.Parameter]:
-        """Return the parameters that never had a gradient.
-
-        Tied parameters are left out, because another stage may have used them.
-        """
-        never = [
-            entry
-            for entry in self.entries
-            if entry.parameter not in self._arrived and entry.parameter.grad is None
-        ]
-        return [entry.parameter for entry in never if not entry.tied]
+    def _each(self) -> Iterator[nn.Parameter]:
+        return (managed.parameter for managed in self.parameters)
 
 
 def _zeros(parameter: Tensor) -> Tensor:

@@ -171,12 +171,12 @@ class Engine:
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
     ) -> Nested:
-        buckets, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
+        store, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
         job = self._job(
             "training_step",
             context,
             args,
-            buckets=buckets,
+            gradients=store,
             scale=1 / (windows * self._mesh.group("replica_sum").size),
             loss_scale=loss_scale,
             reduces=self.gradients.reduces,
@@ -202,7 +202,7 @@ class Engine:
         self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
             # Lightning will not run the backward; the gradients of the earlier batches stay.
-            self.gradients.install()
+            self.gradients.show()
             return None
         return self._training_output(report)
 

@@ -113,7 +113,7 @@ class GradientChecks(StepObserver):
         gradient = min(
             (
                 (order, name)
-                for order, name, value in self._gradients.named()
+                for order, name, value in self._gradients.step.named()
                 if not value.isfinite().all()
             ),
             default=None,

@@ -66,7 +66,7 @@ class Optimization:
             module=parallel.module,
             config=config,
             mesh=mesh,
-            records=parallel.records,
+            parameters=parallel.parameters,
             launched=observers.reducing,
             device=device,
         )
@@ -139,7 +139,7 @@ class Optimization:
         """
         if self._checks is not None and not self.gradients.accumulates:
             self._checks.complete(
-                optimizer, losses=self.losses, norm=None if scaled else self.gradients.norm
+                optimizer, losses=self.losses, norm=None if scaled else self.gradients.step.norm
             )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.nested import Nested, map_tensors
 from lightning_ptdp.base.random import derive_seed
-from lightning_ptdp.data_parallel import GradientBuckets
+from lightning_ptdp.data_parallel import GradientStore
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
@@ -95,7 +95,7 @@ class LightningJob:
         stages: Number of stages.
         metrics: Sets the values over the whole batch of the metrics that the step calls.
         owners: Modules on which the step may leave state.
-        buckets: Gradient buckets to notify when gradients are complete; None if there are none.
+        gradients: Store to notify when gradients are complete; None outside of training.
         expected_tokens: Divisor of a loss that counts its tokens, in addition to the multiplication
             by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``); None if they are not
@@ -124,7 +124,7 @@ class LightningJob:
     stages: int
     metrics: BatchMetrics
     owners: Sequence[Owner]
-    buckets: GradientBuckets | None = None
+    gradients: GradientStore | None = None
     expected_tokens: float = 1.0
     spread: Tensor | None = None
     inspects: bool = False
@@ -254,19 +254,19 @@ class LightningJob:
         return self.skipped
 
     def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
-        """Start reductions as the buckets of this stage fill."""
-        if self.reduces and self.buckets is not None:
-            self.buckets.arm(stage, awaited)
+        """Let reductions start as the gradients of this stage are completed."""
+        if self.reduces and self.gradients is not None:
+            self.gradients.expect_last(stage, awaited)
 
     def gradient_complete(self, parameter: Tensor) -> None:
-        """Notify the buckets: one may be full, if its reductions have been armed."""
-        if self.buckets is not None:
-            self.buckets.complete(parameter)
+        """Notify the store, which may start a reduction."""
+        if self.gradients is not None:
+            self.gradients.complete(parameter)
 
     def reduce(self, stage: int) -> None:
         """Start the remaining reductions of this stage."""
-        if self.reduces and self.buckets is not None:
-            self.buckets.reduce(stage)
+        if self.reduces and self.gradients is not None:
+            self.gradients.reduce(stage)
 
     def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
         """Return the last stage's report after all microbatches have run.

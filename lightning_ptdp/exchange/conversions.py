@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.checkpoint.rectangles import Rectangle
+from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.transformers import as_in_files
 
 __all__ = ["View", "views_in_files"]

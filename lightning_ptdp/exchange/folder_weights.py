@@ -23,8 +23,8 @@ from lightning_ptdp.checkpoint import (
     TensorEntry,
     rectangles_of,
 )
+from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.checkpoint.local_rectangles import Tensors
-from lightning_ptdp.checkpoint.rectangles import check_cover
 from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, read_stored
 from lightning_ptdp.exchange.conversions import View, views_in_files
 from lightning_ptdp.exchange.huggingface import our_rectangles

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of
-from lightning_ptdp.parameters.sharding import Piece, Sharding
+from lightning_ptdp.parameters.placement import Piece, Placement
 from lightning_ptdp.shims.peft import adapters_of, copies_of, plain_name, replaced_by
 
 __all__ = ["merged_rectangles"]
@@ -23,7 +23,7 @@ _BASE = "base_layer.weight"
 
 
 def merged_rectangles(
-    module: nn.Module, tensors: Mapping[str, tuple[Tensor, Sharding]]
+    module: nn.Module, tensors: Mapping[str, tuple[Tensor, Placement]]
 ) -> list[LocalRectangle]:
     """Return this rank's rectangles of a module, with peft's adapters merged in.
 

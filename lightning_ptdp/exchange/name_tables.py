@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_ptdp.base.checked_json import Check, Json, integer, number, optional, record
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.checkpoint.rectangles import Rectangle
+from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = [
     "NUMBER",

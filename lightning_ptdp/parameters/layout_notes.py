@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 __all__ = ["layout_notes"]
 
@@ -17,7 +17,7 @@ def layout_notes(
     *,
     differing: Collection[str],
     everywhere: Collection[str],
-    shardings: dict[str, Sharding],
+    placements: dict[str, Placement],
     padded: Collection[str],
     size: int,
 ) -> Iterator[str]:
@@ -26,7 +26,7 @@ def layout_notes(
     Args:
         differing: Names of tensors that were built with different values on different ranks.
         everywhere: Names of the modules that every stage keeps.
-        shardings: Shardings of this rank's parameters, by name.
+        placements: Placements of this rank's parameters, by name.
         padded: Names of the parameters that are padded to a multiple of t.
         size: t.
     """
@@ -36,8 +36,8 @@ def layout_notes(
             f"{len(differing)} tensors ({shown}) were built with different values on different "
             "ranks; rank 0's were broadcast"
         )
-    for name, sharding in shardings.items():
-        rows, full = sharding.local_shape[0] * size if name in padded else 0, sharding.full_shape
+    for name, placement in placements.items():
+        rows, full = placement.local_shape[0] * size if name in padded else 0, placement.full_shape
         if rows and rows > full[0]:
             yield (
                 f"'{name}': vocabulary of {full[0]} is not divisible by "
@@ -49,21 +49,17 @@ def layout_notes(
             "stage keeps it"
         )
     if size > 1:
-        yield from _whole_note(shardings, size)
+        yield from _whole_note(placements, size)
 
 
-def _whole_note(shardings: dict[str, Sharding], size: int) -> Iterator[str]:
+def _whole_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
     """Yield a note if tensor parallelism leaves many of the layers' parameters unsplit.
 
     An adapter around a projection, for example, leaves its attention unsplit."""
-    layers = [
-        (name, held)
-        for name, held in shardings.items()
-        if len(held.full_shape) > 1 and _INDEX.search(name)
-    ]
     matrices = [
         (_INDEX.sub(".*.", name), math.prod(held.full_shape), "tensor" in held.sharded)
-        for name, held in layers
+        for name, held in placements.items()
+        if len(held.full_shape) > 1 and _INDEX.search(name)
     ]
     total = sum(numel for _, numel, _ in matrices)
     whole = sum(numel for _, numel, is_split in matrices if not is_split)

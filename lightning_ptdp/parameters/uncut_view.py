@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
-from lightning_ptdp.parameters.records import Records
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 
 __all__ = ["UncutView"]
 
@@ -43,17 +43,17 @@ class UncutView:
 
     @contextlib.contextmanager
     def lent(
-        self, records: Records, *, trained: Mapping[str, bool], device: torch.device
+        self, local: ManagedParameters, *, trained: Mapping[str, bool], device: torch.device
     ) -> Iterator[dict[nn.Parameter, str]]:
         """Let the module look uncut inside the context; yield the stand-ins and their names.
 
         Args:
-            records: Records of the local parameters.
+            local: The local parameters.
             trained: Current ``requires_grad`` of parameters by name, which replaces the value at
                 the time of the cut.
             device: Device of this rank and of the stand-ins.
         """
-        held = {record.name: parameter for parameter, record in records.items()}
+        held = {managed.name: parameter for parameter, managed in local.items()}
         absent = {
             name: _stand_in(twin, trained, name, device)
             for name, twin in self._twins.items()

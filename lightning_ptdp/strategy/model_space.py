@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.checkpoint import Placed
 from lightning_ptdp.checkpoint.save_agreement import gather
-from lightning_ptdp.data_parallel import OptimizerTensor
 from lightning_ptdp.parameters.materialize import Materializer, make_room
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 
@@ -30,9 +28,6 @@ MASTER = "master"  # name of the float32 copy among the optimizer's states
 
 class ModelSpace(RunningStrategy):
     """Mixin of the strategy: local tensors with their names and positions in the uncut model."""
-
-    # values that the optimizer of the last fit steps on, instead of the model's parameters
-    _adopted: Sequence[OptimizerTensor] | None = None
 
     # names of each optimizer's parameters, group by group, before they are sharded
     _named_groups: list[list[list[str]]]
@@ -51,20 +46,18 @@ class ModelSpace(RunningStrategy):
         Such a run is a fit, validate, test or predict."""
         return self._parallel is not None and self._parallel.module is self.lightning_module
 
-    def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placed]]:
-        """Return the optimizer's names, and by name the place in the full parameter."""
-        records = self.parallel.records
-        names = {parameter: record.name for parameter, record in records.items()}
-        shardings: dict[str, Placed] = {record.name: record.sharding for record in records.values()}
-        for stepped in self._adopted or ():
-            # else the parameter belongs to another module, trained before
-            if stepped.parameter in records:
-                record = records[stepped.parameter]
-                names[stepped.value], shardings[record.name] = (
-                    record.name,
-                    stepped.placed(record.sharding),
-                )
-        return names, shardings
+    @property
+    def _steps_on_copies(self) -> bool:
+        """Return True if the optimizer of the last fit does not step on the parameters."""
+        parameters = {} if self._parallel is None else self._parallel.parameters
+        return any(managed.steps_on_copy for managed in parameters.values())
+
+    def _optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placement]]:
+        """Return the names of the optimizer's tensors, and by name their placements."""
+        every = self.parallel.parameters.values()
+        names = {managed.parameter: managed.name for managed in every}
+        names |= {each.stepped: each.name for each in every if each.stepped is not None}
+        return names, {managed.name: managed.stepped_placement for managed in every}
 
     def _names_of_groups(self) -> list[list[list[str]]]:
         """Return the names of the parameters of each optimizer, group by group."""
@@ -93,7 +86,7 @@ class ModelSpace(RunningStrategy):
             for name, (tensor, sharding) in part.items():
                 full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
                 for piece in sharding.pieces:
-                    full[piece.full_slices] = tensor[piece.local_slices]
+                    full[piece.in_full.slices] = tensor[piece.in_local.slices]
         return {
             **whole,
             **{
@@ -139,7 +132,7 @@ class ModelSpace(RunningStrategy):
 
     def _model_tensors(
         self, *, without: Collection[str] = (), to_write: bool = False
-    ) -> dict[str, tuple[Tensor, Sharding]]:
+    ) -> dict[str, tuple[Tensor, Placement]]:
         """Return local parameters and persistent buffers under their global names.
 
         Tied tensors are returned once, under the first of their names. Before the module is cut,
@@ -149,8 +142,8 @@ class ModelSpace(RunningStrategy):
             without: Entries of the module's state to leave out.
             to_write: Whether to leave out the buffers that another rank writes.
         """
-        records = self.parallel.records if self._is_cut_here else {}
-        found: dict[str, tuple[Tensor, Sharding]] = {}
+        parameters = self.parallel.parameters if self._is_cut_here else {}
+        found: dict[str, tuple[Tensor, Placement]] = {}
         named: dict[int, str] = {}
         if self._engine is not None:
             self._engine.gradients.parameters_needed()
@@ -158,13 +151,13 @@ class ModelSpace(RunningStrategy):
             if key in without:
                 continue
             value = checked_tensor(key, value)
-            record = records.get(value) if isinstance(value, nn.Parameter) else None
-            if record is not None:
-                found[record.name] = (value.detach(), record.sharding)
+            managed = parameters.get(value) if isinstance(value, nn.Parameter) else None
+            if managed is not None:
+                found[managed.name] = (value.detach(), managed.placement)
             elif named.setdefault(id(value), key) == key and not (
                 to_write and self._is_written_elsewhere(key)
             ):
-                found[key] = (value.detach(), Sharding.replicated(tuple(value.shape)))
+                found[key] = (value.detach(), Placement.replicated(tuple(value.shape)))
         return found
 
     def _is_written_elsewhere(self, buffer: str) -> bool:

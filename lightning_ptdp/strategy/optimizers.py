@@ -18,8 +18,8 @@ from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Cut, GroupTrial, constructed_state
-from lightning_ptdp.parameters.records import Records
-from lightning_ptdp.parameters.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters
+from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = [
@@ -39,7 +39,7 @@ class OptimizerGroupsError(PTDPError, ValueError):
     """Error of ranks that have made different parameter groups."""
 
 
-def check_held(optimizer: Optimizer, records: Records) -> None:
+def check_held(optimizer: Optimizer, parameters: ManagedParameters) -> None:
     """Check that all parameters of the optimizer have been distributed over the ranks.
 
     Raises:
@@ -52,7 +52,7 @@ def check_held(optimizer: Optimizer, records: Records) -> None:
         for parameter in group["params"]
         if parameter.requires_grad
     ]
-    unknown = next((parameter for parameter in held if parameter not in records), None)
+    unknown = next((parameter for parameter in held if parameter not in parameters), None)
     if unknown is not None:
         raise ValueError(
             f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that "
@@ -79,7 +79,7 @@ def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
 
 
 def drop_foreign(
-    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], records: Records
+    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], parameters: ManagedParameters
 ) -> None:
     """Remove parameters of other stages from the groups, in place.
 
@@ -93,19 +93,19 @@ def drop_foreign(
                 group[key][:] = [group[key][index] for index in kept]
     for parameter in foreign:
         optimizer.state.pop(parameter, None)
-    for parameter, record in records.items():
-        whole, part = record.sharding.full_shape, record.sharding.local_shape
+    for parameter, managed in parameters.items():
+        whole, part = managed.placement.full_shape, managed.placement.local_shape
         for key, value in (
             optimizer.state[parameter].items() if parameter in optimizer.state else ()
         ):
             if isinstance(value, Tensor) and value.shape == whole != part:
-                optimizer.state[parameter][key] = slice_full(value, record.sharding)
+                optimizer.state[parameter][key] = slice_full(value, managed.placement)
 
 
 def make_trials(
     optimizer: Optimizer,
     foreign: Mapping[nn.Parameter, str],
-    records: Records,
+    parameters: ManagedParameters,
     *,
     config: PTDPConfig,
     layout: ParallelLayout,
@@ -115,12 +115,12 @@ def make_trials(
     Called before parameters of other stages are dropped."""
     trials = []
     for group in optimizer.param_groups:
-        dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in records)
+        dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in parameters)
         cuts = {
             cut
             for p in group["params"]
-            if p in records
-            for cut in _cuts(records[p].sharding, layout)
+            if p in parameters
+            for cut in _cuts(parameters[p].placement, layout)
         }
         if dims and layout.pipeline_parallel_size > 1:
             cuts.add(
@@ -138,13 +138,13 @@ def make_trials(
     return trials
 
 
-def _cuts(sharding: Sharding, layout: ParallelLayout) -> Iterator[Cut]:
-    axes = [axis for axis in sharding.sharded if axis != "pipeline" and layout.size(axis) > 1]
-    for piece in sharding.pieces if axes else ():
-        for dim, (size, whole) in enumerate(zip(piece.size, sharding.full_shape, strict=True)):
+def _cuts(placement: Placement, layout: ParallelLayout) -> Iterator[Cut]:
+    axes = [axis for axis in placement.sharded if axis != "pipeline" and layout.size(axis) > 1]
+    for piece in placement.pieces if axes else ():
+        for dim, (size, whole) in enumerate(zip(piece.size, placement.full_shape, strict=True)):
             if size != whole:
                 option = f"{axes[0]}_parallel_size={layout.size(axes[0])}"
-                yield Cut(option=option, dims=len(sharding.full_shape), along=dim)
+                yield Cut(option=option, dims=len(placement.full_shape), along=dim)
 
 
 def compare_groups(

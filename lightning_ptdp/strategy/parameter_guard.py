@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.base.partial_values import PartialModelError
-from lightning_ptdp.parameters.records import Records
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 
 __all__ = ["ParameterGuard"]
@@ -27,7 +27,7 @@ class ParameterGuard:
 
     Args:
         module: The LightningModule, cut.
-        records: Records of its parameters.
+        parameters: Its parameters.
         options: Options that divide it, for the message.
 
     Attributes:
@@ -35,14 +35,10 @@ class ParameterGuard:
         options: Options that divide the module, for the message.
     """
 
-    def __init__(self, module: nn.Module, records: Records, options: str) -> None:
+    def __init__(self, module: nn.Module, parameters: ManagedParameters, options: str) -> None:
         self.hook: str | None = None
         self.options = options
-        split = {
-            parameter
-            for parameter, one in records.items()
-            if one.sharding.local_shape != one.sharding.full_shape
-        }
+        split = {p for p, managed in parameters.items() if not managed.placement.is_whole}
         for name, child in module.named_modules():
             absent = any(isinstance(part, Placeholder) for part in child.modules())
             if absent or any(parameter in split for parameter in child.parameters()):

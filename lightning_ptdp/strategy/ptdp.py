@@ -238,7 +238,7 @@ class _PTDPStrategy(
         )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
-            self._guard = ParameterGuard(module, self.parallel.records, self.layout.describe())
+            self._guard = ParameterGuard(module, self.parallel.parameters, self.layout.describe())
         self._surroundings = make_surroundings(
             config=self.config,
             mesh=self.mesh,
@@ -270,7 +270,7 @@ class _PTDPStrategy(
         """Make the optimizer with the groups that the uncut model would have.
 
         There is one optimizer, except under manual optimization."""
-        parallel, records = self.parallel, self.parallel.records
+        parallel, parameters = self.parallel, self.parallel.parameters
         view = (
             contextlib.nullcontext({})
             if parallel.whole is None
@@ -280,16 +280,16 @@ class _PTDPStrategy(
             self._make_optimizers(trainer)
         # before check_held, which does not know names
         parallel.check(frozen=self.layout.divides_model)
-        names = {**{parameter: record.name for parameter, record in records.items()}, **foreign}
+        names = {**{p: managed.name for p, managed in parameters.items()}, **foreign}
         descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
         trials = [
-            make_trials(one, foreign, records, config=self.config, layout=self.layout)
+            make_trials(one, foreign, parameters, config=self.config, layout=self.layout)
             for one in self.optimizers
         ]
         for optimizer in self.optimizers:
-            drop_foreign(optimizer, foreign, records)
+            drop_foreign(optimizer, foreign, parameters)
             if self.layout.world_size > 1 or self.config.runs_backward:
-                check_held(optimizer, records)
+                check_held(optimizer, parameters)
         if self.layout.world_size > 1:
             with self.waiting_in("comparing the optimizer's parameter groups"):
                 trials = compare_groups(self.optimizers, descriptions, trials)
@@ -302,14 +302,14 @@ class _PTDPStrategy(
         self, whole: UncutView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Return a context in which the module looks uncut."""
-        records, pipeline = self.parallel.records, self.mesh.group("pipeline")
-        trained = {record.name: parameter.requires_grad for parameter, record in records.items()}
+        parameters, pipeline = self.parallel.parameters, self.mesh.group("pipeline")
+        trained = {managed.name: p.requires_grad for p, managed in parameters.items()}
         if pipeline.size > 1:  # stages may have frozen parameters since the cut
             with self.waiting_in("exchanging what is frozen"):
                 ranks: list[dict[str, bool]] = [{}] * pipeline.size
                 dist.all_gather_object(ranks, trained, group=pipeline.handle)
             trained = {name: trains for rank in ranks for name, trains in rank.items()}
-        return whole.lent(records, trained=trained, device=self.root_device)
+        return whole.lent(parameters, trained=trained, device=self.root_device)
 
     def _make_optimizers(self, trainer: Trainer) -> None:
         try:
@@ -329,10 +329,11 @@ class _PTDPStrategy(
     def _prepare_optimization(self, trainer: Trainer) -> None:
         """Prepare the gradients, the values that the optimizer steps on, and the loss scale."""
         self._is_training = True
+        for managed in self.parallel.parameters.values():
+            managed.step_on(managed.parameter)
         self._named_groups = self._names_of_groups()
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
-            self._adopted = None
             self.engine.optimization.prepare_manual()
             # Autograd makes the gradients, which are averaged over the replicas. The optimizers are
             # the user's.
@@ -340,8 +341,6 @@ class _PTDPStrategy(
         (optimizer,) = self.optimizers
         overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
         self.engine.optimization.prepare(optimizer, overlaps=overlaps)
-        stepped = self.engine.gradients.stepped
-        self._adopted = stepped.entries if stepped is not None else None
 
     def model_to_device(self) -> None:
         """Move this rank's part of the model to its device."""
@@ -419,7 +418,7 @@ class _PTDPStrategy(
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_saver", "_adopted", "_guard")
+        of_a_run = ("_run", "_parallel", "_engine", "_saver", "_guard")
         return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
 
 

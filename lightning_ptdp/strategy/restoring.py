@@ -43,7 +43,7 @@ from lightning_ptdp.exchange import (
 )
 from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
 from lightning_ptdp.parameters.materialize import awaits_values
-from lightning_ptdp.parameters.sharding import slice_full
+from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
@@ -287,14 +287,14 @@ class ModelSpaceRestoring(ModelSpace):
             raise CheckpointError(
                 f"{states.path} has {len(states)} optimizers, the module has {len(self.optimizers)}"
             )
-        names, shardings = self._optimizer_records()
+        names, placements = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, states, strict=True)):
             with self.waiting_in(f"loading optimizer {index} from {states.path}"):
                 load_optimizer(
                     states.path,
                     optimizer,
                     names=names,
-                    shardings=shardings,
+                    placements=placements,
                     groups=saved.get("groups", []),
                     index=index,
                 )
@@ -331,11 +331,11 @@ class ModelSpaceRestoring(ModelSpace):
                 "(module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
                 "resume it under PTDPStrategy() without model parallelism and save it once"
             )
-        names, shardings = self._optimizer_records()
+        names, placements = self._optimizer_records()
         for index, (optimizer, state) in enumerate(
             zip(self.optimizers, states, strict=bool(states))
         ):
-            if not self.layout.divides_model and not self._adopted:
+            if not self.layout.divides_model and not self._steps_on_copies:
                 optimizer.load_state_dict(state)
                 continue
             if keeps_history(optimizer):
@@ -346,7 +346,7 @@ class ModelSpaceRestoring(ModelSpace):
             of_groups = self._named_groups if of_groups is None else of_groups
             with self.waiting_in(f"loading optimizer {index}"):
                 load_indexed_optimizer(
-                    state, optimizer, names=names, shardings=shardings, of_groups=of_groups[index]
+                    state, optimizer, names=names, placements=placements, of_groups=of_groups[index]
                 )
                 self._take_masters(optimizer)
 

@@ -20,7 +20,6 @@ from lightning_ptdp.checkpoint import (
     PARAMETER_NAMES,
     BackgroundSaver,
     CheckpointError,
-    Placed,
     files,
     keeps_history,
     local_path,
@@ -35,7 +34,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch import is_communication_error
 from lightning_ptdp.strategy.model_space import (
@@ -161,7 +160,7 @@ class ModelSpaceSaving(ModelSpace):
             return "shard_optimizer=True cuts the optimizer's states"
         return (
             "master_weights=True keeps float32 copies beside the parameters"
-            if self._adopted
+            if self._steps_on_copies
             else ""
         )
 
@@ -190,27 +189,27 @@ class ModelSpaceSaving(ModelSpace):
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         with same_outcome(doing):
             model, unchanged = self._weights_to_save(checkpoint.get("state_dict", {}))
-            names, shardings = self._optimizer_records()
+            names, placements = self._optimizer_records()
             masters = {
-                e.value: {MASTER: e.value.detach()}
-                for e in self._adopted or ()
-                if e.target is not None
+                managed.stepped: {MASTER: managed.stepped.detach()}
+                for managed in self.parallel.parameters.values()
+                if managed.stepped is not None and managed.rounded is not None
             }
-            optimizers: dict[str, tuple[Tensor, Placed]] = {}
+            optimizers: dict[str, tuple[Tensor, Placement]] = {}
             for index, optimizer in enumerate(
                 self.optimizers if "optimizer_states" in state else ()
             ):
                 if keeps_history(optimizer):
                     continue
                 optimizers |= optimizer_tensors(
-                    optimizer, names=names, shardings=shardings, index=index, extra=masters
+                    optimizer, names=names, placements=placements, index=index, extra=masters
                 )
         if self.ranks_hold_all:
             # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
             # unchanged entries.
             agreed = from_rank_zero(lambda: unchanged)
             # buffers may differ between replicas
-            equal = {record.name for record in self.parallel.records.values()}
+            equal = {managed.name for managed in self.parallel.parameters.values()}
             model = {
                 name: model[name]
                 for name in model
@@ -244,7 +243,7 @@ class ModelSpaceSaving(ModelSpace):
 
     def _weights_to_save(
         self, state: Mapping[str, object]
-    ) -> tuple[dict[str, tuple[Tensor, Placed]], set[str]]:
+    ) -> tuple[dict[str, tuple[Tensor, Placement]], set[str]]:
         """Return the model under its global names, and the names of unchanged entries.
 
         The hooks of ``on_save_checkpoint`` may have changed the other entries.
@@ -268,7 +267,7 @@ class ModelSpaceSaving(ModelSpace):
             ):
                 del kept[alias]
         return {
-            name: (v.detach(), Sharding.replicated(tuple(v.shape))) for name, v in kept.items()
+            name: (v.detach(), Placement.replicated(tuple(v.shape))) for name, v in kept.items()
         }, kept.keys() - changes.keys()
 
     def finish_saving(self) -> None:

@@ -64,7 +64,7 @@ class ScheduledSteps(RunningStrategy):
             return plugin.post_backward(closure_loss, module)
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
-            self.engine.gradients.install()
+            self.engine.gradients.show()
         else:
             closure_loss = plugin.pre_backward(
                 self.engine.optimization.scaled(closure_loss), module
@@ -229,10 +229,11 @@ class ScheduledSteps(RunningStrategy):
 
         Collective over the world."""
         with self._during("gradient norm of step"):
-            return self.engine.gradients.norm()
+            return self.engine.gradients.step.norm()
 
     def _clip_by_norm(self, plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
+        stepped = {p: p.grad for p in plugin.main_params(optimizer) if p.grad is not None}
+        step = self.engine.gradients.step
         with self._during("gradient norm of step"):
-            self.gradient_norm = self.engine.gradients.norm(optimizer)
-        gradients = [p.grad for p in plugin.main_params(optimizer) if p.grad is not None]
-        self.engine.gradients.clip(gradients, clip_val, norm=self.gradient_norm)
+            self.gradient_norm = step.norm(stepped)
+        step.clip(stepped.values(), clip_val, norm=self.gradient_norm)

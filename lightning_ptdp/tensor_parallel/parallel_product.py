@@ -183,7 +183,7 @@ class RowProduct(torch.autograd.Function):
             gathers = product.sequence_parallel and (wants_x or wants_weight) and not in_pieces
             gathering = product.start_gather(grad) if gathers else None
             # Under sequence parallelism this is the slice's share of the bias' gradient, as
-            # declared by Sharding.partial.
+            # declared by Placement.partial.
             grad_bias = bias_gradient(grad) if wants_bias else None
             if gathering is not None:
                 grad = gathering.wait()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.peft import adapters_of, replaced_by
 from lightning_ptdp.tensor_parallel.kinds import (
     Column,
@@ -49,10 +49,10 @@ class WholeMatrix(Kind):
 
     region_part = True
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         partial = ("tensor",) if self.before and not place.enters else place.partial
         return {
-            name: Sharding.replicated(p.shape, partial=partial)
+            name: Placement.replicated(p.shape, partial=partial)
             for name, p in module.named_parameters()
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.kinds import Kind, ModulePlace
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.patterns import matches
@@ -29,7 +29,7 @@ def shard_module(
     enters: bool = True,
     tensor: Group = _ALONE,
     name: str = "",
-) -> tuple[nn.Module, dict[str, Sharding]]:
+) -> tuple[nn.Module, dict[str, Placement]]:
     """Return the parallel version of a module and the shardings of its parameters.
 
     The parallel version keeps the dtype, device (meta included), ``requires_grad``, training mode
@@ -57,7 +57,7 @@ def shard_module(
     """
     if group.size == tensor.size == 1:
         return module, {
-            name: Sharding.replicated(parameter.shape)
+            name: Placement.replicated(parameter.shape)
             for name, parameter in module.named_parameters()
         }
     place = ModulePlace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.parameters.sharding import Piece, Shape, Sharding
+from lightning_ptdp.parameters.placement import Piece, Placement, Shape
 
 __all__ = ["VocabularyRange", "shard_columns", "shard_twice", "shard_vocabulary"]
 
@@ -60,7 +60,7 @@ def shard_columns(
     dim: int = 0,
     axis: str = "tensor",
     partial: tuple[str, ...] = (),
-) -> Sharding:
+) -> Placement:
     """Split output features made of ``parts``, each part on its own, over ``size`` ranks.
 
     Args:
@@ -92,7 +92,7 @@ def shard_columns(
             )
         )
         local, full = local + extent, full + part
-    return Sharding(
+    return Placement(
         full_shape=tuple(shape),
         local_shape=_at(dim, local, shape),
         pieces=tuple(pieces),
@@ -101,9 +101,9 @@ def shard_columns(
     )
 
 
-def shard_twice(one: Sharding, other: Sharding) -> Sharding:
+def shard_twice(one: Placement, other: Placement) -> Placement:
     """Intersect two shardings of a tensor along different dimensions."""
-    assert one.full_shape == other.full_shape and not one.copies and not other.copies
+    assert one.full_shape == other.full_shape and not one.has_copies and not other.has_copies
     pieces = [
         Piece(
             local=tuple(map(sum, zip(a.local, b.local, strict=True))),
@@ -113,7 +113,7 @@ def shard_twice(one: Sharding, other: Sharding) -> Sharding:
         for a in one.pieces
         for b in other.pieces
     ]
-    return Sharding(
+    return Placement(
         full_shape=one.full_shape,
         local_shape=tuple(map(min, zip(one.local_shape, other.local_shape, strict=True))),
         pieces=tuple(pieces),
@@ -122,7 +122,7 @@ def shard_twice(one: Sharding, other: Sharding) -> Sharding:
     )
 
 
-def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Sharding:
+def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Placement:
     """Split dimension 0 by token; a rank may have padding rows, or only padding rows."""
     assert shape[0] == vocabulary.size, (tuple(shape), vocabulary)
     rest = tuple(shape[1:])
@@ -130,7 +130,7 @@ def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Shard
     piece = Piece(
         local=(0, *origin), full=(vocabulary.start, *origin), size=(vocabulary.count, *rest)
     )
-    return Sharding(
+    return Placement(
         full_shape=tuple(shape),
         local_shape=(vocabulary.rows, *rest),
         pieces=(piece,) if vocabulary.count else (),

@@ -176,7 +176,7 @@ class Recorder:
         self._gradients = self.record.tensors["gradient", self.record.steps, point] = found
 
     def _keep_model(self) -> None:
-        trained = {record.name for record in self._strategy.parallel.records.values()}
+        trained = {one.name for one in self._strategy.parallel.parameters.values()}
         for name, (tensor, sharding) in self._strategy._model_tensors().items():
             kind = "weight" if name in trained else "buffer"
             key = (kind if self.record.steps else "initial value", self.record.steps - 1, "")

@@ -265,6 +265,11 @@ class ParallelLayout(Degrees, Stages):
         )
 
     @property
+    def gradient_sums(self) -> tuple[tuple[str, ...], ...]:
+        """Return the values that ``summed`` has, of any parameter on any rank."""
+        return self.summed(()), *(self.summed((axis.name,)) for axis in self.blocked)
+
+    @property
     def num_replicas(self) -> int:
         """Return the number of ranks that read other samples."""
         return self.size("replicas")

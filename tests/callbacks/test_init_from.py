@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, save_checkpoint
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
@@ -69,7 +69,7 @@ def _rewritten(source: Path, target: Path, change: Any) -> None:
     save_checkpoint(
         target,
         tensors={
-            name: (value, Sharding.replicated(tuple(value.shape)))
+            name: (value, Placement.replicated(tuple(value.shape)))
             for name, value in tensors.items()
         },
         state={},
@@ -107,10 +107,10 @@ def test_weights_of_any_layout_and_other_names(pool: Pool, tmp_path: Path) -> No
 
 
 def test_two_names_cannot_become_one(tmp_path: Path) -> None:
-    one = {name: (torch.ones(2), Sharding.replicated((2,))) for name in ("a.x", "b.x")}
+    one = {name: (torch.ones(2), Placement.replicated((2,))) for name in ("a.x", "b.x")}
     save_checkpoint(tmp_path / "c", tensors={"c.x": one["a.x"]}, state={}, metadata={})
     with pytest.raises(CheckpointError, match=r"'a\.x' and 'b\.x' are both 'c\.x'"):
         load_tensors(tmp_path / "c", one, rename={"a.": "c.", "b.": "c."})
-    found = {"a.x": (torch.zeros(2), Sharding.replicated((2,)))}
+    found = {"a.x": (torch.zeros(2), Placement.replicated((2,)))}
     assert load_tensors(tmp_path / "c", found, rename={"a.": "nothing.", "a.x": "c.x"}) == []
     assert found["a.x"][0].tolist() == [1, 1]

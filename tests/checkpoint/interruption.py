@@ -18,7 +18,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 OPERATIONS = ("rename", "replace", "symlink", "unlink", "rmdir")
 
@@ -81,7 +81,7 @@ class Cut:
 
 
 def save(path: Path, step: int) -> None:
-    tensors = {"model/w": (torch.full((5,), float(step)), Sharding.replicated((5,)))}
+    tensors = {"model/w": (torch.full((5,), float(step)), Placement.replicated((5,)))}
     save_checkpoint(path, tensors=tensors, state={}, metadata={"step": step})
     mark_latest(path)
 

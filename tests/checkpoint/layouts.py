@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.tensor_shards import (
     VocabularyRange,
     shard_columns,
@@ -65,7 +65,7 @@ def full_model(*, offset: int = 0) -> dict[str, tuple[torch.Tensor, str]]:
     }
 
 
-def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch.Tensor, Sharding]:
+def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch.Tensor, Placement]:
     """The local tensor of tensor rank ``rank`` of ``size``, and its record; local elements of no
     piece are ``PADDING``."""
     match kind:
@@ -80,14 +80,16 @@ def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch
                 full.shape, VocabularyRange(size=full.shape[0], parts=size, index=rank)
             )
         case _:
-            sharding = Sharding.replicated(full.shape)
+            sharding = Placement.replicated(full.shape)
     local = torch.full(sharding.local_shape, PADDING, dtype=full.dtype)
     for piece in sharding.pieces:
-        local[piece.local_slices] = full[piece.full_slices]
+        local[piece.in_local.slices] = full[piece.in_full.slices]
     return local, sharding
 
 
-def held(layout: Layout, rank: int, *, offset: int = 0) -> dict[str, tuple[torch.Tensor, Sharding]]:
+def held(
+    layout: Layout, rank: int, *, offset: int = 0
+) -> dict[str, tuple[torch.Tensor, Placement]]:
     """Return the shards of the full model that ``rank`` holds.
 
     With two stages, block 1 is in the last stage and everything else in the first.
@@ -101,8 +103,8 @@ def held(layout: Layout, rank: int, *, offset: int = 0) -> dict[str, tuple[torch
 
 
 def blank(
-    tensors: dict[str, tuple[torch.Tensor, Sharding]],
-) -> dict[str, tuple[torch.Tensor, Sharding]]:
+    tensors: dict[str, tuple[torch.Tensor, Placement]],
+) -> dict[str, tuple[torch.Tensor, Placement]]:
     """The same tensors, filled with the padding value."""
     return {
         name: (torch.full_like(tensor, PADDING), sharding)

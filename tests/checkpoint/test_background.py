@@ -24,7 +24,7 @@ from lightning_ptdp.checkpoint import (
     read_full,
     verify_checkpoint,
 )
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
@@ -56,7 +56,7 @@ def _start(
 ) -> None:
     saver.save(
         path,
-        tensors={"model/w": (tensor, Sharding.replicated(tuple(tensor.shape)))},
+        tensors={"model/w": (tensor, Placement.replicated(tuple(tensor.shape)))},
         state={},
         metadata={},
         then=then or (lambda: mark_latest(path)),
@@ -91,7 +91,7 @@ def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "optimizer/a": torch.full((last,), float(step)),
         }
         tensors = {
-            name: (value.as_subclass(OnGPU), Sharding.replicated(tuple(value.shape)))
+            name: (value.as_subclass(OnGPU), Placement.replicated(tuple(value.shape)))
             for name, value in values.items()
         }
         saver.save(tmp_path / str(step), tensors=tensors, state={}, metadata={}, then=lambda: None)

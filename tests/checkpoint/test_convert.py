@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import CheckpointError, save_checkpoint, to_lightning_file
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.pool import Pool
 
@@ -96,7 +96,7 @@ class Tied(pl.LightningModule):
 
 def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
-    tensors = {"model/embedding.weight": (weight, Sharding.replicated((5, 3)))}
+    tensors = {"model/embedding.weight": (weight, Placement.replicated((5, 3)))}
     save_checkpoint(
         tmp_path / "c",
         tensors=tensors,

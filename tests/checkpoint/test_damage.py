@@ -20,7 +20,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint import metadata as metadata_module
-from lightning_ptdp.parameters.sharding import Piece, Sharding
+from lightning_ptdp.parameters.placement import Piece, Placement
 from tests.checkpoint.layouts import Layout, blank, held
 from tests.pool import Pool
 
@@ -126,7 +126,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
     full = torch.arange(300_000.0).view(3000, 100)
     save_checkpoint(
         tmp_path / "c",
-        tensors={"model/w": (full, Sharding.replicated((3000, 100)))},
+        tensors={"model/w": (full, Placement.replicated((3000, 100)))},
         state={},
         metadata={},
     )
@@ -141,7 +141,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
         {
             "model/w": (
                 target,
-                Sharding(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)),
+                Placement(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)),
             )
         },
     )
@@ -154,7 +154,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
 
 
 def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path: Path) -> None:
-    one = {"model/w": (torch.ones(2), Sharding.replicated((2,)))}
+    one = {"model/w": (torch.ones(2), Placement.replicated((2,)))}
     save_checkpoint(tmp_path / "c", tensors=one, state={}, metadata={"layout": "t1"})
     file = tmp_path / "c" / "metadata.json"
     content = file.read_bytes()

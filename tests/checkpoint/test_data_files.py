@@ -17,7 +17,7 @@ from lightning_ptdp.checkpoint.data_files import write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.raw_values import rows_at_once
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "contiguous, many pieces": lambda: torch.randn(700, 1024),
@@ -114,7 +114,7 @@ def test_a_disk_that_fails_while_a_file_is_being_written(
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", first_fails)
-    tensors = {"model/w": (torch.zeros(1 << 20), Sharding.replicated((1 << 20,)))}
+    tensors = {"model/w": (torch.zeros(1 << 20), Placement.replicated((1 << 20,)))}
     with pytest.raises(CheckpointError, match="the disk is gone"):
         save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
     assert os.listdir(tmp_path) == []

@@ -25,15 +25,17 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint import files as files_module
-from lightning_ptdp.parameters.sharding import Piece, Sharding
+from lightning_ptdp.parameters.placement import Piece, Placement
 from tests.pool import Pool
 
 ROWS = 200_000
 
 
-def _half(rank: int, value: float, *, rows: int = ROWS) -> dict[str, tuple[torch.Tensor, Sharding]]:
+def _half(
+    rank: int, value: float, *, rows: int = ROWS
+) -> dict[str, tuple[torch.Tensor, Placement]]:
     piece = Piece(local=(0,), full=(rank * rows,), size=(rows,))
-    record = Sharding(
+    record = Placement(
         full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), sharded=("tensor",)
     )
     return {"model/w": (torch.full((rows,), value), record)}
@@ -78,7 +80,7 @@ def _overlapping(rank: int) -> dict[str, Any]:
         "tensors": {
             "model/w": (
                 tensor,
-                Sharding(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,)),
+                Placement(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,)),
             )
         }
     }
@@ -96,7 +98,7 @@ CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (_disk_full, r"rank 1: .*OSError: .*File too large"),
     (
         _wrong_local_shape,
-        r"rank 1: 'model/w' has the local shape \(3,\), but its sharding says \(200000,\)",
+        r"rank 1: 'model/w' has the local shape \(3,\), but its placement says \(200000,\)",
     ),
     (
         _other_dtype,
@@ -173,7 +175,7 @@ def test_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
 def _save_one(path: Path, value: float) -> None:
     save_checkpoint(
         path,
-        tensors={"model/w": (torch.tensor([value]), Sharding.replicated((1,)))},
+        tensors={"model/w": (torch.tensor([value]), Placement.replicated((1,)))},
         state={},
         metadata={},
     )

@@ -22,13 +22,13 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.hostile.forging import forge, sign
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
-    tensors = {"model/w": (torch.arange(6.0).view(2, 3), Sharding.replicated((2, 3)))}
+    tensors = {"model/w": (torch.arange(6.0).view(2, 3), Placement.replicated((2, 3)))}
     save_checkpoint(tmp_path / "new", tensors=tensors, state={}, metadata={})
     return tmp_path / "new"
 
@@ -170,7 +170,7 @@ def test_a_block_may_not_be_the_whole_of_a_file_with_holes(new: Path) -> None:
 
 
 def test_what_would_be_refused_is_not_written(tmp_path: Path) -> None:
-    tensors = {"model/w": (torch.ones(2), Sharding.replicated((2,)))}
+    tensors = {"model/w": (torch.ones(2), Placement.replicated((2,)))}
     for metadata, state, words in (
         ({"aliases": {"v": 3}}, {}, r"aliases\.v is 3, not text"),
         ({"global_step": "x"}, {}, "global_step is 'x', not a whole number"),

@@ -18,13 +18,13 @@ from lightning_ptdp.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 
 def _save(path: Path, value: float) -> Path:
     save_checkpoint(
         path,
-        tensors={"model/w": (torch.full((5,), value), Sharding.replicated((5,)))},
+        tensors={"model/w": (torch.full((5,), value), Placement.replicated((5,)))},
         state={},
         metadata={},
     )

@@ -24,21 +24,20 @@ from hypothesis import strategies as st
 from lightning_ptdp.checkpoint import (
     CheckpointMetadata,
     LocalRectangle,
-    Placed,
     load_tensors,
     read_full,
     read_metadata,
 )
 from lightning_ptdp.checkpoint.local_rectangles import rectangles_of
 from lightning_ptdp.checkpoint.save import write_checkpoint
-from lightning_ptdp.data_parallel.flat_shards import FlatSharding, Shard
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.schedule.partition import partition_layers
 from tests.checkpoint.layouts import PADDING, shard
 
 pytestmark = pytest.mark.thorough
 
 LAYERS = 5
-Tensors = dict[str, tuple[torch.Tensor, Placed]]
+Tensors = dict[str, tuple[torch.Tensor, Placement]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors
 
     With ``layout.zero`` the state covers only the replica's range of each parameter.
     """
-    full, found = _full(), dict[str, tuple[torch.Tensor, Placed]]()
+    full, found = _full(), dict[str, tuple[torch.Tensor, Placement]]()
     for name in _names(layout, stage):
         value, kind = full[name]
         local, sharding = shard(value, kind, size=layout.t, rank=tensor_rank)
@@ -114,7 +113,7 @@ def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors
             continue
         parts = layout.d * layout.c
         start, stop = (number * local.numel() // parts for number in (replica, replica + 1))
-        place = FlatSharding(whole=sharding, shard=Shard(tuple(local.shape), start, stop))
+        place = sharding.flattened(start, stop)
         found[f"optimizer/0/exp_avg/{name}"] = (state.flatten()[start:stop], place)
     return found
 

@@ -20,11 +20,11 @@ from lightning_ptdp.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import Layout, held
 from tests.pool import Pool
 
-Parameters = dict[str, tuple[torch.nn.Parameter, Sharding]]
+Parameters = dict[str, tuple[torch.nn.Parameter, Placement]]
 
 
 def _parameters(layout: Layout, rank: int) -> Parameters:
@@ -39,7 +39,7 @@ def _parameters(layout: Layout, rank: int) -> Parameters:
     return found
 
 
-def _local(tensor: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+def _local(tensor: torch.Tensor, sharding: Placement) -> torch.Tensor:
     """float32 with everything that no piece covers set to zero."""
     local = torch.zeros(tensor.shape)
     for piece in sharding.pieces:
@@ -94,7 +94,7 @@ def _save(rank: int, layout: Layout, kind: str, path: str) -> None:
     names = {p: name for name, (p, _) in parameters.items()}
     shardings = {name: sharding for name, (_, sharding) in parameters.items()}
     tensors = {f"model/{name}": value for name, value in parameters.items()}
-    tensors |= optimizer_tensors(optimizer, names=names, shardings=shardings)  # type: ignore[arg-type]
+    tensors |= optimizer_tensors(optimizer, names=names, placements=shardings)  # type: ignore[arg-type]
     save_checkpoint(
         path, tensors=tensors, state={"groups": _all_groups(optimizer, parameters)}, metadata={}
     )
@@ -114,7 +114,7 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
     names = {p: name for name, (p, _) in parameters.items()}
     shardings = {name: sharding for name, (_, sharding) in parameters.items()}
     load_optimizer(
-        path, optimizer, names=names, shardings=shardings, groups=read_state(path)["groups"]
+        path, optimizer, names=names, placements=shardings, groups=read_state(path)["groups"]
     )
     for name, (parameter, _) in parameters.items():
         found, wanted = optimizer.state[parameter], reference.state[expected[name][0]]
@@ -170,9 +170,9 @@ class Counting(torch.optim.Optimizer):
 
 def _one(
     tensor: torch.Tensor,
-) -> tuple[dict[torch.nn.Parameter, str], dict[str, Sharding], torch.nn.Parameter]:
+) -> tuple[dict[torch.nn.Parameter, str], dict[str, Placement], torch.nn.Parameter]:
     parameter = torch.nn.Parameter(tensor)
-    return {parameter: "w"}, {"w": Sharding.replicated(tuple(tensor.shape))}, parameter
+    return {parameter: "w"}, {"w": Placement.replicated(tuple(tensor.shape))}, parameter
 
 
 def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
@@ -183,14 +183,14 @@ def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
     expected = copy.copy(optimizer.state[parameter])
     save_checkpoint(
         tmp_path / "c",
-        tensors=optimizer_tensors(optimizer, names=names, shardings=shardings, index=1),
+        tensors=optimizer_tensors(optimizer, names=names, placements=shardings, index=1),
         state={},
         metadata={},
     )
     assert "optimizer/1/step:number/w" in read_metadata(tmp_path / "c").tensors
     groups = optimizer_groups(optimizer, names)
     load_optimizer(
-        tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups, index=1
+        tmp_path / "c", optimizer, names=names, placements=shardings, groups=groups, index=1
     )
     found = optimizer.state[parameter]
     assert (found["step"], found["scale"], found["warm"]) == (2, 0.1, True)
@@ -202,7 +202,7 @@ def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
 def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
     names, shardings, parameter = _one(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5))
-    tensors = optimizer_tensors(optimizer, names=names, shardings=shardings)
+    tensors = optimizer_tensors(optimizer, names=names, placements=shardings)
     save_checkpoint(
         tmp_path / "c",
         tensors=tensors,
@@ -212,11 +212,11 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> N
     groups = read_state(tmp_path / "c")["groups"]
     rate = torch.tensor(0.0)
     other = torch.optim.Adam([parameter], lr=rate)
-    load_optimizer(tmp_path / "c", other, names=names, shardings=shardings, groups=groups)
+    load_optimizer(tmp_path / "c", other, names=names, placements=shardings, groups=groups)
     assert other.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
     plain = torch.optim.Adam([parameter], lr=0.1)
-    load_optimizer(tmp_path / "c", plain, names=names, shardings=shardings, groups=groups)
+    load_optimizer(tmp_path / "c", plain, names=names, placements=shardings, groups=groups)
     assert plain.param_groups[0]["lr"] == 0.5
     assert isinstance(plain.param_groups[0]["lr"], float)
 
@@ -226,7 +226,7 @@ def test_how_the_update_is_computed_is_not_restored(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", tensors={}, state={}, metadata={})
     groups = optimizer_groups(torch.optim.AdamW([parameter], lr=0.5, foreach=True), names)
     optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=False)
-    load_optimizer(tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups)
+    load_optimizer(tmp_path / "c", optimizer, names=names, placements=shardings, groups=groups)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["foreach"]) == (0.5, False)
 
 
@@ -239,14 +239,14 @@ def test_states_that_depend_on_the_layout_are_refused() -> None:
         CheckpointError,
         match=r"Adafactor cannot be checkpointed: its state '\w+' of 'w' has the shape",
     ):
-        optimizer_tensors(optimizer, names=names, shardings=shardings)
+        optimizer_tensors(optimizer, names=names, placements=shardings)
     lbfgs = torch.optim.LBFGS([parameter])
     lbfgs.step(lambda: (parameter**2).sum())
     with pytest.raises(
         CheckpointError,
         match=r"LBFGS cannot be checkpointed: its state '\w+' of 'w' (is a|has the shape)",
     ):
-        optimizer_tensors(lbfgs, names=names, shardings=shardings)
+        optimizer_tensors(lbfgs, names=names, placements=shardings)
     with pytest.raises(
         CheckpointError, match=r"a parameter of shape \(3,\) that is not in the model"
     ):
@@ -276,7 +276,7 @@ def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> Non
     before = copy.deepcopy(optimizer.state_dict())
     save_checkpoint(
         tmp_path / "c",
-        tensors=optimizer_tensors(optimizer, names=names, shardings=shardings),
+        tensors=optimizer_tensors(optimizer, names=names, placements=shardings),
         state={},
         metadata={},
     )
@@ -286,7 +286,7 @@ def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> Non
     ):
         with pytest.raises(CheckpointError, match=words):
             load_optimizer(
-                tmp_path / "c", optimizer, names=names, shardings=shardings, groups=groups
+                tmp_path / "c", optimizer, names=names, placements=shardings, groups=groups
             )
     with pytest.raises(
         CheckpointError,
@@ -296,7 +296,7 @@ def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> Non
             tmp_path / "c",
             optimizer,
             names={parameter: "v"},
-            shardings={"v": shardings["w"]},
+            placements={"v": shardings["w"]},
             groups=[{"params": ["v"]}],
         )
     assert str(optimizer.state_dict()) == str(before)

@@ -23,7 +23,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.cli.resume import find_newest
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.every_step import fit_saving
 
 HOUR, DAY = 3600.0, 86400.0
@@ -31,7 +31,7 @@ CLOCK = time.time
 
 
 def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
-    tensors = {"model/w": (torch.full((5,), float(step)), Sharding.replicated((5,)))}
+    tensors = {"model/w": (torch.full((5,), float(step)), Placement.replicated((5,)))}
     save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
     return path
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
 from lightning_ptdp.checkpoint.local_rectangles import cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.stored_tensor import runs
-from lightning_ptdp.parameters.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from tests.checkpoint.layouts import PADDING, shard
 
@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     save_checkpoint(
         path,
         tensors={
-            f"model/{kind}": (value, Sharding.replicated(tuple(value.shape)))
+            f"model/{kind}": (value, Placement.replicated(tuple(value.shape)))
             for kind, value in full.items()
         },
         state={},
@@ -48,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
     return path, full
 
 
-def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Tensor, Sharding]:
+def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Tensor, Placement]:
     if kind != "fused":
         return shard(full, kind, size=size, rank=index)
     sharding = shard_columns(full.shape, parts=(1024, 1024, 1024), size=size, index=index)
@@ -85,7 +85,7 @@ def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
     full = torch.arange(2048.0 * 1536).view(2048, 1536)
     offsets = {
         strip.offset
-        for strip in cut_strips(rectangles_of({"w": (full, Sharding.replicated((2048, 1536)))}))
+        for strip in cut_strips(rectangles_of({"w": (full, Placement.replicated((2048, 1536)))}))
     }
     assert offsets == {(0, 192 * strip) for strip in range(8)}
     for index in range(2):

@@ -18,7 +18,7 @@ import yaml
 from lightning_ptdp.callbacks.superseded_checkpoints import superseded
 from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata, save_checkpoint
 from lightning_ptdp.cli import entry, main
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.pool import Pool
 
@@ -108,7 +108,7 @@ def test_an_early_signal_requeues_the_job_and_the_next_one_ends_like_an_undistur
 def save(path: Path, **run: Any) -> Path:
     save_checkpoint(
         path,
-        tensors={"model/w": (torch.zeros(2), Sharding.replicated((2,)))},
+        tensors={"model/w": (torch.zeros(2), Placement.replicated((2,)))},
         state={},
         metadata=run,
     )

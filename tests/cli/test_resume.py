@@ -17,7 +17,7 @@ from lightning_ptdp.cli.experiment import Experiment, differences, experiment_of
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.resume import find_newest, was_requeued
 from lightning_ptdp.data import TextDataModule
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.cli.conftest import tiny
 
@@ -100,7 +100,7 @@ def test_an_option_that_changes_the_training_makes_another_experiment(
 
 
 def save(path: Path, step: int, **run: Any) -> Path:
-    value = (torch.zeros(2), Sharding.replicated((2,)))
+    value = (torch.zeros(2), Placement.replicated((2,)))
     save_checkpoint(
         path,
         tensors={"model/w": value, "optimizer/0/m/w": value},

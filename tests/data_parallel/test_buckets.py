@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.data_parallel import (
-    BucketEntry,
     GradientBuckets,
+    GradientState,
     Reduction,
     UnbucketedGradients,
     global_norm,
@@ -22,6 +22,7 @@ from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReductio
 from lightning_ptdp.data_parallel.reduction import PendingReduction
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
+from tests.data_parallel.managed import managed
 from tests.pool import Pool
 
 
@@ -43,19 +44,14 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
         for b in range(batches)
     ]
     buckets = GradientBuckets(
-        [
-            BucketEntry(
-                p, chunk=0, reduction=Reduction(inner=Group(dist.group.WORLD, (0, 1), rank))
-            )
-            for p in model.parameters()
-        ],
+        managed(model.parameters()),
+        {(): Reduction(inner=Group(dist.group.WORLD, (0, 1), rank))},
         bucket_bytes=bucket_bytes,
     )
-    buckets.zero()
-    buckets.install()
+    buckets.begin(keep=False)
     for index, batch in enumerate(inputs):
         if index == batches - 1:
-            buckets.arm(0)
+            buckets.expect_last(0)
         _loss(model, batch[rank]).backward()
     buckets.reduce(0)
     buckets.finish(scale=0.5)
@@ -65,11 +61,11 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
         assert mine.grad is not None
         expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
         differences.append((mine.grad - expected).abs().max().item())
-    buckets.park()
+    buckets.hide()
     assert all(p.grad is None for p in model.parameters())
-    buckets.install()
+    buckets.show()
     assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, (
-        "parking lost the gradients"
+        "hiding lost the gradients"
     )  # type: ignore[union-attr]
     return max(differences)
 
@@ -84,21 +80,21 @@ def test_sums_equal_one_process_also_for_unused_parameters(
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_stash_scales_each_batch_on_its_own(loose: bool) -> None:
+def test_each_batch_is_weighed_on_its_own(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
-    entries = [BucketEntry(weight, chunk=0)]
-    buckets = UnbucketedGradients(entries) if loose else GradientBuckets(entries)
-    buckets.zero()
-    buckets.install()
+    one = managed([weight])
+    buckets = UnbucketedGradients(one) if loose else GradientBuckets(one, {(): Reduction()})
+    buckets.begin(keep=False)
     (weight * 2).sum().backward()
-    buckets.stash(10.0)
-    assert buckets.has_stash
+    buckets.weigh(10.0, last=False)
+    assert buckets.has_weighed
+    buckets.begin(keep=True)
     (weight * 3).sum().backward()
-    buckets.unstash(100.0)
+    buckets.weigh(100.0, last=True)
     buckets.finish()
     assert weight.grad is not None
     assert weight.grad.tolist() == [320.0] * 3
-    assert not buckets.has_stash
+    assert not buckets.has_weighed
 
 
 def _sum_after_all_batches(rank: int) -> list[list[float]]:
@@ -106,13 +102,9 @@ def _sum_after_all_batches(rank: int) -> list[list[float]]:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     layout = ParallelLayout(world_size=2)
     reduction = Reduction(inner=ProcessMesh.create(layout=layout, rank=rank).group("replica_sum"))
-    entries = [
-        BucketEntry(p, chunk=chunk, reduction=reduction)
-        for p, chunk in zip(parameters, (0, None), strict=True)
-    ]
-    buckets = GradientBuckets(entries)
-    buckets.zero()
-    buckets.install()
+    of_one, of_two = managed(parameters[:1]), managed(parameters[1:], stages=(0, 1))
+    buckets = GradientBuckets([*of_one, *of_two], {(): reduction})
+    buckets.begin(keep=False)
     for _ in range(2):
         sum((parameter * (rank + 1.0)).sum() for parameter in parameters).backward()
     buckets.finish()
@@ -125,19 +117,38 @@ def test_reducing_all_sums_every_parameter_once(pool: Pool) -> None:
 
 def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    gradients = UnbucketedGradients([BucketEntry(used, chunk=0), BucketEntry(unused, chunk=0)])
-    for _ in range(2):  # two batches of an accumulation
-        gradients.install()
+    gradients = UnbucketedGradients(managed([used, unused]))
+    for batch in range(2):  # of an accumulation
+        gradients.show()
+        gradients.begin(keep=batch > 0)
         (used * 3).sum().backward()
-        gradients.finish()
-        gradients.park()
+        if batch:
+            gradients.finish()
+        gradients.hide()
         assert used.grad is None
-    gradients.install()
+    gradients.show()
     assert used.grad is not None and unused.grad is not None
     assert (used.grad.tolist(), unused.grad.tolist()) == ([6.0, 6.0], [0.0, 0.0])
-    gradients.zero()
-    gradients.install()
+    gradients.begin(keep=False)
     assert used.grad is None
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_gradients_go_through_their_states_in_order(loose: bool) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    one = managed([weight])
+    gradients = UnbucketedGradients(one) if loose else GradientBuckets(one, {(): Reduction()})
+    with pytest.raises(AssertionError, match="from EMPTY to REDUCING"):
+        gradients.finish()
+    for keep in (False, True):
+        gradients.begin(keep=keep)
+        (weight * 2).sum().backward()
+    gradients.finish()
+    assert weight.grad is not None and weight.grad.tolist() == [4.0] * 3
+    with pytest.raises(AssertionError, match="from REDUCED to ACCUMULATING"):
+        gradients.begin(keep=True)  # the earlier batches would be summed twice
+    gradients.begin(keep=False)
+    gradients.close()
 
 
 def _norm(rank: int) -> float:
@@ -162,19 +173,15 @@ def _goes_ahead(rank: int, nodes: int, scatter: bool) -> float:
     inner, outer = mesh.levels(("data",), nodes)
     reduction = Reduction(inner=inner, outer=outer, scatter=scatter, dtype=torch.float64)
     model, token = _model()[:5], torch.zeros(1)
-    buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0, reduction=reduction) for p in model.parameters()],
-        scatters=scatter,
-        bucket_bytes=1,
-    )
-    buckets.zero()
-    buckets.install()
+    buckets = GradientBuckets(managed(model.parameters()), {(): reduction}, bucket_bytes=1)
+    assert buckets.scatters is scatter
+    buckets.begin(keep=False)
     loss = model(torch.full((3, 4), rank + 1.0)).sum()
-    buckets.arm(0)
+    buckets.expect_last(0)
     for other in range(last) if rank == last else ():
         dist.recv(token, other)
     loss.backward()
-    assert all(bucket.launched for bucket in buckets.buckets())
+    assert all(bucket.state is GradientState.REDUCING for bucket in buckets.buckets())
     if rank != last:
         dist.send(token, last)
     buckets.finish()
@@ -208,15 +215,15 @@ def test_buckets_grow_with_the_ranks_that_are_summed_over(size: int, mebibytes: 
 def test_a_bucket_is_no_larger_than_asked_in_what_gradients_are_kept_in(widen: bool) -> None:
     parameters = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(16)]
     buckets = GradientBuckets(
-        [BucketEntry(p, chunk=0) for p in parameters], bucket_bytes=1024, widen=widen
+        managed(parameters), {(): Reduction()}, bucket_bytes=1024, widen=widen
     )
     assert [bucket.buffer.nbytes for bucket in buckets.buckets()] == [1024] * (4 if widen else 2)
 
 
 def test_neighbours_in_a_bucket_are_clipped_as_one() -> None:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 7), (3,), (64,), (2, 2))]
-    buckets = GradientBuckets([BucketEntry(p, chunk=0) for p in parameters])
-    buckets.install()
+    buckets = GradientBuckets(managed(parameters), {(): Reduction()})
+    buckets.begin(keep=False)
     (bucket,) = buckets.buckets()
     for parameter in parameters:
         assert parameter.grad is not None

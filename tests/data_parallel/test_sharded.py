@@ -15,14 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.data_parallel import (
-    BucketEntry,
     GradientBuckets,
     OptimizerParameters,
     Reduction,
 )
-from lightning_ptdp.data_parallel.flat_shards import Shard
+from lightning_ptdp.parameters.flat_ranges import range_rectangles
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
+from tests.data_parallel.managed import managed
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -58,14 +58,8 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 def _sharded(
     model: nn.Module, group: Group, **options: Any
 ) -> tuple[GradientBuckets, OptimizerParameters]:
-    buckets = GradientBuckets(
-        [
-            BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=True, **options))
-            for p in model.parameters()
-        ],
-        scatters=True,
-        bucket_bytes=3000,
-    )
+    reduction = Reduction(inner=group, scatter=True, **options)
+    buckets = GradientBuckets(managed(model.parameters()), {(): reduction}, bucket_bytes=3000)
     return buckets, OptimizerParameters(buckets, masters=True)
 
 
@@ -80,13 +74,12 @@ def _difference(rank: int, name: str, size: int) -> float:
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, plain)]
     stepped.adopt(optimizer)
     for step in range(4):
-        buckets.zero()
-        buckets.install()
-        buckets.arm(0)
+        buckets.begin(keep=False)
+        buckets.expect_last(0)
         model(_inputs(step, rank)).square().mean().backward()
         buckets.reduce(0)
         buckets.finish(scale=1 / size)
-        stepped.install()
+        stepped.show()
         assert all(p.grad is None for p in model.parameters()), (
             "a parameter shows the gradient of one replica"
         )
@@ -120,21 +113,15 @@ def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
-    buckets = GradientBuckets(
-        [
-            BucketEntry(p, chunk=0, reduction=Reduction(inner=group, scatter=sharded))
-            for p in model.parameters()
-        ],
-        scatters=sharded,
-    )
+    reduction = Reduction(inner=group, scatter=sharded)
+    buckets = GradientBuckets(managed(model.parameters()), {(): reduction})
     stepped = OptimizerParameters(buckets, masters=True)
     optimizer = torch.optim.AdamW(model.parameters())
     stepped.adopt(optimizer)
-    buckets.zero()
-    buckets.install()
+    buckets.begin(keep=False)
     model(torch.ones(2, 200, dtype=torch.bfloat16)).sum().backward()
     buckets.finish()
-    stepped.install()
+    stepped.show()
     optimizer.step()
     stepped.publish()
     stepped.wait()
@@ -190,11 +177,9 @@ def test_rectangles_of_a_range_cover_it_once(shape: tuple[int, ...], cut: list[f
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start, stop = (round(part * whole.numel()) for part in cut)
     flat = whole.flatten()[start:stop]
-    shard = Shard(shape, start, stop)
+    rectangles = list(range_rectangles(shape, start, stop))
     seen = []
-    for offset, extent, position in shard.rectangles():
-        box = whole[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
-        assert torch.equal(box.flatten(), flat[position : position + box.numel()])
-        seen += box.flatten().tolist()
-    assert sorted(seen) == flat.tolist()
-    assert len(list(shard.rectangles())) <= max(1, 2 * len(shape) - 1)
+    for rectangle in rectangles:
+        seen += whole[rectangle.slices].flatten().tolist()
+    assert seen == flat.tolist()
+    assert len(rectangles) <= max(1, 2 * len(shape) - 1)

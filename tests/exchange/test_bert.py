@@ -21,7 +21,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggingface
 from lightning_ptdp.models import BertConfig, LitBert
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.models.theirs import randomized
 from tests.pool import Pool
@@ -102,7 +102,7 @@ def _save(module: LitBert, path: Path, *, size: int = 1, rank: int = 0) -> None:
         for name, value in module.state_dict().items()
         if name != "model.masked_head.decoder.weight"
     }
-    tensors: dict[str, tuple[torch.Tensor, Sharding]] = {
+    tensors: dict[str, tuple[torch.Tensor, Placement]] = {
         f"model/{name}": shard(
             value, "vocabulary" if name.endswith(VOCABULARY) else "replicated", size=size, rank=rank
         )

@@ -33,7 +33,7 @@ from lightning_ptdp.exchange import (
 )
 from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool, WorkerFailure
@@ -97,7 +97,7 @@ def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None
     assert sorted(os.listdir(tmp_path / "all")) == sorted(CONFIGS)
     for name, config in CONFIGS.items():
         tensors = {
-            key: (value, Sharding.replicated(tuple(value.shape)))
+            key: (value, Placement.replicated(tuple(value.shape)))
             for key, value in _whole(config).items()
         }
         save_checkpoint(
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_made_is_told_before(tmp_path: Path) -> None:
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     tensors = {
-        name: (value, Sharding.replicated(tuple(value.shape)))
+        name: (value, Placement.replicated(tuple(value.shape)))
         for name, value in _whole(LLAMA).items()
     }
     save_checkpoint(

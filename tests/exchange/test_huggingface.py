@@ -29,7 +29,7 @@ from lightning_ptdp.exchange import (
 from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.model_config import GPTConfig
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.models.theirs import hf_gpt2, hf_llama, randomized
@@ -167,7 +167,7 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     state = dict(module.state_dict())
     aliases = {"model.head.weight": "model.wte.weight"} if config.tie_embeddings else {}
     tensors = {
-        f"model/{key}": (value, Sharding.replicated(tuple(value.shape)))
+        f"model/{key}": (value, Placement.replicated(tuple(value.shape)))
         for key, value in state.items()
         if key not in aliases
     }
@@ -301,7 +301,7 @@ def test_what_the_architecture_does_not_have_is_not_exported(
         }
         (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     tensors = {
-        f"model/{name}": (value, Sharding.replicated(tuple(value.shape)))
+        f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
         for name, value in values.items()
     }
     save_checkpoint(tmp_path / "lora", tensors=tensors, state={}, metadata={})
@@ -316,7 +316,7 @@ def test_our_own_model_is_compared_with_its_table(tmp_path: Path) -> None:
     values = read_full(tmp_path / "ours") | {"model.h.0.lora_A.weight": torch.ones(2, 2)}
     values.pop("model.head.weight", None)
     tensors = {
-        f"model/{name}": (value, Sharding.replicated(tuple(value.shape)))
+        f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
         for name, value in values.items()
     }
     save_checkpoint(
@@ -407,7 +407,7 @@ def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
         ),
         ({}, r"name that model's config\.json"),
     ):
-        one = {"model/model.w": (torch.ones(2), Sharding.replicated((2,)))}
+        one = {"model/model.w": (torch.ones(2), Placement.replicated((2,)))}
         save_checkpoint(
             tmp_path / "c", tensors=one, state={"hyper_parameters": hyper_parameters}, metadata={}
         )

@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert, kind_of, open_state_dict
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -38,9 +38,9 @@ class Lit(pl.LightningModule):
 def checkpoint(tmp_path: Path) -> Path:
     weight = torch.arange(20.0).view(5, 4)
     tensors = {
-        "model/embedding.weight": (weight, Sharding.replicated((5, 4))),
-        "model/scale": (torch.tensor(3.0), Sharding.replicated(())),
-        "optimizer/0/exp_avg/embedding.weight": (weight.square(), Sharding.replicated((5, 4))),
+        "model/embedding.weight": (weight, Placement.replicated((5, 4))),
+        "model/scale": (torch.tensor(3.0), Placement.replicated(())),
+        "optimizer/0/exp_avg/embedding.weight": (weight.square(), Placement.replicated((5, 4))),
     }
     state = {
         "hyper_parameters": {"width": 4},

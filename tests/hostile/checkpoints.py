@@ -34,7 +34,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, convert, open_safetensors
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from tests.hostile import Case
 from tests.hostile.forging import forge, sign
 
@@ -87,10 +87,10 @@ def _made(folder: Path) -> tuple[Path, Path]:
             if name != "head.weight"
         }
         tensors = {
-            f"model/{name}": (value, Sharding.replicated(tuple(value.shape)))
+            f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
             for name, value in state.items()
         }
-        tensors["optimizer/0/step/wte.weight"] = (torch.tensor(3.0), Sharding.replicated(()))
+        tensors["optimizer/0/step/wte.weight"] = (torch.tensor(3.0), Placement.replicated(()))
         content = {
             "epoch": 1,
             "global_step": 2,
@@ -114,7 +114,7 @@ def _neighbours(folder: Path) -> None:
 
 
 def _load(folder: Path) -> None:
-    tensors = {"model/wte.weight": (torch.zeros(300, 16), Sharding.replicated((300, 16)))}
+    tensors = {"model/wte.weight": (torch.zeros(300, 16), Placement.replicated((300, 16)))}
     load_tensors(folder, tensors)
 
 

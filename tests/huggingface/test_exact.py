@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.models.plans import find_plan
-from lightning_ptdp.parameters.sharding import slice_full
+from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import gather_full
 from tests.huggingface.runs import Samples, make_model
 from tests.pool import Pool

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.callbacks import ExportHuggingFace
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, read_full, read_metadata
-from lightning_ptdp.checkpoint.rectangles import Rectangle
 from lightning_ptdp.exchange import (
     FolderExport,
     HuggingFaceWeights,
@@ -29,7 +28,8 @@ from lightning_ptdp.exchange import (
     open_huggingface,
     to_huggingface,
 )
-from lightning_ptdp.parameters.sharding import Piece, Sharding
+from lightning_ptdp.parameters.placement import Piece, Placement
+from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
@@ -279,7 +279,7 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
         if one.name in stored.tensors:
             read = torch.zeros_like(one.values)
             piece = Piece(local=(0,) * read.dim(), full=one.offset, size=tuple(read.shape))
-            place = Sharding(
+            place = Placement(
                 full_shape=one.full_shape, local_shape=tuple(read.shape), pieces=(piece,)
             )
             stored.fill({one.name: (read, place)})

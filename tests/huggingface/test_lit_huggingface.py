@@ -20,7 +20,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import LitCausalLM, LitMaskedLM, make_tiny
 from lightning_ptdp.parameters.initializers import Initializers
 from lightning_ptdp.parameters.materialize import Materializer, make_room
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy.checks import open_initial_weights
 from tests.huggingface.circle import OPTIMIZER, causal
 from tests.huggingface.runs import LAYOUTS, Run, Samples, check, fit, make_model
@@ -345,7 +345,7 @@ def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
     assert lit.model.lm_head.weight is lit.model.model.embed_tokens.weight
     assert not any(parameter.is_meta or parameter.any() for parameter in lit.parameters())
     tensors = {
-        f"model/{name}": (value.detach(), Sharding.replicated(value.shape))
+        f"model/{name}": (value.detach(), Placement.replicated(value.shape))
         for name, value in lit.named_parameters()
     }
     weights.fill(tensors)

@@ -281,9 +281,10 @@ def count(rank: int, folder: str) -> dict[str, int]:
     class Look(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             gradients: Any = strategy.engine.gradients
-            buckets = [bucket for chunk in gradients._kept._buckets.values() for bucket in chunk]
-            found["buckets"] = sum(bucket.buffer.numel() for bucket in buckets)
-            found["stepped"] = sum(entry.value.numel() for entry in gradients.stepped.entries)
+            store = gradients._store
+            found["buckets"] = sum(bucket.buffer.numel() for bucket in store.buckets())
+            stepped = [one.stepped for one in store.parameters if one.stepped is not None]
+            found["stepped"] = sum(tensor.numel() for tensor in stepped)
             states = [
                 state for entry in trainer.optimizers[0].state.values() for state in entry.values()
             ]
@@ -326,11 +327,11 @@ def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, t
         limit_val_batches=0,
     )
     trainer.fit(module, DataLoader(Samples(model), batch_size=4))
-    records = trainer.strategy.parallel.records
+    parameters = trainer.strategy.parallel.parameters
     held = {
-        r.name: p.detach()
-        for p, r in records.items()
-        if ".lora_" in r.name and "tensor" not in r.sharding.sharded
+        managed.name: p.detach()
+        for p, managed in parameters.items()
+        if ".lora_" in managed.name and "tensor" not in managed.placement.sharded
     }
     assert held
     return held

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
-from lightning_ptdp.parameters.sharding import slice_full
+from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.tensor_parallel import Experts, Mean, Whole
 from lightning_ptdp.world.layout import ParallelLayout

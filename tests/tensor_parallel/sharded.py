@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel import (
     ParallelPlan,
     is_in_region,
@@ -20,7 +20,7 @@ __all__ = ["apply_plan"]
 
 def apply_plan(
     model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_parallel: bool
-) -> dict[str, Sharding]:
+) -> dict[str, Placement]:
     """Replace the modules that the plan names by parallel ones, in place: what ``parallelize`` does
     to a model whose values are there.
 
@@ -36,7 +36,7 @@ def apply_plan(
     originals = list(model.parameters())  # alive while their ids are keys of `shared`
     shared: dict[int, nn.Parameter] = {}
     replaced: dict[int, nn.Module] = {}
-    by_parameter: dict[int, Sharding] = {}
+    by_parameter: dict[int, Placement] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = plan.resolve(model)
     for name, kind in kinds.items():
@@ -62,7 +62,7 @@ def apply_plan(
     del originals
     return {
         name: by_parameter.get(id(parameter))
-        or Sharding.replicated(
+        or Placement.replicated(
             parameter.shape, partial=plan.partial(name, group.size > 1 and sequence_parallel)
         )
         for name, parameter in model.named_parameters()

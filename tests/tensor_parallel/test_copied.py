@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from lightning_ptdp.data_parallel import (
-    BucketEntry,
     GradientBuckets,
+    Reduction,
     UnbucketedGradients,
     global_norm,
 )
-from lightning_ptdp.parameters.sharding import slice_full
+from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import Column
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
+from tests.data_parallel.managed import managed
 from tests.pool import Pool
 from tests.tensor_parallel.toy import assemble_full
 
@@ -54,7 +55,7 @@ def test_every_rank_has_its_queries_and_the_head_that_they_share(
     counted = [
         part
         for tensor, sharding in zip(local, shardings, strict=True)
-        for part in sharding.counted(tensor)
+        for part in sharding.unrepeated(tensor)
     ]
     assert torch.equal(
         torch.cat([part.flatten() for part in counted]).sort().values, full.flatten().sort().values
@@ -67,23 +68,21 @@ def check_gradients(rank: int) -> None:
     group = mesh.subgroup("tensor", (rank // 2 * 2, rank // 2 * 2 + 1))
     assert mesh.subgroup("tensor", (0, 1, 2, 3)) is mesh.group("tensor")
     sharding = shard_columns((24,), parts=PARTS, size=4, index=rank, copies=(1, 2, 2))
-    sums = tuple((piece.local_slices, group) for piece in sharding.pieces if piece.copies > 1)
+    sums = tuple((piece.in_local, group) for piece in sharding.pieces if piece.copies > 1)
     expected = torch.tensor([1.0 + rank] * 4 + [(rank // 2 * 2) * 2 + 3.0] * 4)
     full_square = 4 * (1 + 4 + 9 + 16) + 4 * (9 + 49)
-    for make in (GradientBuckets, UnbucketedGradients):
+    for loose in (False, True):
         weight, unused = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
-        gradients = make(
-            [BucketEntry(weight, chunk=0, sums=sums), BucketEntry(unused, chunk=0, sums=sums)]
-        )
-        gradients.zero()
-        gradients.install()
+        both = managed([weight, unused], sums=sums)
+        gradients = UnbucketedGradients(both) if loose else GradientBuckets(both, {(): Reduction()})
+        gradients.begin(keep=False)
         (weight * (rank + 1)).sum().backward()
         gradients.finish(2.0)
-        gradients.install()
+        gradients.show()
         assert weight.grad is not None
         assert torch.equal(weight.grad, 2 * expected), (rank, weight.grad)
         norm = global_norm(
-            sharding.counted(weight.grad), group=mesh.group("model"), device=torch.device("cpu")
+            sharding.unrepeated(weight.grad), group=mesh.group("model"), device=torch.device("cpu")
         )
         torch.testing.assert_close(norm, torch.tensor(2 * full_square**0.5))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
 from lightning_ptdp.tensor_parallel.kinds import ModulePlace, check_divides
@@ -34,7 +34,7 @@ class ByOutput(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_divides(name, "out_features", module.get_parameter("weight").size(0), size)
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         group = place.group
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         return {

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.parameters.sharding import slice_full
+from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import (
     ParallelPlan,
     VocabularyParallelEmbedding,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.parameters.sharding import Piece, Sharding, slice_full
+from lightning_ptdp.parameters.placement import Piece, Placement, slice_full
 from lightning_ptdp.tensor_parallel import VocabularyRange
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_vocabulary
 from tests.tensor_parallel.toy import assemble_full
@@ -75,7 +75,7 @@ def test_vocabulary_is_padded_with_zeros_that_no_piece_covers(
 
 def test_slices_are_copies_with_the_dtype_and_device_of_the_full_tensor() -> None:
     full = torch.ones(4, 2, dtype=torch.bfloat16, requires_grad=True)
-    local = slice_full(full, Sharding.replicated(full.shape))
+    local = slice_full(full, Placement.replicated(full.shape))
     assert local.dtype is torch.bfloat16
     assert not local.requires_grad
     local.zero_()
@@ -89,15 +89,17 @@ def test_slices_are_copies_with_the_dtype_and_device_of_the_full_tensor() -> Non
 
 
 def test_replicated_scalar() -> None:
-    sharding = Sharding.replicated((), partial=("tensor",))
+    sharding = Placement.replicated((), partial=("tensor",))
     assert sharding.partial
     assert not sharding.sharded
-    assert [(piece.local_slices, piece.full_slices) for piece in sharding.pieces] == [((), ())]
+    assert [(piece.in_local.slices, piece.in_full.slices) for piece in sharding.pieces] == [
+        ((), ())
+    ]
     assert slice_full(torch.tensor(3.0), sharding).item() == 3.0
 
 
 def test_a_piece_outside_of_its_tensor_is_refused() -> None:
-    with pytest.raises(AssertionError, match="outside of the full shape"):
-        Sharding(
+    with pytest.raises(AssertionError, match=r"\[2:5\] is outside of \(4,\)"):
+        Placement(
             full_shape=(4,), local_shape=(3,), pieces=(Piece(local=(0,), full=(2,), size=(3,)),)
         )

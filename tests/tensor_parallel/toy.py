@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ptdp.parameters.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
@@ -57,7 +57,7 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.chunk(group.size, dim)[group.rank]
 
 
-def whole_gradient(grad: Tensor, sharding: Sharding, group: Group) -> Tensor:
+def whole_gradient(grad: Tensor, sharding: Placement, group: Group) -> Tensor:
     """Return the whole gradient of which a rank holds a partial one.
 
     Partial gradients are summed over the group. So are the parts of copied rows.
@@ -65,21 +65,21 @@ def whole_gradient(grad: Tensor, sharding: Sharding, group: Group) -> Tensor:
     if sharding.partial:
         grad = grad.clone()
         dist.all_reduce(grad, group=group.handle)
-    if sharding.copies:
+    if sharding.has_copies:
         everyones = [torch.empty_like(grad) for _ in range(group.size)]
         dist.all_gather(everyones, grad.contiguous(), group=group.handle)
         grad = grad.clone()
         for piece in sharding.pieces:
             first = group.rank - piece.copy
-            grad[piece.local_slices] = sum(
-                other[piece.local_slices] for other in everyones[first : first + piece.copies]
+            grad[piece.in_local.slices] = sum(
+                other[piece.in_local.slices] for other in everyones[first : first + piece.copies]
             )
     return grad
 
 
 def assert_gradients(
     module: nn.Module,
-    shardings: dict[str, Sharding],
+    shardings: dict[str, Placement],
     reference: nn.Module,
     group: Group,
     dtype: torch.dtype | None = None,
@@ -211,12 +211,12 @@ def toy_plan() -> ParallelPlan:
     )
 
 
-def assemble_full(parts: Sequence[tuple[Tensor, Sharding]]) -> Tensor:
+def assemble_full(parts: Sequence[tuple[Tensor, Placement]]) -> Tensor:
     """The full tensor, put together from the local tensors of all members: the inverse of
     ``slice_full``."""
     first, sharding = parts[0]
     full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
     for local, sharding in parts:
         for piece in sharding.pieces:
-            full[piece.full_slices] = local.detach()[piece.local_slices]
+            full[piece.in_full.slices] = local.detach()[piece.in_local.slices]
     return full

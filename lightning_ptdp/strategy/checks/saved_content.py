@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint import CheckpointError, left_out, optimizer_tensors
 from lightning_ptdp.data_parallel import GroupTrial
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 
 __all__ = ["check_extra_state", "check_optimizer_state", "warn_of_objects"]
 
@@ -91,7 +91,7 @@ def check_optimizer_state(
             return  # the optimizer needs more than a parameter and its gradient
         try:
             optimizer_tensors(
-                probe, names={weight: "weight"}, shardings={"weight": Sharding.replicated(shape)}
+                probe, names={weight: "weight"}, placements={"weight": Placement.replicated(shape)}
             )
         except CheckpointError as error:
             raise ValueError(f"{error}. {_MEND}") from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_embedding, shape_text
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange, shard_vocabulary
 from lightning_ptdp.tensor_parallel.vocabulary import (
@@ -36,7 +36,7 @@ class Vocabulary(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         words = _words(module, place)
         return {
             name: shard_vocabulary(parameter.shape, words)
@@ -84,7 +84,9 @@ class Position(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
 
-    def shard(self, module: nn.Module, place: ModulePlace) -> tuple[nn.Module, dict[str, Sharding]]:
+    def shard(
+        self, module: nn.Module, place: ModulePlace
+    ) -> tuple[nn.Module, dict[str, Placement]]:
         return (
             super().shard(module, place)
             if place.sequence_parallel

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.expert_parallel import inner_parts, inner_width, stores_as_usual
 from lightning_ptdp.forward.own_forward import replace_forward
-from lightning_ptdp.parameters.sharding import Sharding
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides, shape_text
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertsForward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_twice
@@ -91,7 +91,7 @@ class Experts(Kind):
             axis="expert_tensor",
         )
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         found = {
             name: self._sharding(module, name, p.shape, place)
             for name, p in module.named_parameters()
@@ -103,7 +103,7 @@ class Experts(Kind):
 
     def _sharding(
         self, module: nn.Module, name: str, shape: Sequence[int], place: ModulePlace
-    ) -> Sharding:
+    ) -> Placement:
         inner = inner_parts(module, name) if self.split_over > 1 else None
         # Without an inner dimension each tensor-parallel rank has one term of the gradient: that of
         # its tokens, or that of the only rank that adds a bias.

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.parameters.sharding import Sharding, slice_full
+from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.tensor_parallel.linear_like import has_own_forward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.layout import nearest_divisors
@@ -70,13 +70,13 @@ class ModulePlace:
         *,
         copies: Sequence[int] | None = None,
         dim: int = 0,
-    ) -> Sharding:
+    ) -> Placement:
         """Call ``shard_columns`` for the group."""
         return shard_columns(
             shape, parts=parts, size=self.group.size, index=self.group.rank, copies=copies, dim=dim
         )
 
-    def local(self, module: nn.Module, name: str, sharding: Sharding) -> nn.Parameter:
+    def local(self, module: nn.Module, name: str, sharding: Placement) -> nn.Parameter:
         """Return the local part of a module's parameter, or the parameter if it is not split."""
         original = module.get_parameter(name)
         if id(original) not in self.shared:
@@ -171,17 +171,19 @@ class Kind:
 
     # ---- sharding --------------------------------------------------------------------------------
 
-    def shard(self, module: nn.Module, place: ModulePlace) -> tuple[nn.Module, dict[str, Sharding]]:
+    def shard(
+        self, module: nn.Module, place: ModulePlace
+    ) -> tuple[nn.Module, dict[str, Placement]]:
         """Return the replacement module, and a sharding for each parameter by its name."""
         shardings = self.shardings(module, place)
         local = {name: place.local(module, name, sharding) for name, sharding in shardings.items()}
         new = self.build(module, local, place)
         return new if new is module else new.train(module.training), shardings
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Sharding]:
+    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         """Return the sharding of every parameter; by default each rank holds it whole."""
         return {
-            name: Sharding.replicated(parameter.shape, partial=place.partial)
+            name: Placement.replicated(parameter.shape, partial=place.partial)
             for name, parameter in module.named_parameters()
         }
 

@@ -1,84 +1,21 @@
-"""Rectangles of a tensor, and the check that some of them cover it.
+"""Check that rectangles cover a tensor.
 
 A set of rectangles covers a tensor if every element is in exactly one of them.
 """
 
 from __future__ import annotations
 
-import math
-import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
-from typing import NamedTuple
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["Rectangle", "check_cover"]
+__all__ = ["check_cover"]
 
 _MOST_CUT = 8  # dimensions; a rectangle has 2 to this power corners
 _MOST_NAMED = 200
-
-
-class Rectangle(NamedTuple):
-    """A part of a tensor.
-
-    Attributes:
-        begin: Position at which it begins, for each dimension.
-        end: Position at which it ends, for each dimension.
-    """
-
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-
-    @classmethod
-    def at(cls, offset: Sequence[int], shape: Sequence[int]) -> Rectangle:
-        """Return the rectangle that begins at ``offset`` and has this shape."""
-        return cls(tuple(offset), tuple(map(operator.add, offset, shape)))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the extents."""
-        return tuple(map(operator.sub, self.end, self.begin))
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return math.prod(max(extent, 0) for extent in self.shape)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Return the index in the tensor."""
-        return tuple(map(slice, self.begin, self.end))
-
-    def common(self, other: Rectangle) -> Rectangle:
-        """Return the intersection; without elements if it is empty."""
-        return Rectangle(
-            tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
-        )
-
-    def seen_from(self, origin: Sequence[int]) -> Rectangle:
-        """Return the same rectangle in a tensor that begins at ``origin`` of this one."""
-        return Rectangle(
-            tuple(map(operator.sub, self.begin, origin)), tuple(map(operator.sub, self.end, origin))
-        )
-
-    def around(self, hole: Rectangle) -> Iterator[Rectangle]:
-        """Yield the rest of this rectangle around a rectangle inside it.
-
-        For each dimension, the rest has a part before and a part after the inner rectangle.
-        """
-        begin, end = list(self.begin), list(self.end)
-        for dim, (first, last) in enumerate(zip(*hole, strict=True)):
-            for low, high in ((begin[dim], first), (last, end[dim])):
-                if low < high:
-                    yield Rectangle(
-                        (*begin[:dim], low, *begin[dim + 1 :]), (*end[:dim], high, *end[dim + 1 :])
-                    )
-            begin[dim], end[dim] = first, last
-
-    def __str__(self) -> str:
-        return f"[{', '.join(f'{begin}:{end}' for begin, end in zip(*self, strict=True))}]"
 
 
 def check_cover(

@@ -1,0 +1,72 @@
+"""A local parameter: its place in the model, and the tensor on which the optimizer steps.
+
+Gradients, norms, checkpoints and summaries read nothing else about a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from lightning_ptdp.parameters.placement import Placement
+
+__all__ = ["ManagedParameter", "ManagedParameters"]
+
+
+@dataclass(eq=False, kw_only=True)
+class ManagedParameter:
+    """One local parameter.
+
+    Attributes:
+        parameter: The module's parameter.
+        placement: Its place in the full tensor, and its copies on other ranks.
+        name: Global name, the first under which the uncut model registers it.
+        order: Position among the uncut model's parameters.
+        stages: Local pipeline stages that use it.
+        stepped: Tensor on which the optimizer steps: the parameter, its float32 main copy, or a
+            flat part of either; None if other ranks step on all of it.
+        stepped_placement: Place of ``stepped`` in the full tensor.
+        rounded: The part of the parameter that receives ``stepped`` after a step; None if
+            ``stepped`` is no main copy.
+        gradient: The gradient of ``stepped``, a part of a bucket; None if it is the parameter's.
+    """
+
+    parameter: nn.Parameter
+    placement: Placement
+    name: str = ""
+    order: int = 0
+    stages: tuple[int, ...] = (0,)
+    stepped: nn.Parameter | None = field(init=False)
+    stepped_placement: Placement = field(init=False)
+    rounded: Tensor | None = field(init=False)
+    gradient: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step_on(self.parameter)
+
+    @property
+    def chunk(self) -> int | None:
+        """Return the stage whose backward completes the gradient; None if several contribute."""
+        return self.stages[0] if len(self.stages) == 1 else None
+
+    @property
+    def steps_on_copy(self) -> bool:
+        """Return True if the optimizer does not step on the parameter itself."""
+        return self.stepped is not self.parameter
+
+    def step_on(
+        self,
+        stepped: nn.Parameter | None,
+        placement: Placement | None = None,
+        *,
+        rounded: Tensor | None = None,
+        gradient: Tensor | None = None,
+    ) -> None:
+        """Set the tensor on which the optimizer steps; see the attributes."""
+        self.stepped, self.stepped_placement = stepped, placement or self.placement
+        self.rounded, self.gradient = rounded, gradient
+
+
+ManagedParameters = Mapping[nn.Parameter, ManagedParameter]
+"""All parameters of a rank, by identity."""
