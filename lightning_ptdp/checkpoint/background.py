@@ -180,7 +180,7 @@ class BackgroundSaver:
         if any(tensor.is_cuda for tensor, _ in tensors.values()):
             torch.cuda.synchronize()
         self._copies = copies
-        return {name: (copies[name], sharding) for name, (_, sharding) in tensors.items()}
+        return {name: (copies[name], placement) for name, (_, placement) in tensors.items()}
 
     def _write(
         self, rectangles: list[LocalRectangle], content: bytes, metadata: Mapping[str, Json]

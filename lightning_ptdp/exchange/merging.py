@@ -40,16 +40,16 @@ def merged_rectangles(
         if replaced_by(child) is not None
     }
     found: list[LocalRectangle] = []
-    for name, (tensor, sharding) in tensors.items():
+    for name, (tensor, placement) in tensors.items():
         around = max((outer for outer in wrappers if name.startswith(outer)), key=len, default="")
         rest = name.removeprefix(around)
         if around and not _stays(wrappers[around], rest):
             continue
-        whole = rectangles_of({plain_name(name): (tensor, sharding)})
+        whole = rectangles_of({plain_name(name): (tensor, placement)})
         if around and rest == _BASE and adapters_of(wrappers[around]):
             pairs = [*_pairs(wrappers[around], around.removesuffix("."))]
             pieces = [
-                piece for piece in sharding.pieces if piece.full in {one.offset for one in whole}
+                piece for piece in placement.pieces if piece.full in {one.offset for one in whole}
             ]
             assert len(pieces) == len(whole), name
             whole = [

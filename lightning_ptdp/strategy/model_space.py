@@ -77,15 +77,15 @@ class ModelSpace(RunningStrategy):
         Collective over the world; the model must fit into a rank's memory."""
         with self.waiting_in("gathering the whole model"):
             local = {
-                name: (tensor.cpu(), sharding)
-                for name, (tensor, sharding) in self._model_tensors(to_write=True).items()
+                name: (tensor.cpu(), placement)
+                for name, (tensor, placement) in self._model_tensors(to_write=True).items()
             }
             ranks = gather(local)
         whole: dict[str, Tensor] = {}
         for part in ranks:
-            for name, (tensor, sharding) in part.items():
-                full = whole.setdefault(name, torch.empty(sharding.full_shape, dtype=tensor.dtype))
-                for piece in sharding.pieces:
+            for name, (tensor, placement) in part.items():
+                full = whole.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
+                for piece in placement.pieces:
                     full[piece.in_full.slices] = tensor[piece.in_local.slices]
         return {
             **whole,

@@ -177,15 +177,15 @@ class ModelSpaceRestoring(ModelSpace):
                     f"the checkpoint has no {missing[:3]}; it holds {len(state)} tensors such as "
                     f"{list(state)[:3]}"
                 )
-            for name, (tensor, sharding) in local.items():
+            for name, (tensor, placement) in local.items():
                 if name not in state:
                     continue
-                if tuple(state[name].shape) != sharding.full_shape:
+                if tuple(state[name].shape) != placement.full_shape:
                     raise CheckpointError(
                         f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, "
-                        f"{sharding.full_shape} here"
+                        f"{placement.full_shape} here"
                     )
-                tensor.copy_(slice_full(state[name], sharding))
+                tensor.copy_(slice_full(state[name], placement))
             self._set_extra_states({name: tensor for name, (tensor, _) in local.items()})
         known = set().union(*gather(set(local))) | self.parallel.aliases.keys()
         if strict and (unexpected := sorted(state.keys() - known)):

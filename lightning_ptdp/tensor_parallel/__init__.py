@@ -3,9 +3,9 @@
 See arXiv 1909.08053 and 2205.05198.
 
 A ``ParallelPlan`` names the modules to split and the kind of each split. ``shard_module`` replaces
-a module with its parallel version and returns a ``Sharding`` for every parameter, which records the
-part of the full parameter that this rank holds (``tensor_shards.py``). The model's own code does
-not change.
+a module with its parallel version and returns a ``Placement`` for every parameter, which describes
+the part of the full parameter that this rank holds (``tensor_shards.py``). The model's own code
+does not change.
 """
 
 from lightning_ptdp.tensor_parallel.captured_outputs import check_captured, refuse_captured_parts

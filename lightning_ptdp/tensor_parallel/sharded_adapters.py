@@ -49,7 +49,7 @@ class WholeMatrix(Kind):
 
     region_part = True
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         partial = ("tensor",) if self.before and not place.enters else place.partial
         return {
             name: Placement.replicated(p.shape, partial=partial)

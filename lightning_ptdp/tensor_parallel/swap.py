@@ -30,7 +30,7 @@ def shard_module(
     tensor: Group = _ALONE,
     name: str = "",
 ) -> tuple[nn.Module, dict[str, Placement]]:
-    """Return the parallel version of a module and the shardings of its parameters.
+    """Return the parallel version of a module and the placements of its parameters.
 
     The parallel version keeps the dtype, device (meta included), ``requires_grad``, training mode
     and the parameters' own Python attributes. It does not keep forward hooks.

@@ -102,7 +102,7 @@ def shard_columns(
 
 
 def shard_twice(one: Placement, other: Placement) -> Placement:
-    """Intersect two shardings of a tensor along different dimensions."""
+    """Intersect two placements of a tensor along different dimensions."""
     assert one.full_shape == other.full_shape and not one.has_copies and not other.has_copies
     pieces = [
         Piece(

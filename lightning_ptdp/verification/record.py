@@ -177,10 +177,10 @@ class Recorder:
 
     def _keep_model(self) -> None:
         trained = {one.name for one in self._strategy.parallel.parameters.values()}
-        for name, (tensor, sharding) in self._strategy._model_tensors().items():
+        for name, (tensor, placement) in self._strategy._model_tensors().items():
             kind = "weight" if name in trained else "buffer"
             key = (kind if self.record.steps else "initial value", self.record.steps - 1, "")
-            self.record.tensors.setdefault(key, {})[name] = _held(tensor, sharding)
+            self.record.tensors.setdefault(key, {})[name] = _held(tensor, placement)
 
     def _optimized(self) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
         """Yield the optimizer's tensors: (group, name, tensor, position in the full parameter)."""

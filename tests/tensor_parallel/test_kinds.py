@@ -34,7 +34,7 @@ class ByOutput(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_divides(name, "out_features", module.get_parameter("weight").size(0), size)
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         group = place.group
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         return {
@@ -81,13 +81,13 @@ def _compare(rank: int) -> None:
     inputs = left.clone().requires_grad_(), right.clone().requires_grad_()
     expected_inputs = left.clone().requires_grad_(), right.clone().requires_grad_()
     model = deepcopy(reference)
-    shardings = apply_plan(model, PLAN, group=group, sequence_parallel=False)
-    assert shardings["mix.weight"].local_shape == (3, 4, 5)
+    placements = apply_plan(model, PLAN, group=group, sequence_parallel=False)
+    assert placements["mix.weight"].local_shape == (3, 4, 5)
     y, expected = model(*inputs), reference(*expected_inputs)
     assert_same(y, expected)
     y.square().sum().backward()
     expected.square().sum().backward()
-    assert_gradients(model, shardings, reference, group)
+    assert_gradients(model, placements, reference, group)
     for got, whole in zip(inputs, expected_inputs, strict=True):
         assert got.grad is not None
         assert whole.grad is not None

@@ -36,7 +36,7 @@ class Vocabulary(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         words = _words(module, place)
         return {
             name: shard_vocabulary(parameter.shape, words)
@@ -90,7 +90,7 @@ class Position(Kind):
         return (
             super().shard(module, place)
             if place.sequence_parallel
-            else (module, self.shardings(module, place))
+            else (module, self.placements(module, place))
         )
 
     def build(

@@ -91,9 +91,9 @@ class Experts(Kind):
             axis="expert_tensor",
         )
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         found = {
-            name: self._sharding(module, name, p.shape, place)
+            name: self._placement(module, name, p.shape, place)
             for name, p in module.named_parameters()
         }
         return {
@@ -101,7 +101,7 @@ class Experts(Kind):
             for name, one in found.items()
         }
 
-    def _sharding(
+    def _placement(
         self, module: nn.Module, name: str, shape: Sequence[int], place: ModulePlace
     ) -> Placement:
         inner = inner_parts(module, name) if self.split_over > 1 else None

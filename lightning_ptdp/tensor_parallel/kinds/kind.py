@@ -76,15 +76,15 @@ class ModulePlace:
             shape, parts=parts, size=self.group.size, index=self.group.rank, copies=copies, dim=dim
         )
 
-    def local(self, module: nn.Module, name: str, sharding: Placement) -> nn.Parameter:
+    def local(self, module: nn.Module, name: str, placement: Placement) -> nn.Parameter:
         """Return the local part of a module's parameter, or the parameter if it is not split."""
         original = module.get_parameter(name)
         if id(original) not in self.shared:
             new = original
-            if sharding.sharded:
+            if placement.sharded:
                 with torch.no_grad():
                     new = nn.Parameter(
-                        slice_full(original, sharding), requires_grad=original.requires_grad
+                        slice_full(original, placement), requires_grad=original.requires_grad
                     )
                 vars(new).update(vars(original))  # attributes that optimizers and initializers read
             self.shared[id(original)] = new
@@ -174,14 +174,16 @@ class Kind:
     def shard(
         self, module: nn.Module, place: ModulePlace
     ) -> tuple[nn.Module, dict[str, Placement]]:
-        """Return the replacement module, and a sharding for each parameter by its name."""
-        shardings = self.shardings(module, place)
-        local = {name: place.local(module, name, sharding) for name, sharding in shardings.items()}
+        """Return the replacement module, and a placement for each parameter by its name."""
+        placements = self.placements(module, place)
+        local = {
+            name: place.local(module, name, placement) for name, placement in placements.items()
+        }
         new = self.build(module, local, place)
-        return new if new is module else new.train(module.training), shardings
+        return new if new is module else new.train(module.training), placements
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        """Return the sharding of every parameter; by default each rank holds it whole."""
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+        """Return the placement of every parameter; by default each rank holds it whole."""
         return {
             name: Placement.replicated(parameter.shape, partial=place.partial)
             for name, parameter in module.named_parameters()

@@ -101,7 +101,7 @@ class Column(Kind):
             return (1,) * len(self.parts or (0,))
         return tuple(max(1, size // count) for count in self.heads)
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         found = {}
         for name, parameter in module.named_parameters():
             dim = parameter.dim() - 1 if stores_outputs_last(module) else 0
@@ -166,9 +166,9 @@ class Row(Kind):
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_divides(name, "in_features", output_input_sizes(module)[1], size)
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         shape, dim = module.get_parameter("weight").shape, 0 if is_conv1d(module) else 1
-        return super().shardings(module, place) | {
+        return super().placements(module, place) | {
             "weight": place.columns(shape, (shape[dim],), dim=dim)
         }
 
@@ -217,9 +217,9 @@ class AttentionHeads(Kind):
                 "batch_first=True"
             )
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        found = super().shardings(module, place)
-        shapes = {name: sharding.full_shape for name, sharding in found.items()}
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+        found = super().placements(module, place)
+        shapes = {name: placement.full_shape for name, placement in found.items()}
         found["out_proj.weight"] = place.columns(
             shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1
         )

@@ -29,7 +29,7 @@ class Partial(Kind):
     ties = "whole"
     region_part = True
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         return {
             name: Placement.replicated(p.shape, partial=("tensor",))
             for name, p in module.named_parameters()
@@ -54,7 +54,7 @@ class Alias(Kind):
     parameters = None
     ties = "any"
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         return {}
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -75,7 +75,7 @@ class Whole(Kind):
     keeps_sequence = True
     keeps_children = True
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         return {}
 
     def complete(self, module: nn.Module, *, group: Group) -> None:
@@ -133,7 +133,7 @@ class Region(Kind):
                     "each rank; shard it, or leave the region out of the plan"
                 )
 
-    def shardings(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         shapes = {key: module.get_parameter(key).shape for key in self.per_head}
         return {key: place.columns(shape, shape[:1]) for key, shape in shapes.items()}
 
