@@ -47,8 +47,8 @@ def load_tensors(
 
     Args:
         path: The checkpoint folder.
-        tensors: This rank's local tensors with their placements, under global names. They may differ
-            between ranks, or be empty.
+        tensors: This rank's local tensors with their placements, under global names. They may
+            differ between ranks, or be empty.
         strict: True if a name that the checkpoint lacks is an error; otherwise that tensor is
             unchanged.
         prefix: With ``strict``, a tensor of the checkpoint whose name begins with this prefix and
@@ -113,14 +113,14 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
     if missing and strict:
         raise CheckpointError(f"{_shown(missing)} not in the checkpoint")
     wrong = []
-    for name, (tensor, sharding) in tensors.items():
+    for name, (tensor, placement) in tensors.items():
         if name in missing:
             continue
         entry = entries[name]
-        if entry.shape != sharding.full_shape:
+        if entry.shape != placement.full_shape:
             wrong.append(
                 f"{name!r} has the shape {entry.shape} in the checkpoint and "
-                f"{sharding.full_shape} here"
+                f"{placement.full_shape} here"
             )
         elif not _convertible(entry, tensor):
             wrong.append(f"{name!r} is {entry.dtype} in the checkpoint and {tensor.dtype} here")

@@ -94,13 +94,13 @@ class GradientBuckets:
                 bucket.buffer.zero_()
             bucket.state = bucket.state.to(GradientState.ACCUMULATING)
             bucket.pending = None
-            for managed, view in zip(bucket.parameters, bucket.views, strict=True):
-                gradient = managed.parameter.grad if keep else view
+            for managed, view in zip(bucket.parameters, bucket.views, strict=True) if keep else ():
+                gradient = managed.parameter.grad
                 if gradient is None:
                     view.zero_()
                 elif gradient is not view:
                     view.copy_(gradient)
-                managed.parameter.grad = view
+        self.show()
 
     def show(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
