@@ -17,7 +17,7 @@ from lightning_ptdp.shims.lightning import CLIS, LOADERS, UPLOADERS, LightningCL
 
 __all__ = ["parse_folders", "read_folders", "upload_folders"]
 
-# key checkpoint.types.TYPES, repeated here because that module imports torch
+# key checkpoint.single_file.TYPES, repeated here because that module imports torch
 _TYPES = "lightning_ptdp_types"
 
 Found = tuple[float, str, object, str]

@@ -149,8 +149,10 @@ def check_values(data: bytes, most_values: int) -> None:
         raise ValueError(f"it holds about {values} values, at most {most_values} are read")
 
 
-def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
-    """Return the content of JSON with at most ``most_values`` values, at most 64 deep.
+def parse_json(
+    data: bytes, *, most_values: int = _MOST_VALUES, most_depth: int = _MOST_DEPTH
+) -> Any:
+    """Return the content of JSON with at most ``most_values`` values, ``most_depth`` deep.
 
     Raises:
         ValueError: It is not such JSON.
@@ -159,16 +161,16 @@ def parse_json(data: bytes, *, most_values: int = _MOST_VALUES) -> Any:
     try:
         content = json.loads(data)
     except RecursionError:
-        raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep") from None
+        raise ValueError(f"its brackets are more than {most_depth} deep") from None
     except ValueError as error:
         raise ValueError(f"not JSON ({_short(error)})") from error
     level = [content]
-    for _ in range(_MOST_DEPTH):
+    for _ in range(most_depth):
         if not level:
             break
         level = [entry for value in level for entry in _entries(value)]
     if any(isinstance(value, dict | list) for value in level):
-        raise ValueError(f"its brackets are more than {_MOST_DEPTH} deep")
+        raise ValueError(f"its brackets are more than {most_depth} deep")
     return content
 
 

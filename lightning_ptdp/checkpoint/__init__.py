@@ -9,8 +9,7 @@ All other content is in small files::
       metadata.json          format, layout, package versions, shape and dtype of every tensor,
                              size and sha256 of the files
       index.json             file and position of every rectangle
-      state.pt               loops, callbacks, schedulers, hyperparameters, readable by
-                             ``torch.load(..., weights_only=True)``
+      state.json             loops, callbacks, schedulers, hyperparameters
       README.txt             instructions for reading this folder
       rank0-0.safetensors …  the rectangles, one file or more per rank
       rank0-0.crc …          checksums of their blocks
@@ -53,14 +52,20 @@ from lightning_ptdp.checkpoint.optimizer import (
     optimizer_history,
     optimizer_tensors,
 )
-from lightning_ptdp.checkpoint.plain_types import TYPES, with_types
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
 from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
-from lightning_ptdp.checkpoint.saved_state import portable, read_state
-from lightning_ptdp.checkpoint.single_file import PARAMETER_NAMES, InMemory, write_file
+from lightning_ptdp.checkpoint.saved_state import read_state
+from lightning_ptdp.checkpoint.single_file import (
+    PARAMETER_NAMES,
+    TYPES,
+    InMemory,
+    with_types,
+    write_file,
+)
+from lightning_ptdp.checkpoint.tagged_json import portable
 from lightning_ptdp.checkpoint.whole_checkpoint import (
     StoredOptimizers,
     StoredWeights,

@@ -20,6 +20,7 @@ from lightning_ptdp.checkpoint.metadata import Json
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
+from lightning_ptdp.checkpoint.tagged_json import Encoded
 
 __all__ = ["BackgroundSaver"]
 
@@ -183,7 +184,7 @@ class BackgroundSaver:
         return {name: (copies[name], placement) for name, (_, placement) in tensors.items()}
 
     def _write(
-        self, rectangles: list[LocalRectangle], content: bytes, metadata: Mapping[str, Json]
+        self, rectangles: list[LocalRectangle], content: Encoded, metadata: Mapping[str, Json]
     ) -> None:
         try:
             save_rectangles(

@@ -9,13 +9,11 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import open_summed
 from lightning_ptdp.checkpoint.index import check_index
 from lightning_ptdp.checkpoint.metadata import (
-    STATE_FILE,
     CheckpointMetadata,
     read_metadata,
     read_sums,
     read_verified,
 )
-from lightning_ptdp.checkpoint.saved_state import read_state_file
 
 __all__ = ["verify_checkpoint"]
 
@@ -45,8 +43,6 @@ def verify_checkpoint(
             if name in data:
                 with open_summed(folder / name, read_sums(folder, metadata, name)) as file:
                     file.check()
-            elif name == STATE_FILE:
-                read_state_file(folder, metadata)
             else:
                 read_verified(folder, metadata, name)
         except (CheckpointError, OSError) as error:

@@ -44,6 +44,7 @@ from lightning_ptdp.checkpoint.checksums import (
 from lightning_ptdp.version import __version__
 
 __all__ = [
+    "DTYPES",
     "INDEX_FILE",
     "METADATA_FILE",
     "README_FILE",
@@ -61,11 +62,11 @@ __all__ = [
 
 FORMAT = "lightning-ptdp checkpoint"
 _MOST_JSON = 1 << 26  # bytes
-FORMAT_VERSION = 3
-METADATA_FILE, INDEX_FILE, STATE_FILE = "metadata.json", "index.json", "state.pt"
+FORMAT_VERSION = 4
+METADATA_FILE, INDEX_FILE, STATE_FILE = "metadata.json", "index.json", "state.json"
 README_FILE = "README.txt"
 _STORED = re.compile(r"bool|(u?int|b?float|complex)(8|16|32|64|128)(_e\w+)?")
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     name: dtype
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and _STORED.fullmatch(name)
@@ -313,7 +314,7 @@ def _entry(value: Json) -> TensorEntry:
 
 _ENTRY = record(
     shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS),
-    dtype=one_of(_DTYPES, "a dtype that is stored"),
+    dtype=one_of(DTYPES, "a dtype that is stored"),
 )
 _FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
 _FIELDS = record(

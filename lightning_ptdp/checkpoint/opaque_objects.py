@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.plain_types import Note, plain_value
+from lightning_ptdp.checkpoint.tagged_json import encode
 
 __all__ = ["LEFT_OUT", "left_out", "separate_objects", "with_objects"]
 
@@ -75,9 +75,8 @@ def with_objects(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    notes: list[Note] = []
     try:
-        plain_value(value, "", notes)
+        encode(value, "")
     except CheckpointError:
         return False
     return True

@@ -14,7 +14,7 @@ from lightning_ptdp.checkpoint.files import check_apart
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.save import write_checkpoint
-from lightning_ptdp.checkpoint.saved_state import read_state
+from lightning_ptdp.checkpoint.saved_state import STATE, read_state
 
 __all__ = ["reshard_checkpoint"]
 
@@ -54,7 +54,7 @@ def reshard_checkpoint(
     reader = TensorReader(source)
     state = {
         key: value
-        for key, value in read_state(source).items()
+        for key, value in read_state(source, types="keep").items()
         if not (weights_only and key in _TRAINING)
     }
     rectangles = _rectangles(reader, dtype, weights_only)
@@ -74,7 +74,7 @@ def _rectangles(
 ) -> Iterator[LocalRectangle]:
     for name, entry in sorted(reader.metadata.tensors.items()):
         is_model = name.startswith("model/")
-        if weights_only and not is_model:
+        if name.startswith(STATE) or (weights_only and not is_model):
             continue
         kind = (
             dtype

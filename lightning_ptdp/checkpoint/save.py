@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
-from lightning_ptdp.checkpoint.saved_state import dump_state
+from lightning_ptdp.checkpoint.saved_state import STATE, encode_state
+from lightning_ptdp.checkpoint.tagged_json import Encoded
 from lightning_ptdp.checkpoint.write_locks import WriteLock
 
 __all__ = ["checked_content", "save_checkpoint", "save_rectangles", "write_checkpoint"]
@@ -121,8 +123,8 @@ def write_checkpoint(
 
 def checked_content(
     path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]
-) -> bytes:
-    """Return the content of ``state.pt`` on rank 0, and nothing elsewhere; collective.
+) -> Encoded:
+    """Return the state of ``state.json`` on rank 0, and nothing elsewhere; collective.
 
     Raises:
         CheckpointError: The state or the metadata cannot be stored, or ``path`` cannot be replaced.
@@ -130,11 +132,11 @@ def checked_content(
     """
     with same_outcome(_doing(path)):
         if not is_rank_zero():
-            return b""
+            return Encoded(text=b"", tensors=[], is_plain=True)
         # A file of the same name, such as Lightning's, may be replaced.
         files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
         check_json(metadata)
-        return dump_state(state)
+        return encode_state(state)
     raise AssertionError("same_outcome raises what it catches")
 
 
@@ -142,14 +144,14 @@ def save_rectangles(
     target: Path,
     *,
     rectangles: Iterable[LocalRectangle],
-    content: bytes,
+    content: Encoded,
     metadata: Mapping[str, Json],
     keeper: SaveFolders,
     group: dist.ProcessGroup | None = None,
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
-    """Write rectangles and a checked state.
+    """Write rectangles and a checked state, whose tensors only rank 0 has.
 
     The function is collective over ``group``, which must span all ranks (None: the default group).
 
@@ -157,6 +159,10 @@ def save_rectangles(
         CheckpointError: As for :func:`save_checkpoint`.
     """
     doing = _doing(target)
+    of_state = (
+        LocalRectangle.whole(f"{STATE}{number}", value)
+        for number, value in enumerate(content.tensors)
+    )
     part = from_rank_zero(lambda: files.part_name(target), group)
     claim = WriteLock(part)
     try:
@@ -164,11 +170,15 @@ def save_rectangles(
             if is_rank_zero():
                 keeper.take(claim)
         written = data_files.write_rectangles(
-            part, cut_strips(rectangles), doing=doing, group=group, num_files=num_files
+            part,
+            cut_strips(chain(rectangles, of_state)),
+            doing=doing,
+            group=group,
+            num_files=num_files,
         )
         with same_outcome(doing, group):
             if is_rank_zero():
-                for name, small in ((STATE_FILE, content), (README_FILE, README.encode())):
+                for name, small in ((STATE_FILE, content.text), (README_FILE, README.encode())):
                     with files.open_synced(part / name) as stream:
                         stream.write(small)
                 write_index(part, written.rectangles)

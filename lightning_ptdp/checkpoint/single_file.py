@@ -10,8 +10,9 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
-from lightning_ptdp.checkpoint.plain_types import TYPES, Note, plain_value
+from lightning_ptdp.checkpoint.saved_state import warn_unread
+from lightning_ptdp.checkpoint.tagged_json import decode, encode
 
-__all__ = ["PARAMETER_NAMES", "InMemory", "optimizer_by_name", "write_file"]
+__all__ = ["PARAMETER_NAMES", "TYPES", "InMemory", "optimizer_by_name", "with_types", "write_file"]
 
 PARAMETER_NAMES = "lightning_ptdp_parameters"
 """Key of the names of each optimizer's parameters, group by group."""
+TYPES = "lightning_ptdp_types"
+"""Key of the values whose types a plain file does not keep, encoded: key, name -> value."""
 _TENSORS = ("state_dict", "optimizer_states")
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
@@ -57,31 +61,52 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def _plain_where_possible(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint with notes on types that ``weights_only=True`` would refuse.
+    """Return the checkpoint with plain values in place of those that ``weights_only`` refuses.
 
-    Objects are kept, as in Lightning's own file.
+    The values with their types are added in encoded form. Objects are kept, as in Lightning's own
+    file.
     """
-    found, types = dict(checkpoint), {}
+    found: dict[str, Any] = dict(checkpoint)
+    types: dict[str, dict[str, Any]] = {}
     for key, value in checkpoint.items():
         if key in _TENSORS or type(value) is not dict:
             continue
-        notes: list[Note] = []
-        found[key] = {
-            name: _plain(item, notes, index) for index, (name, item) in enumerate(value.items())
-        }
-        if notes:
-            types[key] = notes
+        found[key] = dict(value)
+        for name, item in value.items():
+            with suppress(CheckpointError):
+                encoded = encode(item, "")
+                found[key][name] = decode(encoded.text, encoded.tensors, types="plain")[0]
+                if not encoded.is_plain:
+                    types.setdefault(key, {})[name] = (encoded.text, encoded.tensors)
     return {**found, TYPES: types} if types else found
 
 
-def _plain(value: object, notes: list[Note], index: int) -> Any:
-    own: list[Note] = []
+def with_types(
+    checkpoint: Mapping[str, Any], where: object, *, types: Literal["restore", "keep"] = "restore"
+) -> dict[str, Any]:
+    """Return the content of a file with the types that it has in encoded form.
+
+    Args:
+        checkpoint: The content.
+        where: Path of the file, for messages.
+        types: See :func:`decode`.
+
+    Raises:
+        CheckpointError: The encoded form is damaged.
+    """
+    found = {key: value for key, value in checkpoint.items() if key != TYPES}
+    unread: set[str] = set()
     try:
-        plain = plain_value(value, "", own, (index,))
-    except CheckpointError:
-        return value
-    notes += own
-    return plain
+        for key, encoded in checkpoint.get(TYPES, {}).items():
+            found[key] = dict(found[key])
+            for name, (text, tensors) in encoded.items():
+                found[key][name], missing = decode(text, tensors, types=types)
+                unread |= missing
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{where} is damaged: its {TYPES}: {error}") from error
+    if types == "restore":
+        warn_unread(unread, where)
+    return found
 
 
 def _save(content: Mapping[str, Any], path: Path) -> None:

@@ -8,23 +8,20 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.opaque_objects import LEFT_OUT, with_objects
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.saved_state import read_state
+from lightning_ptdp.checkpoint.saved_state import MapLocation, mapped, read_state
 from lightning_ptdp.checkpoint.whole_tensors import MODEL, read_full
 
 __all__ = ["StoredOptimizers", "StoredWeights", "is_checkpoint", "read_whole"]
-
-MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None
 
 
 class StoredWeights(MutableMapping[str, Tensor]):
@@ -147,23 +144,14 @@ def read_whole(
             "use weights_only=False if you trust the checkpoint",
             stacklevel=2,
         )
-    if "optimizer_states" in state:
+    if state.get("optimizer_states") is not None:
         state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
     moved: dict[int, Tensor] = {}  # Tied parameters stay one tensor.
     weights = read_full(path)
     return {
         **state,
         "state_dict": {
-            n: moved.setdefault(id(value), _mapped(value, map_location))
+            n: moved.setdefault(id(value), mapped(value, map_location))
             for n, value in weights.items()
         },
     }
-
-
-def _mapped(value: Tensor, map_location: MapLocation) -> Tensor:
-    if callable(map_location):
-        storage = map_location(value.untyped_storage(), "cpu")
-        return value if storage is None else value.to(storage.device)
-    if isinstance(map_location, Mapping):
-        map_location = map_location.get("cpu", "cpu")
-    return value if map_location is None else value.to(map_location)

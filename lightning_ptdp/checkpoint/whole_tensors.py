@@ -11,7 +11,8 @@ import torch
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.saved_state import portable, read_state
+from lightning_ptdp.checkpoint.saved_state import read_state
+from lightning_ptdp.checkpoint.tagged_json import portable
 
 __all__ = ["read_full", "to_lightning_file"]
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,12 +27,11 @@ from lightning_ptdp.checkpoint import (
     TensorReader,
     files,
     read_full,
-    reading,
     with_types,
     write_checkpoint,
 )
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
-from lightning_ptdp.checkpoint.torch_file import check_saved, why_unread
+from lightning_ptdp.checkpoint.torch_file import load_saved
 
 __all__ = [
     "as_folder",
@@ -75,7 +73,7 @@ def open_state_dict(
     file = Path(path)
     if file.suffix == _SAFETENSORS:
         return open_safetensors(file), {}
-    content = _content(file)
+    content = load_saved(file)
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not state:
         raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")
@@ -84,17 +82,8 @@ def open_state_dict(
             raise CheckpointError(
                 f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}"
             )
-    with reading(file):
-        return state, with_types({key: content[key] for key in _KEPT if key in content}, file)
-
-
-def _content(file: Path) -> Any:
-    try:
-        with open(file, "rb") as stream:
-            check_saved(stream)
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {why_unread(error)}") from error
+    said = {key: content[key] for key in _KEPT if key in content}
+    return state, with_types(said, file, types="keep")
 
 
 def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
@@ -109,7 +98,7 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     state, said = open_state_dict(file)
     aliases = _tied(state)
     values = {f"model/{name}": value for name, value in state.items() if name not in aliases}
-    for number, optimizer in enumerate(_content(file).get("optimizer_states", ())):
+    for number, optimizer in enumerate(load_saved(file).get("optimizer_states", ())):
         for index, entries in optimizer["state"].items():
             named = {f"optimizer/{number}/{key}/{index}": value for key, value in entries.items()}
             values |= {

@@ -34,7 +34,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.checkpoint.save_agreement import gather
-from lightning_ptdp.checkpoint.torch_file import why_unread
+from lightning_ptdp.checkpoint.torch_file import load_saved
 from lightning_ptdp.exchange import (
     HuggingFaceNames,
     HuggingFaceWeights,
@@ -369,13 +369,12 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
         CheckpointError: The file has no weights, or holds objects that cannot be read without
             trusting it.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-        values = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and name not in tied
-        }
-        return InMemory({MODEL + name: value for name, value in values.items()})
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {why_unread(error)}") from error
+    content = load_saved(Path(path))
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise CheckpointError(f"{path} cannot be read: it has no 'state_dict'")
+    values = {
+        name: value
+        for name, value in content["state_dict"].items()
+        if isinstance(value, Tensor) and name not in tied
+    }
+    return InMemory({MODEL + name: value for name, value in values.items()})

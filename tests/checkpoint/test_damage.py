@@ -27,7 +27,7 @@ from tests.pool import Pool
 FILES = [
     "metadata.json",
     "index.json",
-    "state.pt",
+    "state.json",
     "README.txt",
     "rank0-0.safetensors",
     "rank0-0.crc",
@@ -174,10 +174,11 @@ def _rewrite(path: Path, **changes: object) -> None:
     file.write_text(json.dumps({**content, "sha256": metadata_module._digest(content)}))
 
 
-def test_a_newer_format(torn: Path) -> None:
-    _rewrite(torn, version=4)
+@pytest.mark.parametrize("version", [3, 5])
+def test_another_format(torn: Path, version: int) -> None:
+    _rewrite(torn, version=version)
     with pytest.raises(
-        CheckpointError, match="format version 4, but this lightning-ptdp reads version 3"
+        CheckpointError, match=f"format version {version}, but this lightning-ptdp reads version 4"
     ):
         read_all(torn)
 

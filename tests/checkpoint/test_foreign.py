@@ -138,7 +138,7 @@ def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["metadata.json", "index.json", "state.pt", "rank0-0.safetensors", "rank0-0.crc"]
+    "name", ["metadata.json", "index.json", "state.json", "rank0-0.safetensors", "rank0-0.crc"]
 )
 def test_links_that_lead_elsewhere_and_pipes_are_not_read(
     new: Path, tmp_path: Path, name: str

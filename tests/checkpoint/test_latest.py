@@ -112,7 +112,7 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
     ):
         choose_checkpoint(tmp_path / given, on_damage="refuse")
     _flip(three[1], "metadata.json")
-    (three[0] / "state.pt").unlink()
+    (three[0] / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"b/rank0-0\.safetensors is damaged"):
         choose_checkpoint(tmp_path / given)
 

@@ -71,7 +71,8 @@ def test_one_process_without_a_group_reads_all(saved: Path, layout: Layout) -> N
     metadata = read_metadata(saved / str(layout))
     assert metadata.run == {"layout": str(layout)}
     assert {name: (entry.shape, entry.dtype) for name, entry in metadata.tensors.items()} == {
-        name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in full_model().items()
+        "state/0": ((), torch.float32),
+        **{name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in full_model().items()},
     }
     assert metadata.packages["torch"] == torch.__version__
 
@@ -156,7 +157,7 @@ def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
         CheckpointError, match=r"'model/wte\.weight' is in the checkpoint but not in the model"
     ):
         load_tensors(source, target, prefix="model/")
-    with pytest.raises(CheckpointError, match=r"'ema/'; there are \['model/'\]"):
+    with pytest.raises(CheckpointError, match=r"'ema/'; there are \['model/', 'state/'\]"):
         read_full(source, prefix="ema/")
 
 

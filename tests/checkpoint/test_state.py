@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import json
 import sys
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -13,9 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ptdp.base.checked_json import Misfit
-from lightning_ptdp.checkpoint import CheckpointError, portable, read_state, save_checkpoint
-from lightning_ptdp.checkpoint.plain_types import restore_types
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    portable,
+    read_full,
+    read_state,
+    reshard_checkpoint,
+    save_checkpoint,
+)
+from lightning_ptdp.checkpoint.tagged_json import decode
 
 
 class Colour(enum.StrEnum):
@@ -55,7 +62,11 @@ STORED: list[tuple[Any, Any]] = [
     (Colour.RED, "red"),
     (Mode.SLOW, "SLOW"),
     ({Colour.RED: [Path("a")]}, {"red": ["a"]}),
-    ({Path("a"), Path("b")}, None),
+    ({Path("a"), Path("b")}, {"a", "b"}),
+    ({"$path": ["", "a"], "$": 1}, {"$path": ["", "a"], "$": 1}),
+    ({"$path": ["", "a"]}, {"$path": ["", "a"]}),
+    (b"\0\xff", b"\0\xff"),
+    (bytearray(b"a"), b"a"),
     (collections.OrderedDict(a=Colour.RED), collections.OrderedDict(a="red")),
     (Pair(1, Path("x")), (1, "x")),
     (Attributes(lr=0.1), {"lr": 0.1}),
@@ -68,20 +79,23 @@ STORED: list[tuple[Any, Any]] = [
     (torch.device("cpu"), torch.device("cpu")),
     (1 + 2j, 1 + 2j),
     (float("inf"), float("inf")),
+    (complex("inf"), complex("inf")),
     (2**70, 2**70),
 ]
 
 
 @pytest.mark.parametrize(("value", "stored"), STORED, ids=lambda value: type(value).__name__)
 def test_common_types_come_back(tmp_path: Path, value: Any, stored: Any) -> None:
-    """Plain values are stored, which torch reads without us, and types are given back."""
+    """Types come back; ``portable`` makes plain values, which torch reads without us."""
     save_checkpoint(tmp_path / "c", tensors={}, state={"key": [value]}, metadata={})
     (found,) = read_state(tmp_path / "c")["key"]
     assert found == value
     assert type(found) is type(value)
     assert isinstance(value, set | frozenset) or repr(found) == repr(value)  # a set has no order
-    (plain,) = torch.load(tmp_path / "c" / "state.pt", weights_only=True)["key"]
-    assert plain == stored or sorted(plain) == ["a", "b"]
+    (plain,) = portable([value])
+    assert plain == stored and type(plain) is type(stored)
+    torch.save(plain, tmp_path / "plain.pt")
+    assert torch.load(tmp_path / "plain.pt", weights_only=True) == stored
 
 
 def test_a_dictionary_that_fills_itself_goes_on(tmp_path: Path) -> None:
@@ -110,7 +124,7 @@ def test_what_would_change_its_type_is_refused_by_name(tmp_path: Path) -> None:
             save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
 
 
-def test_a_class_that_is_not_imported_leaves_a_plain_value_and_its_note(
+def test_a_class_that_is_not_imported_leaves_a_plain_value_and_is_not_lost_by_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(
@@ -125,7 +139,7 @@ def test_a_class_that_is_not_imported_leaves_a_plain_value_and_its_note(
     ):
         found = read_state(tmp_path / "c")
     assert found["key"] == {"colour": "red", "root": Path("a")}
-    save_checkpoint(tmp_path / "d", tensors={}, state=found, metadata={})
+    reshard_checkpoint(tmp_path / "c", tmp_path / "d")
     monkeypatch.undo()
     assert read_state(tmp_path / "d") == {"key": {"colour": Colour.RED, "root": Path("a")}}
 
@@ -143,27 +157,63 @@ class Called(dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("value", "note"),
+    ("tag", "parts", "plain"),
     [
-        ({}, ((), "class", "os:environ")),
-        ({}, ((), "class", f"{__name__}:Registered")),
-        ([1], ((), "class", "subprocess:Popen")),
-        ("echo", ((), "call", "os:system")),
-        ({"a": 1}, ((), "enum", "collections:OrderedDict", "a")),
-        ((1,), ((), "class", f"{__name__}:Pair")),
-        ("a", ((), "number", "O")),
-        ([1], (("a",), "path", "")),
-        (1, ((0,), "path", "")),
-        ({}, "x"),
-        ({}, ((), "class", f"{__name__}:Called")),
+        ("class", ["os:environ", {}], {}),
+        ("class", [f"{__name__}:Registered", {}], {}),
+        ("class", ["subprocess:Popen", [1]], [1]),
+        ("class", [f"{__name__}:Called", {}], {}),
+        ("enum", ["os:environ", "a", 1], 1),
+        ("enum", ["collections:OrderedDict", "a", 1], 1),
+        ("enum", [f"{__name__}:Attributes", "a", 1], None),
+        ("class", [f"{__name__}:Pair", {"$tuple": [1]}], None),
+        ("class", [f"{__name__}:Pair", [1, 2]], None),
+        ("class", [[], {}], None),
+        ("call", ["os:system", "echo"], None),
+        ("number", ["O", "a"], None),
+        ("number", ["<f8"], None),
+        ("dtype", ["nn"], None),
+        ("tensor", [0], None),
+        ("array", [[]], None),
+        ("set", [[1]], None),
+        ("dict", [[1, 2, 3]], None),
+        ("path", 1, None),
+        ("registered", ["x"], None),
     ],
 )
-def test_a_note_makes_nothing_but_enums_and_containers(value: Any, note: Any) -> None:
-    try:
-        found, missing = restore_types(value, [note])
-    except Misfit:
+def test_a_tag_makes_nothing_but_enums_and_containers(tag: str, parts: Any, plain: Any) -> None:
+    text = json.dumps({"a": {f"${tag}": parts}}).encode()
+    if plain is None:
+        with pytest.raises(ValueError):
+            decode(text, [])
         return
-    assert missing == [note] and found == value and type(found) is type(value) and not Called.calls
+    found, missing = decode(text, [])
+    assert missing == {parts[0]} and found == {"a": plain} and not Called.calls
+
+
+def test_empty_bytes_come_back(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": b""}, metadata={})
+    assert read_state(tmp_path / "c") == {"key": b""}
+
+
+def test_a_tensor_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="has a tensor that cannot be made"):
+        decode(b'[{"$tensor":[0]},{"$tensor":[0]}]', [torch.ones(1)])
+
+
+def test_what_holds_itself_is_refused_by_name(tmp_path: Path) -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* holds itself"):
+        save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
+
+
+def test_as_deep_as_is_allowed(tmp_path: Path) -> None:
+    value: Any = 0
+    for number in range(39):
+        value = {1: (value,)} if number % 2 else ([value],)
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
+    assert read_state(tmp_path / "c") == {"key": value}
 
 
 def test_ordered_dictionaries_keep_their_order_and_type(tmp_path: Path) -> None:
@@ -186,7 +236,27 @@ def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> No
     assert torch.equal(found["slice"], torch.zeros(2))
     assert type(found["parameter"]) is torch.Tensor
     assert found["array"].dtype == np.uint32 and found["array"].tolist() == [0, 1, 2]
-    assert (tmp_path / "c" / "state.pt").stat().st_size < 10_000
+    assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 10_000
+
+
+def test_every_kind_of_tensor(tmp_path: Path) -> None:
+    dtypes = (torch.bfloat16, torch.complex128, torch.bool, torch.uint16, torch.float8_e4m3fn)
+    value = [torch.ones(2, 3).to(dtype) for dtype in dtypes]
+    value += [
+        torch.tensor(2.5),
+        torch.empty(0, 3),
+        torch.arange(6).view(2, 3).T,
+        torch.ones(2).expand(3, 2),
+    ]
+    save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
+    for one, found in zip(value, read_state(tmp_path / "c")["key"], strict=True):
+        assert (found.dtype, found.shape) == (one.dtype, one.shape)
+        assert torch.equal(
+            found.view(torch.uint8) if one.dtype.itemsize == 1 else found,
+            one.contiguous().view(torch.uint8) if one.dtype.itemsize == 1 else one,
+        )
+    with pytest.raises(CheckpointError, match="there are \\['state/'\\]"):
+        read_full(tmp_path / "c")
 
 
 def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
@@ -234,5 +304,5 @@ def test_registered_classes_are_kept(tmp_path: Path) -> None:
             save_checkpoint(
                 tmp_path / "d", tensors={}, state={"mine": Registered(len)}, metadata={}
             )
-    with pytest.raises(CheckpointError, match=r"state\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged: .*it holds .*Registered"):
         read_state(tmp_path / "c")

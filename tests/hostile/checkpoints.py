@@ -62,6 +62,10 @@ _LIES: Mapping[str, Any] = {
     "deeper": "<deeper>",
 }
 _DEPTHS = {'"<deep>"': 200, '"<deeper>"': 100_000}
+_TAGS = (
+    "bytes tensor array float complex Size dtype device registered tuple set frozenset dict "
+    "OrderedDict Counter bytearray path enum number defaultdict class call"
+)
 Read = Callable[[Path], object]
 
 
@@ -71,6 +75,7 @@ def cases(folder: Path) -> Iterator[Case]:
     yield from _metadata(whole)
     yield from _index(whole)
     yield from _odd_files(whole)
+    yield from _state(whole)
     yield from _saved(whole)
     yield from _huggingface(export)
     yield from _safetensors(export)
@@ -219,11 +224,11 @@ def _metadata(whole: Path) -> Iterator[Case]:
         ("packages", "torch"),
         *(
             ("files", file)
-            for file in ("index.json", "state.pt", "rank0-0.safetensors", "rank0-0.crc")
+            for file in ("index.json", "state.json", "rank0-0.safetensors", "rank0-0.crc")
         ),
         *(
             ("files", file, key)
-            for file in ("state.pt", "rank0-0.safetensors")
+            for file in ("state.json", "rank0-0.safetensors")
             for key in ("size", "sha256")
         ),
         ("tensors", name),
@@ -278,7 +283,7 @@ def _odd_files(whole: Path) -> Iterator[Case]:
         "terabyte": lambda file: os.truncate(file, 1 << 40),
         "nothing": lambda file: file.write_bytes(b""),
     }
-    for file in ("metadata.json", "index.json", "state.pt", "rank0-0.safetensors", "rank0-0.crc"):
+    for file in ("metadata.json", "index.json", "state.json", "rank0-0.safetensors", "rank0-0.crc"):
         for (named, form), reader in zip(
             forms.items(), cycle(("verify", "evaluate", "resume")), strict=False
         ):
@@ -367,6 +372,50 @@ def _tensor(
     return b"\x80\x02}" + text("w") + made + b"s."
 
 
+def _state(whole: Path) -> Iterator[Case]:
+    def write(folder: Path, content: Any) -> None:
+        (folder / "state.json").write_text(
+            content if isinstance(content, str) else _dumped(content)
+        )
+        sign(folder)
+
+    registered = {"$registered": [{"$bytes": [0]}]}
+    contents = {
+        **{
+            f"{tag} of {named}": {"x": {f"${tag}": lie}}
+            for tag in _TAGS.split()
+            for named, lie in _LIES.items()
+        },
+        **{
+            f"{tag} of one {named}": {"x": {f"${tag}": [lie]}}
+            for tag in _TAGS.split()
+            for named, lie in _LIES.items()
+        },
+        **{
+            f"class {name}": {"x": {"$class": [name, {}]}}
+            for name in ("os:environ", "subprocess:Popen", "builtins:exec", ":", "os")
+        },
+        **{
+            f"entry {key} {named}": {key: lie}
+            for key in ("epoch", "loops", "optimizer_states")
+            for named, lie in _LIES.items()
+        },
+        "registered": {"x": registered},
+        "values": '{"x":[' + "[]," * 30_000_000 + "0]}",
+        "constant": '{"x": NaN}',
+        "number": '{"x": 1' + "0" * 5000 + "}",
+        "cut": '{"x": [',
+        "pickle": "\x80\x02ccos\nsystem\n.",
+    }
+    turn = cycle(
+        {"state": read_state, "evaluate": read_whole, "reshard": _READERS["reshard"]}.items()
+    )
+    for named, content in contents.items():
+        reader, read = next(turn)
+        change = functools.partial(write, content=content)
+        yield _case(f"checkpoint state/{named}/{reader}", whole, change, read, harmless=True)
+
+
 def _saved(whole: Path) -> Iterator[Case]:
     big = (10**13).to_bytes(8, "little")
     contents = {
@@ -388,27 +437,10 @@ def _saved(whole: Path) -> Iterator[Case]:
         "cut": _archive(_tensor())[:-40],
     }
 
-    def state(folder: Path, content: bytes) -> None:
-        (folder / "state.pt").write_bytes(content)
-        sign(folder)
-
     def single(folder: Path, content: bytes, name: str) -> None:
         (folder / name).write_bytes(content)
 
     for named, content in contents.items():
-        for reader, read in (
-            ("verify", _READERS["verify"]),
-            ("state", read_state),
-            ("reshard", _READERS["reshard"]),
-        ):
-            change = functools.partial(state, content=content)
-            yield _case(
-                f"checkpoint state/{named}/{reader}",
-                whole,
-                change,
-                read,
-                harmless=reader == "verify" or named == "dimensions",
-            )
         for name in ("x.pt", "x.ckpt"):
             put = functools.partial(single, content=content, name=name)
             read = functools.partial(_convert_file, name=name)
@@ -417,7 +449,8 @@ def _saved(whole: Path) -> Iterator[Case]:
                 whole,
                 put,
                 read,
-                harmless=named == "dimensions",
+                # A storage that claims more elements than its tensors use changes nothing.
+                harmless=named in ("dimensions", "numel"),
             )
 
 
