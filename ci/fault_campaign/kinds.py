@@ -54,10 +54,7 @@ class Kind:
     alone: bool = False
 
 
-_WRITE = (
-    "lightning_ptdp.checkpoint.checksums:SummingFile.write",
-    "lightning_ptdp.checkpoint.checksums:SummingFile.write_blocks",
-)
+_WRITE = ("lightning_ptdp.checkpoint.checksums:SummingFile.write",)
 _METADATA = (
     "lightning_ptdp.checkpoint.save:write_index",
     "lightning_ptdp.checkpoint.save:write_metadata",

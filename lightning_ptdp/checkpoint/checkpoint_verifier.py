@@ -41,7 +41,8 @@ def verify_checkpoint(
     for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
         try:
             if name in data:
-                with open_summed(folder / name, read_sums(folder, metadata, name)) as file:
+                sums = read_sums(folder, metadata, name)
+                with open_summed(folder / name, sums, size=metadata.files[name].size) as file:
                     file.check()
             else:
                 read_verified(folder, metadata, name)

@@ -5,18 +5,16 @@ the interpreter's lock; sha256 without special instructions runs at a tenth of t
 every damage that is confined to 32 bits, and all but 2^-32 of any other. It does not protect
 against intent, and neither does anything else that is stored beside the data.
 
-The sums of ``rank0-0.safetensors`` are in ``rank0-0.crc``: an array of (offset of the block, CRC-32
-of it), both little-endian. The values of a tensor of at least one block begin a new block. A part
-of a tensor that begins at a multiple of the block size is therefore read without the bytes before
-it."""
+The sums of ``rank0-0.safetensors`` are in ``rank0-0.crc``: the CRC-32 of each 16 KiB of the file,
+little-endian. The file's large tensors begin where a block begins, so that they are read without
+the bytes before them."""
 
 from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,23 +28,19 @@ __all__ = [
     "BLOCK",
     "DATA_SUFFIX",
     "SUMS_SUFFIX",
-    "BlockSums",
     "SummedFile",
     "SummingFile",
-    "most_sums_bytes",
     "open_summed",
     "parse_sums",
     "summing",
+    "sums_bytes",
 ]
 
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
-Array = np.ndarray[Any, Any]
-_ENTRY = np.dtype([("offset", "<u8"), ("crc", "<u4")])
-_MOST_BLOCK = 4 * BLOCK
-# Lower bound of the average number of bytes in a block. The archive's bytes around a tensor's
-# values are more than this, and they are two of every three blocks.
-_FEWEST_BYTES = 256
+Sums = np.ndarray[Any, Any]
+"""CRC-32 of every block of a file; (blocks) uint32."""
+_SUM = np.dtype("<u4")
 
 
 class SummingFile:
@@ -54,41 +48,26 @@ class SummingFile:
 
     def __init__(self, stream: IO[bytes], sync: files.EarlySync) -> None:
         self._stream, self._sync = stream, sync
-        self.position = self._start = self._crc = 0
-        self.sums: list[tuple[int, int]] = []
+        self._crc = self.position = 0
+        self.sums: list[int] = []
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append a few bytes, which share a block with the bytes before and after them."""
-        self._crc = zlib.crc32(content, self._crc)
+        """Append bytes."""
         self._stream.write(content)
-        self.position += len(content)
-        if self.position - self._start >= BLOCK:
-            self.end_block()
-
-    def write_blocks(self, pieces: Iterable[memoryview]) -> None:
-        """Append the values of a tensor.
-
-        The first piece begins a block, unless all pieces together are smaller than a block.
-
-        Args:
-            pieces: Pieces of the values. All but the last are a multiple of BLOCK bytes.
-        """
-        for piece in pieces:
-            if len(piece) < BLOCK:
-                self.write(piece)
-                continue
-            self.end_block()
-            for begin in range(0, len(piece), BLOCK):
-                self.sums.append((self.position + begin, zlib.crc32(piece[begin : begin + BLOCK])))
-            self._stream.write(piece)
-            self.position = self._start = self.position + len(piece)
-            self._sync.reached(self.position)
+        begin = 0
+        while begin < len(content):
+            end = min(begin + BLOCK - self.position % BLOCK, len(content))
+            self._crc = zlib.crc32(content[begin:end], self._crc)
+            self.position += end - begin
+            begin = end
+            if self.position % BLOCK == 0:
+                self.end_block()
+        self._sync.reached(self.position)
 
     def end_block(self) -> None:
-        """End the current block, so that the next write begins a new one."""
-        if self.position > self._start:
-            self.sums.append((self._start, self._crc))
-        self._start, self._crc = self.position, 0
+        """Keep the sum of the current block, and begin the next one."""
+        self.sums.append(self._crc)
+        self._crc = 0
 
 
 @contextmanager
@@ -97,57 +76,29 @@ def summing(path: Path) -> Iterator[SummingFile]:
     with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
         file = SummingFile(stream, sync)
         yield file
-        file.end_block()
+        if file.position % BLOCK:
+            file.end_block()
         sync.wait()
     with files.open_synced(path.with_suffix(SUMS_SUFFIX)) as stream:
-        stream.write(np.array(file.sums, dtype=_ENTRY).tobytes())
+        stream.write(np.array(file.sums, dtype=_SUM).tobytes())
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSums:
-    """Content of ``rank0-0.crc`` for a file of n blocks.
-
-    Attributes:
-        starts: Positions at which the blocks begin, and the size of the file; (n + 1) int64.
-        crcs: CRC-32 of the blocks; (n) uint32.
-    """
-
-    starts: Array
-    crcs: Array
+def sums_bytes(size: int) -> int:
+    """Return the size of the ``.crc`` file of a data file of ``size`` bytes."""
+    return -(-size // BLOCK) * _SUM.itemsize
 
 
-def parse_sums(content: bytes, *, size: int) -> BlockSums:
+def parse_sums(content: bytes, *, size: int) -> Sums:
     """Return the content of a ``.crc`` file, for a data file of ``size`` bytes.
 
     Raises:
-        Misfit: The content does not belong to that file. Its blocks must be small and cover the
-            file from its beginning to its end, so that every part can be checked.
+        Misfit: The content does not belong to that file.
     """
-    if len(content) % _ENTRY.itemsize:
-        raise Misfit(f"has {len(content)} bytes, which are not whole entries")
-    entries = np.frombuffer(content, dtype=_ENTRY)
-    starts = entries["offset"]
-    if size == 0 and not len(starts):
-        return BlockSums(starts=np.zeros(1, dtype=np.int64), crcs=entries["crc"])
-    if (
-        not len(starts)
-        or starts[0] != 0
-        or starts[-1] >= size
-        or not (starts[1:] > starts[:-1]).all()
-    ):
+    if len(content) != sums_bytes(size):
         raise Misfit(
-            f"does not list the blocks of a file of {size} bytes from its beginning to its end"
+            f"has {len(content)} bytes, where a file of {size} bytes has {sums_bytes(size)}"
         )
-    if (longest := int(np.diff(starts, append=np.uint64(size)).max())) > _MOST_BLOCK:
-        raise Misfit(f"lists a block of {longest} bytes; no block has more than {_MOST_BLOCK}")
-    return BlockSums(
-        starts=np.append(entries["offset"], np.uint64(size)).astype(np.int64), crcs=entries["crc"]
-    )
-
-
-def most_sums_bytes(size: int) -> int:
-    """Return the largest possible size of the ``.crc`` file of a data file of ``size`` bytes."""
-    return (size // _FEWEST_BYTES + 1) * _ENTRY.itemsize
+    return np.frombuffer(content, dtype=_SUM)
 
 
 class SummedFile:
@@ -158,14 +109,9 @@ class SummedFile:
         size: Size of the file in bytes.
     """
 
-    def __init__(self, stream: io.FileIO, path: Path, sums: BlockSums) -> None:
-        self._stream, self.path, self.size = stream, path, int(sums.starts[-1])
-        self._starts, self._crcs = sums.starts, sums.crcs
+    def __init__(self, stream: io.FileIO, path: Path, sums: Sums, size: int) -> None:
+        self._stream, self.path, self._sums, self.size = stream, path, sums, size
         self._scratch = np.empty(0, dtype=np.uint8)
-
-    def block_end(self, position: int) -> int:
-        """Return the end of the block that holds byte ``position``."""
-        return int(self._starts[np.searchsorted(self._starts, position, side="right")])
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
         """Return the bytes [start, stop); whole blocks are read and compared with their sums.
@@ -188,23 +134,18 @@ class SummedFile:
             )
         if stop == start:
             return memoryview(bytearray())
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        last = int(np.searchsorted(self._starts, stop))
-        begin, end = int(self._starts[first]), int(self._starts[last])
+        begin, end = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.size)
         content = (
             into
             if into is not None and (begin, end) == (start, stop)
             else self._memory(end - begin)
         )
         self._fill(content, begin)
-        bounds = self._starts[first : last + 1].tolist()
-        for one, other, crc in zip(
-            bounds, bounds[1:], self._crcs[first:last].tolist(), strict=False
-        ):
-            if zlib.crc32(content[one - begin : other - begin]) != crc:
+        for at in range(begin, end, BLOCK):
+            if zlib.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
                 raise CheckpointError(
-                    f"{self.path} is damaged: bytes {one} to {other} do not have the CRC-32 that "
-                    "was written"
+                    f"{self.path} is damaged: bytes {at} to {min(at + BLOCK, self.size)} do not "
+                    "have the CRC-32 that was written"
                 )
         return content if content is into else content[start - begin : stop - begin]
 
@@ -214,11 +155,8 @@ class SummedFile:
         Raises:
             CheckpointError: The file is damaged.
         """
-        start = 0
-        while start < self.size:
-            stop = self.block_end(min(start + step, self.size) - 1)
-            self.read(start, stop)
-            start = stop
+        for start in range(0, self.size, step):
+            self.read(start, min(start + step, self.size))
 
     def _memory(self, size: int) -> memoryview:
         """Return ``size`` bytes of the same memory for every read.
@@ -242,7 +180,7 @@ class SummedFile:
 
 
 @contextmanager
-def open_summed(path: Path, sums: BlockSums) -> Iterator[SummedFile]:
-    """Return a context with a data file to read and compare with its sums."""
+def open_summed(path: Path, sums: Sums, *, size: int) -> Iterator[SummedFile]:
+    """Return a context with a data file of ``size`` bytes to read and compare with its sums."""
     with open(path, "rb", buffering=0) as stream:
-        yield SummedFile(stream, path, sums)
+        yield SummedFile(stream, path, sums, size)

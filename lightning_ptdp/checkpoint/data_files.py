@@ -89,16 +89,19 @@ def write_data_file(
     path: Path, rectangles: Sequence[LocalRectangle]
 ) -> list[tuple[str, StoredRectangle]]:
     """Write one file and its checksums; return the name and place of each rectangle."""
-    entries = {_key(one): _entry(one) for one in rectangles}
-    head, begins = header_of(entries)
+    # Tensors of whole blocks come first, and the largest of the others next, to begin at a block.
+    ordered = sorted(
+        rectangles, key=lambda one: (one.values.nbytes % BLOCK > 0, -one.values.nbytes)
+    )
+    head, begins = header_of({_key(one): _entry(one) for one in ordered}, align=BLOCK)
     stored = []
     with summing(path) as file:
-        for begin in range(0, len(head), BLOCK):
-            file.write(head[begin : begin + BLOCK])
-        for one in rectangles:
+        file.write(head)
+        for one in ordered:
             begin = begins[_key(one)]
             assert file.position == begin, (one.name, file.position, begin)
-            file.write_blocks(pieces_of(one.to_write().detach()))
+            for piece in pieces_of(one.to_write().detach()):
+                file.write(piece)
             place = StoredRectangle(file=path.name, begin=begin, place=one.place)
             stored.append((one.name, place))
     return stored

@@ -37,9 +37,9 @@ from lightning_ptdp.checkpoint.checkpoint_error import (
 from lightning_ptdp.checkpoint.checksums import (
     DATA_SUFFIX,
     SUMS_SUFFIX,
-    BlockSums,
-    most_sums_bytes,
+    Sums,
     parse_sums,
+    sums_bytes,
 )
 from lightning_ptdp.version import __version__
 
@@ -235,7 +235,7 @@ def read_verified(
     return content
 
 
-def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSums:
+def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> Sums:
     """Return the checksums of a file of tensors, for :func:`open_summed`.
 
     Raises:
@@ -244,7 +244,7 @@ def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> BlockSum
     if name not in metadata.files:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
     size, sums = metadata.files[name].size, Path(name).stem + SUMS_SUFFIX
-    content = read_verified(folder, metadata, sums, most=most_sums_bytes(size))
+    content = read_verified(folder, metadata, sums, most=sums_bytes(size))
     with reading(folder / sums):
         return parse_sums(content, size=size)
 

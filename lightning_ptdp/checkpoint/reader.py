@@ -122,7 +122,8 @@ class TensorReader:
                 self._read_file(name, parts)
 
     def _read_file(self, name: str, parts: list[_Part]) -> None:
-        with open_summed(self._folder / name, self._sums(name)) as file:
+        sums, size = self._sums(name), self.metadata.files[name].size
+        with open_summed(self._folder / name, sums, size=size) as file:
             for stored, wanted, common in sorted(parts, key=lambda part: part[0].begin):
                 read_rectangle(
                     file,

@@ -185,11 +185,14 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def header_of(
-    entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None
+    entries: Mapping[str, TensorEntry],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    align: int = 8,
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file with the tensors ``entries``, and the values' positions.
 
-    The positions are bytes of the file, by tensor name.
+    The positions are bytes of the file, by tensor name. The first is a multiple of ``align``.
 
     Raises:
         CheckpointError: The format has no code for a dtype.
@@ -210,7 +213,7 @@ def header_of(
             "data_offsets": [begins[name], end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % align)
     head = len(text).to_bytes(8, "little") + text
     return head, {name: len(head) + begin for name, begin in begins.items()}
 

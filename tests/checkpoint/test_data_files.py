@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
-from lightning_ptdp.checkpoint.checksums import BLOCK, BlockSums, open_summed, parse_sums
+from lightning_ptdp.checkpoint.checksums import BLOCK, SummedFile, open_summed, parse_sums
 from lightning_ptdp.checkpoint.data_files import write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.raw_values import rows_at_once
@@ -47,8 +48,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Written]:
     return path, {name: (tensors[name], one.begin) for name, one in stored}
 
 
-def _sums(path: Path) -> BlockSums:
-    return parse_sums(path.with_suffix(".crc").read_bytes(), size=path.stat().st_size)
+def _opened(path: Path) -> AbstractContextManager[SummedFile]:
+    size = path.stat().st_size
+    sums = parse_sums(path.with_suffix(".crc").read_bytes(), size=size)
+    return open_summed(path, sums, size=size)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +68,7 @@ def test_safetensors_and_we_read_the_same(written: tuple[Path, Written], name: s
         assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)
     assert torch.equal(_bytes(found), _bytes(tensor))
     target = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-    with open_summed(path, _sums(path)) as file:
+    with _opened(path) as file:
         read_rectangle(
             file,
             target,
@@ -81,18 +84,36 @@ def test_a_header_of_many_tensors_is_summed_in_blocks(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = [LocalRectangle.whole(f"model/{'long' * 20}.{n}", torch.ones(1)) for n in range(2000)]
     write_data_file(path, tensors)
-    with open_summed(path, _sums(path)) as file:
+    with _opened(path) as file:
         file.check()
     assert len(load_file(path)) == 2000
 
 
 def test_the_sums_are_those_of_the_bytes(written: tuple[Path, Written]) -> None:
-    content, sums = written[0].read_bytes(), _sums(written[0])
-    starts = sums.starts.tolist()
-    assert (starts[0], starts[-1], len(starts)) == (0, len(content), len(sums.crcs) + 1)
-    for begin, end, crc in zip(starts, starts[1:], sums.crcs.tolist(), strict=False):
-        assert 0 < end - begin < 2 * BLOCK
-        assert zlib.crc32(content[begin:end]) == crc
+    content = written[0].read_bytes()
+    sums = parse_sums(written[0].with_suffix(".crc").read_bytes(), size=len(content))
+    blocks = [content[begin : begin + BLOCK] for begin in range(0, len(content), BLOCK)]
+    assert sums.tolist() == [zlib.crc32(block) for block in blocks]
+
+
+def test_large_tensors_begin_at_blocks(written: tuple[Path, Written]) -> None:
+    aligned = [name for name, (_, begin) in written[1].items() if begin % BLOCK == 0]
+    assert {"contiguous, many pieces", "columns"} <= set(aligned)
+
+
+@pytest.mark.parametrize("at", [0, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 7, -1])
+def test_every_damaged_byte_is_found(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "x.safetensors"
+    write_data_file(path, [LocalRectangle.whole("w", torch.randn(3, 7001))])
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    place = range(len(content))[at]
+    with _opened(path) as file:
+        with pytest.raises(CheckpointError, match="do not have the CRC-32"):
+            file.check()
+        with pytest.raises(CheckpointError, match=f"bytes {place // BLOCK * BLOCK} to"):
+            file.read(place, place + 1)
 
 
 @pytest.mark.parametrize("row", [1, 12, 514, 1028, 2048, BLOCK, 40_000, 3 << 20])

@@ -123,16 +123,14 @@ def test_what_the_index_says_is_compared(new: Path, chunks: list[Any], words: st
             read(new)
 
 
-@pytest.mark.parametrize(
-    "sums", [b"", b"\0" * 11, b"\0" * 24, bytes([0, 0, 0, 0, 0, 0, 0, 9]) + b"\0" * 4]
-)
+@pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 4, b"\0" * 12])
 def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
     (new / "rank0-0.crc").write_bytes(sums)
     sign(new)
     for read in (verify_checkpoint, read_full):
         with pytest.raises(
             CheckpointError,
-            match=r"rank0-0\.crc is damaged: it (has (11|24) bytes|does not list the blocks)",
+            match=r"rank0-0\.crc is damaged: it has (0|4|11|12) bytes",
         ):
             read(new)
 
@@ -162,10 +160,13 @@ def test_links_that_lead_elsewhere_and_pipes_are_not_read(
     verify_checkpoint(new)
 
 
-def test_a_block_may_not_be_the_whole_of_a_file_with_holes(new: Path) -> None:
+def test_a_file_with_holes_needs_all_its_sums(new: Path) -> None:
     os.truncate(new / "rank0-0.safetensors", 1 << 42)
     sign(new)
-    with pytest.raises(CheckpointError, match=r"lists a block of \d+ bytes"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank0-0\.crc is damaged: it has 8 bytes, where a file of 4398046511104",
+    ):
         verify_checkpoint(new)
 
 

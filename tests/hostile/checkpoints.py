@@ -259,15 +259,7 @@ def _odd_files(whole: Path) -> Iterator[Case]:
     def crc(content: bytes) -> Callable[[Path], object]:
         return lambda folder: ((folder / "rank0-0.crc").write_bytes(content), sign(folder))
 
-    entry = struct.Struct("<QI").pack
-    sums = {
-        "empty": b"",
-        "cut": b"\0" * 7,
-        "late": entry(9, 1),
-        "twice": entry(0, 1) * 2,
-        "far": entry(0, 1) + entry(2**63, 1),
-        "one": entry(0, 0),
-    }
+    sums = {"empty": b"", "cut": b"\0" * 7, "false": b"\0" * 8, "many": b"\0" * (1 << 20)}
     for named, content in sums.items():
         for reader in ("verify", "full", "reshard"):
             yield _case(f"checkpoint sums/{named}/{reader}", whole, crc(content), _READERS[reader])
