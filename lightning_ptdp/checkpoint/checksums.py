@@ -12,6 +12,7 @@ the bytes before them."""
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -28,6 +29,7 @@ __all__ = [
     "BLOCK",
     "DATA_SUFFIX",
     "SUMS_SUFFIX",
+    "RawFile",
     "SummedFile",
     "SummingFile",
     "open_summed",
@@ -101,7 +103,37 @@ def parse_sums(content: bytes, *, size: int) -> Sums:
     return np.frombuffer(content, dtype=_SUM)
 
 
-class SummedFile:
+class RawFile:
+    """An open file that is read in parts, into the same memory unless the caller provides some.
+
+    This memory is faster than new memory while it is in the processor's cache.
+    """
+
+    def __init__(self, stream: io.FileIO, path: Path) -> None:
+        self._handle, self.path = stream.fileno(), path
+        self._scratch = np.empty(0, dtype=np.uint8)
+
+    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
+        """Return the bytes [start, stop), read into ``into`` if it is given.
+
+        Raises:
+            CheckpointError: The file is too short.
+        """
+        if into is None and len(self._scratch) < stop - start:
+            self._scratch = np.empty(stop - start, dtype=np.uint8)
+        content = into if into is not None else self._scratch.data[: stop - start]
+        at = start
+        while at < stop:
+            count = os.preadv(self._handle, [content[at - start :]], at)
+            if not count:
+                raise CheckpointError(
+                    f"{self.path} is damaged: it ends at byte {at} instead of {stop} or later"
+                )
+            at += count
+        return content
+
+
+class SummedFile(RawFile):
     """A data file that returns only checked bytes.
 
     Attributes:
@@ -110,8 +142,8 @@ class SummedFile:
     """
 
     def __init__(self, stream: io.FileIO, path: Path, sums: Sums, size: int) -> None:
-        self._stream, self.path, self._sums, self.size = stream, path, sums, size
-        self._scratch = np.empty(0, dtype=np.uint8)
+        super().__init__(stream, path)
+        self._sums, self.size = sums, size
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
         """Return the bytes [start, stop); whole blocks are read and compared with their sums.
@@ -132,22 +164,16 @@ class SummedFile:
                 f"{self.path} is damaged: bytes {start} to {stop} would be in it, but it has "
                 f"{self.size}"
             )
-        if stop == start:
-            return memoryview(bytearray())
         begin, end = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.size)
-        content = (
-            into
-            if into is not None and (begin, end) == (start, stop)
-            else self._memory(end - begin)
-        )
-        self._fill(content, begin)
+        into = into if (begin, end) == (start, stop) else None
+        content = super().read(begin, end, into)
         for at in range(begin, end, BLOCK):
             if zlib.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
                 raise CheckpointError(
                     f"{self.path} is damaged: bytes {at} to {min(at + BLOCK, self.size)} do not "
                     "have the CRC-32 that was written"
                 )
-        return content if content is into else content[start - begin : stop - begin]
+        return content if into is not None else content[start - begin : stop - begin]
 
     def check(self, *, step: int = 1 << 20) -> None:
         """Read and compare the whole file, ``step`` bytes at a time.
@@ -157,26 +183,6 @@ class SummedFile:
         """
         for start in range(0, self.size, step):
             self.read(start, min(start + step, self.size))
-
-    def _memory(self, size: int) -> memoryview:
-        """Return ``size`` bytes of the same memory for every read.
-
-        This memory is faster than new memory while it is in the processor's cache.
-        """
-        if len(self._scratch) < size:
-            self._scratch = np.empty(size, dtype=np.uint8)
-        return self._scratch.data[:size]
-
-    def _fill(self, content: memoryview, begin: int) -> None:
-        self._stream.seek(begin)
-        done = 0
-        while done < len(content):
-            count = self._stream.readinto(content[done:])
-            if not count:
-                raise CheckpointError(
-                    f"{self.path} is damaged: it ends at byte {begin + done} instead of {self.size}"
-                )
-            done += count
 
 
 @contextmanager

@@ -27,6 +27,9 @@ from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_r
 
 __all__ = ["Written", "write_data_file", "write_rectangles"]
 
+# In larger files, a header that fills whole blocks is negligible.
+_ALIGNED_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -93,7 +96,8 @@ def write_data_file(
     ordered = sorted(
         rectangles, key=lambda one: (one.values.nbytes % BLOCK > 0, -one.values.nbytes)
     )
-    head, begins = header_of({_key(one): _entry(one) for one in ordered}, align=BLOCK)
+    align = BLOCK if sum(one.values.nbytes for one in ordered) > _ALIGNED_BYTES else 8
+    head, begins = header_of({_key(one): _entry(one) for one in ordered}, align=align)
     stored = []
     with summing(path) as file:
         file.write(head)

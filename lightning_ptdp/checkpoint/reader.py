@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,10 @@ from lightning_ptdp.checkpoint.metadata import TensorEntry, read_metadata, read_
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["TensorReader"]
+__all__ = ["MODEL", "TensorReader"]
+
+MODEL = "model/"
+"""Prefix of the names of the model's tensors."""
 
 _Part = tuple[StoredRectangle, LocalRectangle, Rectangle]
 """A stored rectangle, a requested rectangle, and their intersection in the full tensor."""
@@ -69,6 +73,28 @@ class TensorReader:
                 [LocalRectangle(name=name, full_shape=entry.shape, offset=place, values=values)]
             )
         return values
+
+    def on_disk(self, name: str, dtype: torch.dtype | None = None) -> LocalRectangle:
+        """Return a whole tensor whose values are read when they are written.
+
+        They are converted to ``dtype``; None: the stored one.
+        """
+        entry = self.tensors[name]
+        dtype = dtype or entry.dtype
+        values = torch.empty(entry.shape, dtype=dtype, device="meta")
+        return replace(
+            LocalRectangle.whole(name, values),
+            read=lambda offset, shape: self.read(name, offset=offset, shape=shape).to(dtype),
+        )
+
+    def model_names(self) -> dict[str, str]:
+        """Return the names in the model's ``state_dict`` -> the global names.
+
+        Tied parameters have all their names.
+        """
+        stored = {name.removeprefix(MODEL): name for name in sorted(self.metadata.names(MODEL))}
+        aliases = self.metadata.aliases.items()
+        return stored | {alias: stored[name] for alias, name in aliases if name in stored}
 
     def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return whole tensors by their global names, as :meth:`read` does.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 
@@ -12,7 +11,7 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.files import check_apart
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
-from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
 from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.checkpoint.saved_state import STATE, read_state
 
@@ -72,20 +71,8 @@ def reshard_checkpoint(
 def _rectangles(
     reader: TensorReader, dtype: torch.dtype | None, weights_only: bool
 ) -> Iterator[LocalRectangle]:
-    for name, entry in sorted(reader.metadata.tensors.items()):
-        is_model = name.startswith("model/")
+    for name, entry in sorted(reader.tensors.items()):
+        is_model = name.startswith(MODEL)
         if name.startswith(STATE) or (weights_only and not is_model):
             continue
-        kind = (
-            dtype
-            if dtype is not None and is_model and entry.dtype.is_floating_point
-            else entry.dtype
-        )
-        values = torch.empty(entry.shape, dtype=kind, device="meta")
-        yield replace(LocalRectangle.whole(name, values), read=_read(reader, name, kind))
-
-
-def _read(
-    reader: TensorReader, name: str, dtype: torch.dtype
-) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:
-    return lambda offset, shape: reader.read(name, offset=offset, shape=shape).to(dtype)
+        yield reader.on_disk(name, dtype if is_model and entry.dtype.is_floating_point else None)

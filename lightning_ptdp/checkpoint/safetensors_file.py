@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from lightning_ptdp.base.untrusted import parse_json, regular_size
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
+from lightning_ptdp.checkpoint.checksums import RawFile
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
@@ -115,7 +115,7 @@ def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
         by_file.setdefault(stored.file, []).append((stored, rectangle))
     for path, parts in sorted(by_file.items()):
         with reading(path), open(path, "rb", buffering=0) as stream:
-            file = _File(stream.fileno())
+            file = RawFile(stream, path)
             for stored, one in sorted(parts, key=lambda part: (part[0].begin, part[1].offset)):
                 shape, dtype = stored.entry.shape, stored.entry.dtype
                 read_rectangle(
@@ -126,25 +126,6 @@ def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
                     shape=shape,
                     offset=one.offset,
                 )
-
-
-class _File:
-    """Reader of an open file, into the same scratch memory unless the caller provides memory."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._scratch = descriptor, np.empty(0, dtype=np.uint8)
-
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        if into is None and len(self._scratch) < stop - start:
-            self._scratch = np.empty(stop - start, dtype=np.uint8)
-        content = into if into is not None else self._scratch[: stop - start].data
-        at = start
-        while at < stop:
-            count = os.preadv(self._descriptor, [content[at - start :]], at)
-            if not count:
-                raise ValueError(f"bytes {at} to {stop} would be in it, but it ends before")
-            at += count
-        return content
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.local_rectangles import Tensors
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
 from lightning_ptdp.checkpoint.saved_state import warn_unread
 from lightning_ptdp.checkpoint.tagged_json import decode, encode
@@ -115,32 +115,36 @@ def _save(content: Mapping[str, Any], path: Path) -> None:
 
 
 class InMemory:
-    """Whole tensors in memory, from which a rank copies its rectangles.
+    """Tensors in memory, from which a rank copies its rectangles.
 
     Args:
-        values: The tensors by global name.
+        rectangles: Rectangles that together are the whole tensors.
 
     Attributes:
         tensors: Shapes and dtypes of the tensors.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
+    def __init__(self, rectangles: Iterable[LocalRectangle]) -> None:
+        self._parts: dict[str, list[LocalRectangle]] = {}
+        for one in rectangles:
+            self._parts.setdefault(one.name, []).append(one)
         self.tensors = {
-            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
-            for name, value in values.items()
+            name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype)
+            for name, parts in self._parts.items()
         }
+
+    @classmethod
+    def whole(cls, values: Mapping[str, Tensor]) -> InMemory:
+        """Return whole tensors by their global names."""
+        return cls(LocalRectangle.whole(name, value) for name, value in values.items())
 
     def fill(self, tensors: Tensors) -> None:
         """Fill checked tensors, converted to the dtype of each."""
-        for name, (target, place) in tensors.items():
-            for offset, view in place.held(target):
-                extents = zip(offset, view.shape, strict=True)
-                view.copy_(
-                    self._values[name][
-                        tuple(slice(begin, begin + extent) for begin, extent in extents)
-                    ]
-                )
+        for wanted in rectangles_of(tensors):
+            for stored in self._parts[wanted.name]:
+                common = stored.place.common(wanted.place)
+                if common.numel:
+                    wanted.within(common).values.copy_(stored.within(common).values)
 
 
 def optimizer_by_name(
@@ -186,4 +190,4 @@ def optimizer_by_name(
             if isinstance(value, Tensor):
                 values[f"{prefix}{key}/{by_index[index]}"] = value
     groups = [{**group, "params": list(own)} for group, own in zip(saved, names, strict=True)]
-    return InMemory(values), groups
+    return InMemory.whole(values), groups

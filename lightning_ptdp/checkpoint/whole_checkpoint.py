@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.opaque_objects import LEFT_OUT, with_objects
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.saved_state import MapLocation, mapped, read_state
-from lightning_ptdp.checkpoint.whole_tensors import MODEL, read_full
+from lightning_ptdp.checkpoint.whole_tensors import read_full
 
 __all__ = ["StoredOptimizers", "StoredWeights", "is_checkpoint", "read_whole"]
 
@@ -44,14 +44,10 @@ class StoredWeights(MutableMapping[str, Tensor]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.touched = Path(path), False
         reader = TensorReader(path)
-        names = [name.removeprefix(MODEL) for name in sorted(reader.metadata.names(MODEL))]
-        stored = {name: name for name in names}
-        self._stored = stored | {
-            alias: name for alias, name in reader.metadata.aliases.items() if name in stored
-        }
+        self._stored = reader.model_names()
         self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
         # Tied parameters stay one tensor.
-        self._read = functools.cache(lambda name: reader.read(MODEL + name))
+        self._read = functools.cache(reader.read)
 
     def __getitem__(self, name: str) -> Tensor:
         value = self._values[name]

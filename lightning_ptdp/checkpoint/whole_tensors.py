@@ -10,13 +10,11 @@ import torch
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
 from lightning_ptdp.checkpoint.saved_state import read_state
 from lightning_ptdp.checkpoint.tagged_json import portable
 
 __all__ = ["read_full", "to_lightning_file"]
-
-MODEL = "model/"
 
 
 def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, torch.Tensor]:
@@ -29,15 +27,15 @@ def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, to
         CheckpointError: The checkpoint is damaged, or no name has the prefix.
     """
     reader = TensorReader(path)
-    names = sorted(reader.metadata.names(prefix))
+    names = {name.removeprefix(prefix): name for name in sorted(reader.metadata.names(prefix))}
+    names = reader.model_names() if prefix == MODEL else names
     if not names:
         kinds = sorted({name.split("/", 1)[0] + "/" for name in reader.tensors})
         raise CheckpointError(
             f"{path} holds no tensor whose name begins with {prefix!r}; there are {kinds}"
         )
-    full = {name.removeprefix(prefix): value for name, value in reader.read_all(names).items()}
-    aliases = reader.metadata.aliases if prefix == MODEL else {}
-    return full | {alias: full[name] for alias, name in aliases.items() if name in full}
+    stored = reader.read_all(set(names.values()))
+    return {name: stored[full] for name, full in names.items()}
 
 
 def to_lightning_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:

@@ -16,12 +16,11 @@ from lightning_ptdp.exchange.export_content import (
 from lightning_ptdp.exchange.folder_weights import (
     HuggingFaceNames,
     HuggingFaceWeights,
-    OurWeights,
     models_in,
     names_in,
     weights_opener,
 )
-from lightning_ptdp.exchange.huggingface import from_huggingface
+from lightning_ptdp.exchange.huggingface import from_huggingface, open_native
 from lightning_ptdp.exchange.known_models import FAMILIES
 from lightning_ptdp.exchange.merging import merged_rectangles
 from lightning_ptdp.exchange.model_folder import open_huggingface, reads_as_huggingface
@@ -38,7 +37,6 @@ __all__ = [
     "Kind",
     "ModelTable",
     "NameRow",
-    "OurWeights",
     "convert",
     "described_by_module",
     "described_by_state",
@@ -50,6 +48,7 @@ __all__ = [
     "models_in",
     "names_in",
     "open_huggingface",
+    "open_native",
     "open_safetensors",
     "open_state_dict",
     "reads_as_huggingface",

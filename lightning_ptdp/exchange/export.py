@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
-    TensorEntry,
     TensorReader,
     files,
     read_state,
@@ -75,7 +74,7 @@ def to_huggingface(
     files.check_replaceable(target, marker=files.EXPORT_MARK)
     with files.replacing(target) as part:
         plan.create(part, described.files(items))
-        plan.fill(part, (_stored(reader, name, entry) for name, entry in entries.items()))
+        plan.fill(part, map(reader.on_disk, entries))
         files.sync_folder(part)
 
 
@@ -206,9 +205,3 @@ def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | 
         if config is None
         else described_by_folder(Path(config))
     )
-
-
-def _stored(reader: TensorReader, name: str, entry: TensorEntry) -> LocalRectangle:
-    """Return a tensor of a checkpoint, which is read when it is written."""
-    whole = LocalRectangle.whole(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-    return replace(whole, read=lambda offset, shape: reader.read(name, offset=offset, shape=shape))

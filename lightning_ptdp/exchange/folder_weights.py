@@ -27,7 +27,7 @@ from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, read_stored
 from lightning_ptdp.exchange.conversions import View, views_in_files
-from lightning_ptdp.exchange.huggingface import our_rectangles
+from lightning_ptdp.exchange.huggingface import open_native
 from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
@@ -35,7 +35,6 @@ from lightning_ptdp.shims.transformers import ignored_names
 __all__ = [
     "HuggingFaceNames",
     "HuggingFaceWeights",
-    "OurWeights",
     "models_in",
     "names_in",
     "weights_opener",
@@ -212,47 +211,6 @@ class HuggingFaceWeights:
             raise CheckpointError("the weights are not this model's: " + "; ".join(wrong))
 
 
-@dataclass(frozen=True)
-class OurWeights:
-    """Mapped tensors of a folder, as parts of a native model's tensors.
-
-    Attributes:
-        parts: Name of a native tensor, with the prefix ``model/`` -> the rectangles that it
-            consists of.
-    """
-
-    parts: Mapping[str, Sequence[LocalRectangle]]
-
-    @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> OurWeights:
-        """Open the folder ``path``.
-
-        Raises:
-            CheckpointError: As for ``from_huggingface``.
-        """
-        parts: dict[str, list[LocalRectangle]] = {}
-        for one in our_rectangles(Path(path), "model/model.")[1]:
-            parts.setdefault(one.name, []).append(one)
-        return cls(parts)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """Return the entries of the stored tensors by name."""
-        return {
-            name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype)
-            for name, parts in self.parts.items()
-        }
-
-    def fill(self, tensors: Tensors) -> None:
-        """Read this process's rectangles, converted to the dtype of their targets."""
-        for wanted in rectangles_of(tensors):
-            for stored in self.parts[wanted.name]:
-                common = stored.place.common(wanted.place)
-                if common.numel:
-                    values = stored.values[common.seen_from(stored.offset).slices]
-                    wanted.values[common.seen_from(wanted.offset).slices].copy_(values)
-
-
 def weights_opener(
     module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
 ) -> Callable[[str | os.PathLike[str]], Stored]:
@@ -266,7 +224,7 @@ def weights_opener(
     """
     if any(hasattr(type(child), "base_model_prefix") for child in module.modules()):
         return partial(HuggingFaceWeights.open, names=names_in(module, aliases, names=names))
-    return OurWeights.open
+    return open_native
 
 
 def names_in(

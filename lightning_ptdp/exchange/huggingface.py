@@ -11,14 +11,20 @@ from typing import Literal
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, reading, write_checkpoint
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    InMemory,
+    LocalRectangle,
+    reading,
+    write_checkpoint,
+)
 from lightning_ptdp.checkpoint.coverage import check_cover
 from lightning_ptdp.exchange.known_models import HF_TIED, family_of_config_json
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, open_huggingface, read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import weights_only_state
 
-__all__ = ["Names", "from_huggingface", "our_rectangles"]
+__all__ = ["Names", "from_huggingface", "open_native"]
 
 _SHOWN = 3
 
@@ -65,7 +71,7 @@ def from_huggingface(
         ]
         state = weights_only_state({})
     else:
-        model, rectangles = our_rectangles(folder, f"model/{prefix}")
+        model, rectangles = _our_rectangles(folder, f"model/{prefix}")
         aliases = model.aliases
         state = weights_only_state({"config": asdict(model.config)})
     metadata = {
@@ -75,7 +81,16 @@ def from_huggingface(
     write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
 
 
-def our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangle]]:
+def open_native(path: str | os.PathLike[str]) -> InMemory:
+    """Open a Hugging Face folder as the native model's tensors, which are memory-mapped.
+
+    Raises:
+        CheckpointError: As for ``from_huggingface``.
+    """
+    return InMemory(_our_rectangles(Path(path), "model/model.")[1])
+
+
+def _our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangle]]:
     """Return the native model of a Hugging Face folder, and the folder's tensors as its parts.
 
     The tensors are memory-mapped. Their names begin with ``prefix``.

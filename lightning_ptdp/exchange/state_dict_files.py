@@ -235,10 +235,7 @@ def to_state_dict(
     reader, target = TensorReader(source), Path(os.path.abspath(destination))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder; name the file to write")
-    stored = {name.removeprefix("model/"): name for name in sorted(reader.metadata.names("model/"))}
-    stored |= {
-        alias: stored[name] for alias, name in reader.metadata.aliases.items() if name in stored
-    }
+    stored = reader.model_names()
     names = {
         name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)
     }

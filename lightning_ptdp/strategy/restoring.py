@@ -377,4 +377,4 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
         for name, value in content["state_dict"].items()
         if isinstance(value, Tensor) and name not in tied
     }
-    return InMemory({MODEL + name: value for name, value in values.items()})
+    return InMemory.whole({MODEL + name: value for name, value in values.items()})

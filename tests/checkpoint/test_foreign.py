@@ -123,14 +123,14 @@ def test_what_the_index_says_is_compared(new: Path, chunks: list[Any], words: st
             read(new)
 
 
-@pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 4, b"\0" * 12])
+@pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 8, b"\0" * 12])
 def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
     (new / "rank0-0.crc").write_bytes(sums)
     sign(new)
     for read in (verify_checkpoint, read_full):
         with pytest.raises(
             CheckpointError,
-            match=r"rank0-0\.crc is damaged: it has (0|4|11|12) bytes",
+            match=r"rank0-0\.crc is damaged: it has (0|8|11|12) bytes",
         ):
             read(new)
 
@@ -165,7 +165,7 @@ def test_a_file_with_holes_needs_all_its_sums(new: Path) -> None:
     sign(new)
     with pytest.raises(
         CheckpointError,
-        match=r"rank0-0\.crc is damaged: it has 8 bytes, where a file of 4398046511104",
+        match=r"rank0-0\.crc is damaged: it has 4 bytes, where a file of 4398046511104",
     ):
         verify_checkpoint(new)
 

@@ -20,9 +20,9 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.exchange import (
-    OurWeights,
     from_huggingface,
     open_huggingface,
+    open_native,
     to_huggingface,
     verify_export,
 )
@@ -105,7 +105,7 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
         _ours(tmp_path / "ours")(ids), model(ids).logits, rtol=tolerance, atol=tolerance
     )
 
-    straight, whole = OurWeights.open(folder), read_full(tmp_path / "ours")
+    straight, whole = open_native(folder), read_full(tmp_path / "ours")
     aliases = read_metadata(tmp_path / "ours").aliases
     assert {
         name.removeprefix("model/") for name in straight.tensors
@@ -223,7 +223,7 @@ def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"blocks.1.mixture.experts.gate_up_proj"):
-        OurWeights.open(tmp_path)
+        open_native(tmp_path)
 
 
 def test_files_of_the_bare_model_with_masks_are_read(tmp_path: Path) -> None:
