@@ -179,6 +179,8 @@ class Called(dict[str, Any]):
         ("dict", [[1, 2, 3]], None),
         ("path", 1, None),
         ("registered", ["x"], None),
+        ("registered", [1000], None),
+        ("bytearray", [3], None),
     ],
 )
 def test_a_tag_makes_nothing_but_enums_and_containers(tag: str, parts: Any, plain: Any) -> None:
