@@ -24,10 +24,10 @@ from typing import Any
 
 import yaml
 
-from lightning_ptdp.cli.bounded_yaml import load_yaml_file
 from lightning_ptdp.cli.command_line import CONFIG, options_on
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
+from lightning_ptdp.cli.yaml_files import load_yaml_file
 
 __all__ = [
     "BASE_KEY",

@@ -35,13 +35,13 @@ from lightning_ptdp.callbacks import (
     TrainPerplexity,
     ValidateAtEnd,
 )
-from lightning_ptdp.cli.bounded_yaml import bounded
+from lightning_ptdp.cli.command_line import options_on
 from lightning_ptdp.cli.config_errors import dotted, readable
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.parsed_values import check_values
-from lightning_ptdp.cli.strategy_option import keep_strategy_options
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
+from lightning_ptdp.cli.yaml_files import checked
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM  # noqa: F401
 from lightning_ptdp.models.pretrained_folder import local_folder
 
@@ -72,7 +72,7 @@ class PTDPCLI(LightningCLI):
     def __init__(self, verb: str, arguments: list[str]) -> None:
         self.verb = verb
         super().__init__(
-            args=keep_strategy_options(arguments),
+            args=_with_class_path(arguments),
             run=False,
             save_config_callback=None,
             seed_everything_default=1234,
@@ -81,7 +81,7 @@ class PTDPCLI(LightningCLI):
                 "prog": f"ptdp {verb}",
                 "description": DESCRIPTIONS[verb],
                 "exit_on_error": False,
-                "parser_mode": _BOUNDED,
+                "parser_mode": _CHECKED,
             },
         )
 
@@ -180,6 +180,22 @@ class PTDPCLI(LightningCLI):
                 self.trainer_defaults["callbacks"].append(ExportHuggingFace(self.config.export))
 
 
+def _with_class_path(arguments: list[str]) -> list[str]:
+    """Return the command line with our strategy as a class path.
+
+    The parser keeps the options that earlier configurations give to the same class. A strategy's
+    name would replace them.
+    """
+    words: list[str] = []
+    for option in options_on(arguments):
+        is_ours = (option.value or "").rpartition(".")[2] in ("ptdp", "PTDPStrategy")
+        if option.name == "--trainer.strategy" and is_ours:
+            words.append("--trainer.strategy.class_path=lightning_ptdp.PTDPStrategy")
+        else:
+            words += option.words
+    return words
+
+
 def _take_tokenizer(config: Namespace) -> None:
     """Set the data's tokenizer to that of the model's folder.
 
@@ -237,7 +253,5 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
 
 
 # The loader also reads files that a configuration names, such as --model model.yaml.
-_BOUNDED = "bounded yaml"
-set_loader(
-    _BOUNDED, lambda text: bounded(text, lambda: get_loader("yaml")(text)), exceptions=(ValueError,)
-)
+_CHECKED = "checked yaml"
+set_loader(_CHECKED, lambda text: checked(text, get_loader("yaml")), exceptions=(ValueError,))

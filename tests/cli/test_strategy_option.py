@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lightning_ptdp.cli.strategy_option import keep_strategy_options
+from lightning_ptdp.cli.lightning_cli import parsed_values
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -16,46 +16,32 @@ OURS = (
     "trainer:\n  strategy:\n    class_path: lightning_ptdp.PTDPStrategy\n    init_args: "
     "{num_microbatches: 4}\n"
 )
-BARE = '--trainer.strategy={"class_path": "lightning_ptdp.PTDPStrategy"}'
+OTHER = "trainer:\n  strategy: ddp\n"
+MODEL = "--model=LitGPT"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kept"),
+    ("arguments", "microbatches"),
     [
-        (
-            [f"--config={OURS}", "--trainer.strategy=PTDPStrategy", "--x=1"],
-            [f"--config={OURS}", "--x=1"],
-        ),
-        (
-            [f"--config={OURS}", "--trainer.strategy", "lightning_ptdp.PTDPStrategy"],
-            [f"--config={OURS}"],
-        ),
-        ([f"--config={OURS}", "--trainer.strategy=ptdp"], [f"--config={OURS}"]),
-        (
-            [f"--config={OURS}", "--trainer.strategy=ddp"],
-            [f"--config={OURS}", "--trainer.strategy=ddp"],
-        ),
-        (["--trainer.strategy=ptdp"], ["--trainer.strategy=ptdp"]),
-        (
-            ["--trainer.strategy=PTDPStrategy", "--trainer.strategy.seed=1"],
-            [BARE, "--trainer.strategy.seed=1"],
-        ),
-        (
-            [
-                f"--config={OURS}",
-                "--config=trainer:\n  strategy: ddp\n",
-                "--trainer.strategy=PTDPStrategy",
-            ],
-            [f"--config={OURS}", "--config=trainer:\n  strategy: ddp\n", BARE],
-        ),
-        (
-            [f"--config={OURS}", "--config=sample: null\n", "--trainer.strategy=ptdp"],
-            [f"--config={OURS}", "--config=sample: null\n"],
-        ),
+        ([f"--config={OURS}", "--trainer.strategy=PTDPStrategy"], 4),
+        ([f"--config={OURS}", "--trainer.strategy", "lightning_ptdp.PTDPStrategy"], 4),
+        ([f"--config={OURS}", "--trainer.strategy=ptdp"], 4),
+        ([f"--config={OURS}", "--config=sample: null\n", "--trainer.strategy=ptdp"], 4),
+        ([f"--config={OURS}", f"--config={OTHER}", "--trainer.strategy=PTDPStrategy"], 1),
+        (["--trainer.strategy=ptdp"], 1),
+        (["--trainer.strategy=ptdp", "--trainer.strategy.num_microbatches=2"], 2),
+        (["--trainer.strategy=PTDPStrategy", "--trainer.strategy.num_microbatches=2"], 2),
+        ([f"--config={OURS}", "--trainer.strategy=ddp"], None),
     ],
 )
-def test_arguments(arguments: list[str], kept: list[str]) -> None:
-    assert keep_strategy_options(arguments) == kept
+def test_arguments(arguments: list[str], microbatches: int | None) -> None:
+    strategy = parsed_values([MODEL, *arguments])["trainer"]["strategy"]
+    if microbatches is None:
+        assert strategy == "ddp"
+        return
+    assert isinstance(strategy, Mapping)
+    assert strategy["class_path"] == "lightning_ptdp.PTDPStrategy"
+    assert (strategy["init_args"]["num_microbatches"] or 1) == microbatches
 
 
 @pytest.mark.parametrize("value", ["lightning_ptdp.PTDPStrategy", "PTDPStrategy", "ptdp"])

@@ -1,4 +1,4 @@
-"""YAML from elsewhere: what would grow, or is not what it says, is one ValueError."""
+"""YAML from elsewhere: what is not what it says is one ValueError."""
 
 from __future__ import annotations
 
@@ -6,43 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.cli.bounded_yaml import load_yaml
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_configs
-
-
-def grown(form: str, times: int = 9) -> str:
-    """Lists or mappings of the ones before: ``times`` to the power of ten, in a few lines."""
-    lines = ["a0: &a0 {x: 1}"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"a{i}: &a{i} {form.format(', '.join([f'*a{i - 1}'] * times))}"
-                for i in range(1, 11)
-            ),
-        ]
-    )
+from lightning_ptdp.cli.yaml_files import load_yaml
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (grown("[{}]"), "more than 20000 values"),
-        (grown("{{<<: [{}]}}"), "more than 20000 values"),
-        (
-            "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 100))]),
-            "64 deep",
-        ),
-        ("a: &a [*a]", "stands inside of what it stands for"),
-        ("a: *b", "not YAML|stands for"),
-        ("[" * 100_000, "64 deep|exceeded maximum nesting depth"),  # by PyYAML itself since 6.0.4
-        ("{a: " * 1000, "64 deep"),
-        ("- " * 1000, "64 deep"),
-        ("? " * 1000, "64 deep"),
-        ("[" + "x, " * 30_000 + "x]", "more than 20000 values"),
-        ("a: " + "1" * 5000, "5000 digits"),
-        ("a: " + "1:" * 5000 + "1", "10001 digits"),
+        ("a: *b", "not YAML"),
+        ("[" * 100_000, "not YAML|RecursionError"),
+        ("a: " + "1" * 5000, "4300 digits"),
         ("a: !!int ''", "not of the type"),
         ("a: !!bool maybe", "not of the type"),
         ("a: !!timestamp x", "not of the type"),
@@ -53,10 +27,11 @@ def grown(form: str, times: int = 9) -> str:
         ),
         ("a: [", "not YAML"),
         ("a: 1\nb: {c: 1, d: 2,\n c: 3}", "'c' is given twice, in line 2 and in line 3"),
+        ("a: [{b: 1,\n b: 2}]", "'b' is given twice, in line 1 and in line 2"),
         ("a: \0", "not YAML"),
     ],
 )
-def test_what_grows_or_lies_is_refused(text: str, words: str) -> None:
+def test_what_lies_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_yaml(text)
 
@@ -69,8 +44,13 @@ def test_aliases_and_merges_of_people_are_read() -> None:
     assert load_yaml("") is None
 
 
+def test_merged_keys_are_no_duplicates() -> None:
+    text = "a: &a {k: 1}\np: {b: &b {<<: *a, k: 2}}\nc: {<<: *b, m: 3}\nd: {<<: *a, m: 4}\n"
+    assert load_yaml(text)["c"]["m"] == 3
+
+
 @pytest.mark.parametrize(
-    "text", [grown("[{}]"), "1: 2", "[1]", "base: [x]", f"base: {'x' * 5000}", "\0", "base: \ud800"]
+    "text", ["1: 2", "[1]", "base: [x]", f"base: {'x' * 5000}", "\0", "base: \ud800"]
 )
 def test_a_configuration_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))

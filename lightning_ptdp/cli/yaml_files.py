@@ -1,0 +1,89 @@
+"""YAML texts, in which a duplicate key is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+__all__ = ["checked", "load_yaml", "load_yaml_file"]
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):
+    """A loader that reads 1e-4 as a number, as jsonargparse does; PyYAML requires 1.0e-4."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def load_yaml_file(file: str | Path) -> Any:
+    """Return the values of a YAML file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not YAML or has a duplicate key.
+    """
+    try:
+        return load_yaml(Path(file).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"is not UTF-8 ({error.reason} at byte {error.start}): save it with this encoding"
+        ) from error
+
+
+def load_yaml(text: str) -> Any:
+    """Return the values of a YAML text, which may hold plain types only.
+
+    Raises:
+        ValueError: The text is not YAML or has a duplicate key.
+    """
+    return checked(text, lambda text: yaml.load(text, Loader=_Loader))
+
+
+def checked(text: str, load: Callable[[str], Any]) -> Any:
+    """Return ``load(text)``, and turn every error into a ValueError.
+
+    Raises:
+        ValueError: The text is not YAML or has a duplicate key.
+    """
+    try:
+        _check_keys(yaml.compose(text, Loader=_Base))
+        return load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
+    except (LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # Constructors raise these errors for values such as `!!int ""` or `!!bool maybe`.
+        raise ValueError(f"a value is not of the type that it says ({error!r})") from error
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """Refuse a mapping with a duplicate key. YAML readers would keep only the last value."""
+    left = [root]
+    known = set()
+    while left:
+        node = left.pop()
+        if node in known or not isinstance(node, yaml.CollectionNode):
+            continue
+        known.add(node)  # an alias is the same node as its anchor
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            left += (key, value)
+            line, name = key.start_mark.line + 1, (key.tag, str(key.value))
+            if name in lines and not key.tag.endswith(":merge"):
+                raise ValueError(
+                    f"the key {key.value!r} is given twice, in line {lines[name]} and in line "
+                    f"{line}: remove one of them"
+                )
+            lines[name] = line
