@@ -119,9 +119,9 @@ def _meant(value: object, hint: Hint) -> str:
         return ""
     if _fits((value,), hint) or _fits([value], hint):
         return f"; did you mean ({shown(value)},)?"
-    choices = [choice for choice in _choices(hint) if isinstance(choice, str)]
-    near = difflib.get_close_matches(value[:_LONG], choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    literals = [member for member in _members(hint) if get_origin(member) is Literal]
+    choices = [choice for member in literals for choice in get_args(member)]
+    return nearest(value, [choice for choice in choices if isinstance(choice, str)])
 
 
 def _fits(value: Any, hint: Hint) -> bool:
@@ -133,7 +133,7 @@ def _fits(value: Any, hint: Hint) -> bool:
     if len(choices := _members(hint)) > 1:
         return any(_fits(value, choice) for choice in choices)
     if origin is Annotated:
-        least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
+        least = _least(arguments)
         return _fits(value, arguments[0]) and (least is None or value >= least)
     if origin is Literal:
         return any(isinstance(value, type(choice)) and value == choice for choice in arguments)
@@ -173,6 +173,10 @@ def _fits_container(value: Any, origin: Hint, arguments: tuple[Hint, ...]) -> bo
     return all(_fits(item, arguments[0]) for item in value)
 
 
+def _least(arguments: tuple[Hint, ...]) -> int | None:
+    return next((extra.value for extra in arguments if isinstance(extra, Least)), None)
+
+
 def _members(hint: Hint) -> tuple[Hint, ...]:
     """Return the members of a union; any other annotation is its own member."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -182,22 +186,13 @@ def _takes_tuple(hint: Hint) -> bool:
     return any(get_origin(member) in (tuple, Sequence) for member in _members(hint))
 
 
-def _choices(hint: Hint) -> list[object]:
-    return [
-        choice
-        for member in _members(hint)
-        if get_origin(member) is Literal
-        for choice in get_args(member)
-    ]
-
-
 def _words(hint: Hint) -> str:
     """Return a description of an annotation for messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if len(choices := _members(hint)) > 1:
         return ", or ".join(map(_words, choices))
     if origin is Annotated:
-        least = next((extra.value for extra in arguments[1:] if isinstance(extra, Least)), None)
+        least = _least(arguments)
         return {None: _words(arguments[0]), 1: "a positive integer"}.get(
             least, f"an integer of at least {least}"
         )

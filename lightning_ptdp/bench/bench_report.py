@@ -52,8 +52,8 @@ def table(results: Sequence[BenchResult]) -> str:
                 one.layout,
                 str(one.num_microbatches),
                 _ms(one.median_s),
-                f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}",
-                f"{one.tokens_per_s:,.0f}" if one.tokens else "-",
+                _spread(one),
+                _tokens(one),
                 _percent(one.mfu),
                 f"{slower:.0%}" if place > 1 else "-",
                 "-" if one.predicted_s is None else _ms(one.predicted_s),
@@ -76,12 +76,12 @@ def _rows(one: BenchResult) -> Iterator[tuple[str, str]]:
     yield "devices", _devices(one)
     yield "step", f"{one.samples} samples, {one.tokens:,} tokens"
     yield "step time, median", _ms(one.median_s)
-    yield "p10 to p90", f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}"
+    yield "p10 to p90", _spread(one)
     yield (
         "the planner's estimate",
         "-" if one.predicted_s is None else f"{_ms(one.predicted_s)} ({one.predicted_by})",
     )
-    yield "tokens/s", f"{one.tokens_per_s:,.0f}" if one.tokens else "-"
+    yield "tokens/s", _tokens(one)
     yield "model TFLOP/s a device", f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-"
     yield "MFU", _percent(one.mfu)
     yield "peak memory, by rank", f"{_memory(one)} GiB"
@@ -98,6 +98,14 @@ def _devices(one: BenchResult) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
+
+
+def _spread(one: BenchResult) -> str:
+    return f"{one.percentile_s(10) * 1e3:.1f} to {_ms(one.percentile_s(90))}"
+
+
+def _tokens(one: BenchResult) -> str:
+    return f"{one.tokens_per_s:,.0f}" if one.tokens else "-"
 
 
 def _percent(part: float | None) -> str:

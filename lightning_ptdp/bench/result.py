@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 __all__ = ["BenchResult"]
 
 
@@ -60,10 +62,7 @@ class BenchResult:
 
     def percentile_s(self, percent: int) -> float:
         """Return the time below which ``percent`` of all steps are, interpolated."""
-        ordered = sorted(self.seconds)
-        place = (len(ordered) - 1) * percent / 100
-        low, part = int(place), place % 1
-        return ordered[low] + (part * (ordered[low + 1] - ordered[low]) if part else 0.0)
+        return float(np.percentile(self.seconds, percent))
 
     @property
     def tokens_per_s(self) -> float:

@@ -1,17 +1,34 @@
-"""Storage of a run's texts, tables, tags and files in loggers that support them."""
+"""Folder of a run, and storage of its texts, tables, tags and files in loggers that support them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ptdp.loggers import MLFlowLogger
 
-__all__ = ["store_files", "store_table", "store_tags", "store_text"]
+__all__ = ["checkpoint_dirs", "keep_files", "run_folder", "store_table", "store_tags", "store_text"]
+
+
+def run_folder(trainer: Trainer) -> Path:
+    """Return the folder of this run, above Lightning's ``checkpoints``.
+
+    Call it on global rank 0 only; it is not collective."""
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    log_dir = getattr(logger, "log_dir", None)
+    if log_dir is not None:
+        return Path(log_dir)
+    version = logger.version
+    name = version if isinstance(version, str) else f"version_{version}"
+    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / name
 
 
 def store_text(logger: Logger, text: str, name: str) -> None:
@@ -51,7 +68,50 @@ def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, st
         logger.experiment.add_text(name, "\n".join(lines), step)
 
 
-def store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
+def checkpoint_dirs(trainer: Trainer) -> list[Path]:
+    """Return the folders that a run's ``ModelCheckpoint`` callbacks have."""
+    return [
+        Path(callback.dirpath)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None
+    ]
+
+
+def keep_files(
+    trainer: Trainer,
+    writers: Mapping[str, Callable[[Path], object]],
+    *,
+    kind: str,
+    step: int,
+    dirpath: str | None,
+) -> bool:
+    """Write files of a step, such as ``step-000100.png``, and store them in MLflow too.
+
+    Call it on global rank 0 only. If a file cannot be written, there is a warning, because a full
+    disk must not end training, and the result is False.
+
+    Args:
+        trainer: Trainer of the run.
+        writers: Function that writes a file, by its suffix.
+        kind: Folder of the files among the run's artifacts.
+        step: Number of the step.
+        dirpath: Folder of the files on disk; None: ``kind`` in the run's folder.
+    """
+    folder = run_folder(trainer) / kind if dirpath is None else Path(dirpath)
+    files = {folder / f"step-{step:06d}{suffix}": write for suffix, write in writers.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, write in files.items():
+            write(file)
+    except OSError as error:
+        rank_zero_warn(f"the {kind} of step {step} could not be written: {error}")
+        return False
+    for logger in trainer.loggers:
+        _store_files(logger, [*files], folder=kind)
+    return True
+
+
+def _store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
     """Store files in ``folder`` of the run's artifacts in MLflow.
 
     A failure is a warning, because the files remain on disk."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ptdp.base.option_types import check_arguments
-from lightning_ptdp.callbacks.artifacts import store_files
+from lightning_ptdp.callbacks.artifacts import keep_files
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads
 from lightning_ptdp.callbacks.expert_picture import draw_loads
-from lightning_ptdp.callbacks.run_location import run_folder
 
 __all__ = ["ExpertLoad"]
 
@@ -102,20 +99,15 @@ class ExpertLoad(Callback):
             self.log(f"{prefix}{name}", value, batch_size=1, sync_dist=bool(prefix))
 
     def _write(self, trainer: Trainer, loads: ExpertLoads) -> None:
-        folder = Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "experts"
-        picture, numbers = (
-            folder / f"step-{trainer.global_step:06d}{suffix}" for suffix in (".png", ".json")
+        numbers = json.dumps({layer.name: layer.loads for layer in loads.layers})
+        title = f"step {trainer.global_step}"
+        keep_files(
+            trainer,
+            {
+                ".png": lambda file: draw_loads(loads, file, title=title),
+                ".json": lambda file: file.write_text(numbers, encoding="utf-8"),
+            },
+            kind="experts",
+            step=trainer.global_step,
+            dirpath=self.dirpath,
         )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            numbers.write_text(
-                json.dumps({layer.name: layer.loads for layer in loads.layers}), encoding="utf-8"
-            )
-            draw_loads(loads, picture, title=f"step {trainer.global_step}")
-        except OSError as error:  # a full disk must not end training
-            rank_zero_warn(
-                f"the experts' loads at step {trainer.global_step} could not be written: {error}"
-            )
-            return
-        for logger in trainer.loggers:
-            store_files(logger, [picture, numbers], folder="experts")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
@@ -57,17 +58,11 @@ class ExportHuggingFace(pl.Callback):
         folder: str | os.PathLike[str],
         when: When = "end",
         dtype: Dtype | None = None,
-        shard_bytes: int = 5_000_000_000,
+        shard_bytes: Size = 5_000_000_000,
         prefix: str | None = None,
     ) -> None:
-        for name, value, choices in (
-            ("when", when, get_args(When)),
-            ("dtype", dtype, (None, *get_args(Dtype))),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
-        if shard_bytes < 1:
-            raise ValueError(f"shard_bytes={shard_bytes} must be a positive number of bytes")
+        given = {"when": when, "dtype": dtype, "shard_bytes": shard_bytes}
+        check_arguments(ExportHuggingFace.__init__, given)
         if when == "end":
             files.check_replaceable(folder, marker=files.EXPORT_MARK)
         self._folder, self._when = os.fspath(folder), when

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.base.option_types import Count, Size, check_arguments
-from lightning_ptdp.callbacks.artifacts import store_files
-from lightning_ptdp.callbacks.run_location import run_folder
+from lightning_ptdp.callbacks.artifacts import keep_files
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder, ideal_timeline
 from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
 from lightning_ptdp.schedule.spans import Timeline
@@ -116,22 +114,23 @@ class PipelineTimeline(Callback):
 
     def _tell(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
         """Write and log a step, on the first rank of the pipeline, which is global rank 0."""
-        folder = (
-            Path(self.dirpath) if self.dirpath is not None else run_folder(trainer) / "timeline"
-        )
-        picture, trace = (folder / f"step-{self._step:06d}{suffix}" for suffix in (".png", ".json"))
         titles = [
             f"{measured.schedule.name}, step {self._step}, measured",
             "ideal: mean costs, free messages",
         ]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            draw_timelines([measured, ideal], picture, titles=titles, measured=True)
-            trace.write_text(
-                json.dumps(chrome_trace(measured, ideal, titles=titles)), encoding="utf-8"
-            )
-        except OSError as error:  # a full disk must not end training
-            rank_zero_warn(f"the timeline of step {self._step} could not be written: {error}")
+        both = [measured, ideal]
+        trace = json.dumps(chrome_trace(*both, titles=titles))
+        is_written = keep_files(
+            trainer,
+            {
+                ".png": lambda file: draw_timelines(both, file, titles=titles, measured=True),
+                ".json": lambda file: file.write_text(trace, encoding="utf-8"),
+            },
+            kind="timeline",
+            step=self._step,
+            dirpath=self.dirpath,
+        )
+        if not is_written:
             return
         metrics = {
             "timeline/step_seconds": float(measured.step_time),
@@ -141,7 +140,6 @@ class PipelineTimeline(Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
-            store_files(logger, [picture, trace], folder="timeline")
 
 
 def has_pipeline(trainer: Trainer) -> bool:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.base.output import say
-from lightning_ptdp.callbacks.artifacts import store_tags
-from lightning_ptdp.callbacks.run_location import run_folder
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, run_folder, store_tags
 
 __all__ = ["RunRecord", "RunReport"]
 
@@ -95,15 +95,9 @@ class RunReport(Callback):
         if trainer.is_global_zero:
             record = _record(trainer, finished=True)
             self._write(record)
+            names = ("checkpoint", "best_checkpoint") if record.checkpoint else ()
             for logger in trainer.loggers:
-                if record.checkpoint:
-                    store_tags(
-                        logger,
-                        {
-                            "checkpoint": record.checkpoint,
-                            "best_checkpoint": record.best_checkpoint,
-                        },
-                    )
+                store_tags(logger, {name: getattr(record, name) for name in names})
             say("\n" + "\n".join(record.lines()))
 
     def _write(self, record: RunRecord) -> None:
@@ -113,30 +107,33 @@ class RunReport(Callback):
 
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    best = next((c for c in callbacks if c.monitor), None)
-    tracked = [
-        logger
-        for logger in trainer.loggers
-        if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id")
-    ]
+    found: dict[str, Any] = {}
+    for best in callbacks:
+        if best.monitor and "monitor" not in found:
+            score = best.best_model_score
+            found |= {
+                "best_checkpoint": best.best_model_path,
+                "monitor": best.monitor,
+                "best_score": None if score is None else float(score),
+            }
+    for logger in trainer.loggers:
+        if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id") and "url" not in found:
+            found |= {
+                "tracking_uri": str(logger.tracking_uri),
+                "run_id": str(logger.run_id),
+                "url": str(getattr(logger, "url", "")),
+            }
     return RunRecord(
         folder=str(run_folder(trainer)),
-        checkpoint_folder=str(next((c.dirpath for c in callbacks if c.dirpath), "")),
+        checkpoint_folder=str(next(iter(checkpoint_dirs(trainer)), "")),
         checkpoint=next(
             (path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""
         ),
-        best_checkpoint=best.best_model_path if best is not None else "",
-        monitor=str(best.monitor) if best is not None else "",
-        best_score=float(best.best_model_score)
-        if best is not None and best.best_model_score is not None
-        else None,
         validation={
             name: float(value)
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         },
-        tracking_uri=str(tracked[0].tracking_uri) if tracked else "",
-        run_id=str(tracked[0].run_id) if tracked else "",
-        url=str(getattr(tracked[0], "url", "")) if tracked else "",
         finished=finished,
+        **found,
     )

@@ -7,8 +7,7 @@ from pathlib import Path
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ptdp.callbacks.artifacts import store_text
-from lightning_ptdp.callbacks.run_location import run_folder
+from lightning_ptdp.callbacks.artifacts import run_folder, store_text
 
 __all__ = ["SaveResolvedConfig"]
 

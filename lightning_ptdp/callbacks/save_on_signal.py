@@ -5,6 +5,7 @@ The signals are Ctrl-C, SIGTERM, and SLURM's signal before pre-emption."""
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.base.signals import HeldSignal, SignalNotes
-from lightning_ptdp.callbacks.superseded_checkpoints import superseded
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
+from lightning_ptdp.checkpoint import CheckpointError, CheckpointMetadata, read_metadata
 from lightning_ptdp.shims.lightning import requeue_handler
 
-__all__ = ["SaveOnSignal"]
+__all__ = ["SaveOnSignal", "superseded"]
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _ANNOUNCEMENT = "Ctrl-C: saves after this step and ends; once more: ends now"
@@ -171,15 +173,7 @@ class SaveOnSignal(pl.Callback):
             strategy.remove_checkpoint(path)
 
     def _save(self, trainer: pl.Trainer, why: str) -> None:
-        folders = [
-            callback.dirpath
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
-        path = (
-            Path(next((folder for folder in folders if folder), trainer.default_root_dir))
-            / self._name
-        )
+        path = next(iter(checkpoint_dirs(trainer)), Path(trainer.default_root_dir)) / self._name
         rank_zero_info(f"{why}: saving {path}")
         trainer.save_checkpoint(path)
         _finish_saving(trainer)
@@ -191,6 +185,44 @@ class SaveOnSignal(pl.Callback):
         for number, handler in self._after.items():
             signal.signal(number, handler)
         self._after = {}
+
+
+def superseded(
+    found: Iterable[Path],
+    *,
+    saved: Iterable[Path],
+    own: Collection[Path],
+    experiment: object | None,
+) -> list[Path]:
+    """Return the checkpoints of this run that are older than its newest.
+
+    Args:
+        found: Checkpoints saved for a requeue, including those of other runs in the same folder.
+        saved: Other checkpoints of this run.
+        own: Checkpoints that are known to belong to this run.
+        experiment: Experiment named in checkpoints of this run; None if they name none.
+    """
+    newest = 0.0
+    for path in saved:
+        metadata = _metadata(path)
+        newest = max(newest, 0.0 if metadata is None else metadata.created)
+    left = {}
+    for path in found:
+        metadata = _metadata(path)
+        if metadata is None:
+            continue
+        is_stated = experiment is not None and metadata.run.get("experiment") == experiment
+        if path in own or is_stated:
+            left[path] = metadata.created
+    newest = max([newest, *left.values()])
+    return [path for path, created in left.items() if created < newest]
+
+
+def _metadata(path: Path) -> CheckpointMetadata | None:
+    try:
+        return read_metadata(path)
+    except CheckpointError:
+        return None
 
 
 def _finish_saving(trainer: pl.Trainer) -> None:

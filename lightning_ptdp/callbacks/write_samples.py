@@ -12,8 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.base.output import say
-from lightning_ptdp.callbacks.artifacts import store_table
-from lightning_ptdp.callbacks.run_location import run_folder
+from lightning_ptdp.callbacks.artifacts import run_folder, store_table
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer, find_tokenizer

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,9 @@ def run(verb: str, arguments: list[str]) -> int:
     options: dict[str, list[str]] = {result.layout: []}
     results, failed = [result], []
     for layout in others:
-        given = [*layout, *_same_batch(cli, result.samples, layout, world)]
+        wanted = {f"trainer.strategy.{name}": value for name, value in layout.items()}
+        wanted |= _same_batch(cli, result.samples, layout, world)
+        given = [f"--{name}={json.dumps(value)}" for name, value in wanted.items()]
         try:
             results.append(_measure_elsewhere(arguments, given))
             options[results[-1].layout] = given
@@ -114,8 +116,8 @@ def run(verb: str, arguments: list[str]) -> int:
     return 2 if failed else 0
 
 
-def layout_options(text: str, world_size: int) -> list[str]:
-    """Return a layout as options of ``ptdp fit``.
+def layout_options(text: str, world_size: int) -> dict[str, int | bool]:
+    """Return a layout as options of the strategy.
 
     Args:
         text: The layout as ``"t2 p2 v2"``, or as listings print it: ``"t2 p2 v2 d1"``.
@@ -147,36 +149,32 @@ def layout_options(text: str, world_size: int) -> list[str]:
             f"{world_size // layout.data_parallel_size * replicas} processes, and there "
             f"are {world_size}: write d{layout.data_parallel_size}, or leave it out"
         )
-    split = ["--trainer.strategy.sequence_parallel=true"] if "sp" in text.split() else []
-    if not split and degrees["t"] == 1:
-        split = ["--trainer.strategy.sequence_parallel=false"]
-    return [*(f"--trainer.strategy.{name}={degree}" for name, degree in chosen.items()), *split]
+    if "sp" in text.split() or degrees["t"] == 1:
+        return {**chosen, "sequence_parallel": "sp" in text.split()}
+    return {**chosen}
 
 
-def _same_batch(cli: _BenchCLI, samples: int, layout: Sequence[str], world_size: int) -> list[str]:
+def _same_batch(
+    cli: _BenchCLI, samples: int, layout: Mapping[str, int | bool], world_size: int
+) -> dict[str, int]:
     """Return options that give ``layout`` the same number of samples per step.
 
-    Equal steps make the layouts comparable. The list is empty if the samples cannot be divided
+    Equal steps make the layouts comparable. There are none if the samples cannot be divided
     evenly, or if the data are not a ``StreamDataModule``.
     """
     data = cli.datamodule
     if not isinstance(data, StreamDataModule):
-        return []
-    degrees = {
-        name: int(value)
-        for name, _, value in (one.rpartition(".")[2].partition("=") for one in layout)
-        if value.isdigit()
-    }
-    replicas = ParallelLayout.chosen(degrees, world_size=world_size).num_replicas
+        return {}
+    replicas = ParallelLayout.chosen(layout, world_size=world_size).num_replicas
     rows, rest = divmod(samples, cli.trainer.accumulate_grad_batches * replicas)
     if rest or not rows:
-        return []
+        return {}
     size = math.gcd(rows, data.batch_options.plan(replicas).micro_batch_size)
     sizes = {"data.micro_batch_size": size, "data.num_microbatches": rows // size}
     config = getattr(cli.trainer.strategy, "config", None)
     if config is not None and config.micro_batch_size is None:
         sizes["trainer.strategy.num_microbatches"] = rows // size
-    return [f"--{name}={value}" for name, value in sizes.items()]
+    return sizes
 
 
 def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | None:
@@ -201,13 +199,11 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:
     """Measure another layout in a separate process, with its own memory and its own workers."""
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from lightning_ptdp.cli import main; sys.exit(main())",
-    ]
-    given = [*arguments, *options, "--compare=null", "--json"]
-    done = subprocess.run([*command, "bench", *given], capture_output=True, text=True, check=False)
+    command = "import sys; from lightning_ptdp.cli import main; sys.exit(main())"
+    given = ["bench", *arguments, *options, "--compare=null", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", command, *given], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or ["it failed"]
         raise UserError(f"{' '.join(options)}: {said[-1].removeprefix('ptdp: ')}")

@@ -1,4 +1,4 @@
-"""Short forms of jsonargparse's errors.
+"""Checks of a parsed configuration, and short forms of jsonargparse's errors.
 
 jsonargparse lists every type that did not match. ``readable`` keeps the one line that the user
 needs.
@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_ptdp.cli.error_messages import explain, nearest
+from lightning_ptdp.cli.error_messages import UserError, explain, nearest
 
-__all__ = ["readable"]
+__all__ = ["check_values", "dotted", "readable"]
 
 _BASES: Mapping[str, type] = {
     "model": LightningModule,
@@ -26,6 +26,11 @@ _BASES: Mapping[str, type] = {
     "trainer.logger": Logger,
     "trainer.strategy": Strategy,
 }
+_OPTIONAL = ("sample",)
+"""Groups of keys that may be null."""
+
+_MOST_SEED = 2**32 - 1
+"""Largest seed that NumPy accepts."""
 _UNKNOWN = re.compile(
     r"Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
     r"|Option '(?P<alone>[^']+)' is not accepted"
@@ -96,6 +101,25 @@ def readable(message: str, known: Iterable[str]) -> str:
         if (match := _TYPE.match(line))
         else message
     )
+
+
+def check_values(config: Namespace, defaults: Namespace) -> None:
+    """Check the groups of keys and the seed, which jsonargparse and Lightning do not check.
+
+    Raises:
+        UserError: A value is wrong. The message names the key, the value and what would work.
+    """
+    for name, value in vars(defaults).items():
+        found = config.get(name)
+        if (
+            isinstance(value, Namespace)
+            and not isinstance(found, Namespace)
+            and (found is not None or name not in _OPTIONAL)
+        ):
+            raise UserError(f"{name}={found!r} must be a mapping of keys to values")
+    seed = config.get("seed_everything")
+    if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= _MOST_SEED:
+        raise UserError(f"seed_everything={seed} must be between 0 and {_MOST_SEED}")
 
 
 def _of_union(errors: str) -> str:

@@ -10,9 +10,7 @@ import argparse
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +39,7 @@ _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITE
 
 def wants_launcher(arguments: Sequence[str]) -> bool:
     """Return True if a command line of ``ptdp fit`` asks for a script."""
-    return any(
-        argument == "--launcher" or argument.startswith("--launcher=") for argument in arguments
-    )
+    return any(option.name == "--launcher" for option in options_on(arguments))
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
@@ -80,21 +76,9 @@ def parser(verb: str) -> argparse.ArgumentParser:
     )
     options.add_argument("--job-name", metavar="NAME", help="default: the configuration's name")
     slurm = options.add_argument_group("slurm")
-    for name, value, text in (
-        ("partition", "NAME", None),
-        ("account", "NAME", None),
-        ("time", "H:MM:SS", "limit of the job"),
-    ):
-        as_option = partial(_sbatch_option, name)
-        slurm.add_argument(
-            f"--{name}",
-            dest="sbatch",
-            action="append",
-            default=[],
-            type=as_option,
-            metavar=value,
-            help=text,
-        )
+    slurm.add_argument("--partition", metavar="NAME")
+    slurm.add_argument("--account", metavar="NAME")
+    slurm.add_argument("--time", type=_time, metavar="H:MM:SS", help="limit of the job")
     slurm.add_argument(
         "--sbatch",
         action="append",
@@ -114,12 +98,12 @@ def parser(verb: str) -> argparse.ArgumentParser:
     return options
 
 
-def _sbatch_option(name: str, value: str) -> str:
-    if name == "time" and _TIME.fullmatch(value) is None:
+def _time(value: str) -> str:
+    if _TIME.fullmatch(value) is None:
         raise argparse.ArgumentTypeError(
             f"{value!r} is no time of sbatch: write minutes, H:MM:SS or D-HH:MM:SS"
         )
-    return f"--{name}={value}"
+    return value
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -155,11 +139,8 @@ def _submit(script: str) -> int:
 
 
 def _start(script: str) -> int:
-    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
-        file.write(script)
-        file.flush()
-        # The child also receives Ctrl-C from the terminal, and ends its workers.
-        return subprocess.run(["bash", file.name], check=False).returncode
+    # The child also receives Ctrl-C from the terminal, and ends its workers.
+    return subprocess.run(["bash", "-c", script], check=False).returncode
 
 
 def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
@@ -183,6 +164,8 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
         added.append("--trainer.strategy.start_method=popen")
         if _given(rest, "resume") is None:
             added.append("--resume=auto")
+    slurm = {name: getattr(options, name) for name in ("partition", "account", "time")}
+    named = [f"--{name}={value}" for name, value in slurm.items() if value is not None]
     return LaunchJob(
         arguments=(*rest, *added),
         nodes=nodes,
@@ -190,7 +173,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
         gpus=gpus,
         cpus_per_task=options.cpus_per_task or (_CORES if gpus else 1),
         name=options.job_name or "-".join(Path(name.removesuffix(".yaml")).parts[-2:]).strip("-./"),
-        sbatch=tuple(options.sbatch),
+        sbatch=(*named, *options.sbatch),
         max_restarts=options.max_restarts,
         rendezvous=options.rdzv_endpoint,
     )

@@ -36,10 +36,9 @@ from lightning_ptdp.callbacks import (
     ValidateAtEnd,
 )
 from lightning_ptdp.cli.command_line import options_on
-from lightning_ptdp.cli.config_errors import dotted, readable
+from lightning_ptdp.cli.config_errors import check_values, dotted, readable
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.generate import SampleOptions
-from lightning_ptdp.cli.parsed_values import check_values
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.cli.yaml_files import checked
 from lightning_ptdp.models import LitBert, LitCausalLM, LitGPT, LitMaskedLM  # noqa: F401
@@ -157,7 +156,7 @@ class PTDPCLI(LightningCLI):
         if self.verb == "fit":
             resolved = self.parser.dump(self.config, skip_none=False)
             self.values: dict[str, Any] = yaml.safe_load(resolved)
-            self.trainer_defaults["callbacks"] = [
+            added = [
                 self.report,
                 LayoutSummary(),
                 LogDatasets(),
@@ -168,16 +167,16 @@ class PTDPCLI(LightningCLI):
                 SaveResolvedConfig(resolved),
                 SaveOnSignal(),
             ]
-            if not _has(self.config.trainer, ExpertLoad):
-                self.trainer_defaults["callbacks"].append(ExpertLoad())
-            if self.config.trainer.enable_progress_bar is not False and not _has(
-                self.config.trainer, ProgressBar
-            ):
-                self.trainer_defaults["callbacks"].append(StepProgress())
+            trainer = self.config.trainer
+            if not _has(trainer, ExpertLoad):
+                added.append(ExpertLoad())
+            if trainer.enable_progress_bar is not False and not _has(trainer, ProgressBar):
+                added.append(StepProgress())
             if self.config.init_from is not None:
-                self.trainer_defaults["callbacks"].append(InitFrom(self.config.init_from))
+                added.append(InitFrom(self.config.init_from))
             if self.config.export is not None:
-                self.trainer_defaults["callbacks"].append(ExportHuggingFace(self.config.export))
+                added.append(ExportHuggingFace(self.config.export))
+            self.trainer_defaults["callbacks"] = added
 
 
 def _with_class_path(arguments: list[str]) -> list[str]:
@@ -212,13 +211,8 @@ def _take_tokenizer(config: Namespace) -> None:
 
 def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
     """Return True if the configuration has a callback of class ``kind``."""
-    entries = (
-        trainer.callbacks
-        if isinstance(trainer.callbacks, list)
-        else [trainer.callbacks]
-        if trainer.callbacks
-        else []
-    )
+    given = trainer.callbacks or []
+    entries = given if isinstance(given, list) else [given]
     return any(issubclass(pkgutil.resolve_name(entry.class_path), kind) for entry in entries)
 
 

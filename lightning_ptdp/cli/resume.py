@@ -6,13 +6,13 @@ The checkpoint is searched for in the folders of the configuration.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
 from lightning_ptdp.cli.experiment import Experiment, differences
 
@@ -49,9 +49,11 @@ def find_newest(
         experiment: The options that the checkpoint's run must share.
         started_from: Checkpoint from which that run must have started; None accepts any run.
     """
+    saved = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
+    roots = [trainer.default_root_dir, *saved, *checkpoint_dirs(trainer)]
     paths = {
         path.resolve()
-        for root in set(_roots(trainer))
+        for root in {Path(root).resolve() for root in roots}
         for path in complete_checkpoints(root, recursive=True)
     }
     found = [(read_metadata(path), path) for path in paths]
@@ -91,13 +93,3 @@ def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from:
     if started_from is not None and metadata.run.get("started_from") != started_from:
         return f"its run did not start from {started_from}"
     return ""
-
-
-def _roots(trainer: Trainer) -> Iterator[Path]:
-    yield Path(trainer.default_root_dir).resolve()
-    for logger in trainer.loggers:
-        if logger.save_dir is not None:
-            yield Path(logger.save_dir).resolve()
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            yield Path(callback.dirpath).resolve()

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     OnDamage,
@@ -95,8 +95,7 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
         DataError: The data do not meet these conditions.
     """
     if isinstance(datamodule, StreamDataModule):
-        layout = getattr(trainer.strategy, "layout", None)
-        datamodule.check(num_replicas=1 if layout is None else layout.num_replicas)
+        datamodule.check(num_replicas=_replicas(trainer))
 
 
 def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
@@ -116,16 +115,18 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
         or trainer.check_val_every_n_epoch is None
     ):
         return
-    layout = getattr(trainer.strategy, "layout", None)
-    batches = datamodule.num_training_batches(
-        num_replicas=1 if layout is None else layout.num_replicas
-    )
+    batches = datamodule.num_training_batches(num_replicas=_replicas(trainer))
     if trainer.limit_val_batches and interval > batches:
         raise UserError(
             f"trainer.val_check_interval={interval} is longer than an epoch, which has {batches} "
             f"batches: use {batches} or less, or count "
             "over epochs with --trainer.check_val_every_n_epoch null"
         )
+
+
+def _replicas(trainer: Trainer) -> int:
+    layout = getattr(trainer.strategy, "layout", None)
+    return 1 if layout is None else int(layout.num_replicas)
 
 
 def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> None:
@@ -194,7 +195,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     else:
         check_checkpoint(field, path)
         if place.is_file():
-            own = {f"model/{name}": value for name, value in open_state_dict(place)[0].items()}
+            own = _tensors_of_file(place)
         else:
             own = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
     if own is not None:
@@ -216,18 +217,16 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
     if Path(path).is_file():
         # Lightning reads more file types, and reports their errors
         with contextlib.suppress(CheckpointError):
-            state, _ = open_state_dict(path)
-            _check_shapes(
-                "--ckpt_path",
-                path,
-                {f"model/{name}": value for name, value in state.items()},
-                model,
-            )
+            _check_shapes("--ckpt_path", path, _tensors_of_file(Path(path)), model)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the strategy itself warns of a damaged checkpoint
         chosen = choose_checkpoint(path, on_damage=on_damage, verify=read_metadata)
     _check_shapes("--ckpt_path", str(chosen), read_metadata(chosen).tensors, model)
+
+
+def _tensors_of_file(file: Path) -> dict[str, Any]:
+    return {f"model/{name}": value for name, value in open_state_dict(file)[0].items()}
 
 
 def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: LightningModule) -> None:
@@ -331,11 +330,7 @@ def _check_port(trainer: Trainer) -> None:
 
 
 def _check_folders(trainer: Trainer) -> None:
-    check_writable_folder(
-        Path(trainer.default_root_dir), f"trainer.default_root_dir={trainer.default_root_dir!r}"
-    )
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            check_writable_folder(
-                Path(callback.dirpath), f"ModelCheckpoint.dirpath={str(callback.dirpath)!r}"
-            )
+    root = trainer.default_root_dir
+    check_writable_folder(Path(root), f"trainer.default_root_dir={root!r}")
+    for folder in checkpoint_dirs(trainer):
+        check_writable_folder(folder, f"ModelCheckpoint.dirpath={str(folder)!r}")

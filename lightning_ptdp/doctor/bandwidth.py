@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from lightning_ptdp.doctor.check import Check, ok, warning
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 
-__all__ = ["SIZES", "Measurement", "check_links", "measure"]
+__all__ = ["SIZES", "Measurement", "check_links", "collectives", "measure"]
 
 SIZES = (8 * 2**10, 2**20, 32 * 2**20)
 """Sizes in bytes."""
@@ -57,9 +58,7 @@ def measure(place: GroupMember, tell: Tell, sizes: Sequence[int] = SIZES) -> lis
     return [
         _timed(place, tell, name, size, operation, share)
         for size in sizes
-        for name, operation, share in _operations(
-            place, -(-size // (_ELEMENT * place.size)) * place.size
-        )
+        for name, operation, share in _operations(place, size)
     ]
 
 
@@ -69,10 +68,7 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
     links = [
         one for one in measurements if one.size == largest and one.operation.startswith("send")
     ]
-    slowest, quickest = (
-        min(links, key=lambda one: one.bytes_per_s),
-        max(links, key=lambda one: one.bytes_per_s),
-    )
+    slowest, *_, quickest = sorted([links[0], *links], key=lambda one: one.bytes_per_s)
     rates = dict.fromkeys(f"{one.bytes_per_s / 1e9:.2f}" for one in (slowest, quickest))
     found = f"{' to '.join(rates)} GB/s between neighbours"
     if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
@@ -87,20 +83,26 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
 _Operation = Callable[[], object]
 
 
-def _operations(place: GroupMember, count: int) -> Iterator[tuple[str, _Operation, float]]:
-    """Yield (name, operation on ``count`` elements, share of the bytes that crosses a link)."""
+def collectives(
+    place: GroupMember, group: Any, members: int, size: int
+) -> Iterator[tuple[str, _Operation]]:
+    """Yield the name of each measured collective, and its call for at least ``size`` bytes."""
+    count = -(-size // (_ELEMENT * members)) * members
+    whole, part = place.full(count, 1), place.full(count // members, 1)
+    yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
+    yield "reduce-scatter", lambda: reduce_scatter_single(part, whole, group)
+    yield "all-gather", lambda: all_gather_single(whole, part, group)
+
+
+def _operations(place: GroupMember, size: int) -> Iterator[tuple[str, _Operation, float]]:
+    """Yield (name, operation on ``size`` bytes, share of the bytes that crosses a link)."""
     n = place.size
-    whole, part = place.full(count, 1), place.full(count // n, 1)
+    whole = place.full(size // _ELEMENT, 1)
     for first in range(n if n > 2 else 1):
         second = (first + 1) % n
         yield f"send {first} to {second}", _there_and_back(place, whole, first, second), 2.0
-    yield "all-reduce", lambda: dist.all_reduce(whole), 2 * (n - 1) / n
-    yield (
-        "reduce-scatter",
-        lambda: reduce_scatter_single(part, whole, dist.group.WORLD),
-        (n - 1) / n,
-    )
-    yield "all-gather", lambda: all_gather_single(whole, part, dist.group.WORLD), (n - 1) / n
+    for name, run in collectives(place, dist.group.WORLD, n, size):
+        yield name, run, (2 if name == "all-reduce" else 1) * (n - 1) / n
 
 
 def _there_and_back(

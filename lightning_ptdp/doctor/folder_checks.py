@@ -49,12 +49,7 @@ def check_root_dir(folder: Path) -> Check:
         return failed(subject, f"{existing} cannot be written: {error.strerror or error}", mend)
     free = shutil.disk_usage(existing).free
     mend = "a checkpoint takes some 12 to 16 bytes a parameter: make room"
-    found = (
-        f"writable, {free / _GIB:.0f} GiB free"
-        if free >= _DISK_BYTES
-        else f"writable, but {free / _GIB:.1f} GiB free"
-    )
-    return enough(free >= _DISK_BYTES, subject, found, mend)
+    return enough(free >= _DISK_BYTES, subject, f"writable, {free / _GIB:.1f} GiB free", mend)
 
 
 def check_database_locks(folder: Path) -> Check:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 
 from lightning_ptdp.base import requirements
-from lightning_ptdp.base.requirements import DISTRIBUTION, Declared, RequirementError, read_declared
+from lightning_ptdp.base.requirements import (
+    DISTRIBUTION,
+    RequirementError,
+    find_problem,
+    read_declared,
+)
 from lightning_ptdp.doctor.check import Check, failed, ok, warning
 
 __all__ = ["check_entry_points", "check_packages", "check_python", "check_recipes"]
@@ -37,22 +42,15 @@ def check_packages(
         installed: Returns the version of a distribution, or raises ``PackageNotFoundError``.
     """
     for declared in read_declared(lines):
-        yield _check_package(declared, installed)
-
-
-def _check_package(declared: Declared, installed: Callable[[str], str]) -> Check:
-    name = declared.name
-    try:
-        version = installed(name)
-    except metadata.PackageNotFoundError:
-        if declared.extra:
-            return ok(name, f"not installed; optional: {declared.command}")
-        return failed(name, f"not installed; needed: {declared.range}", declared.command)
-    if declared.allows(version):
-        return ok(name, f"{version} ({declared.range})")
-    return (warning if declared.extra else failed)(
-        name, f"{version}, not {declared.range}", declared.command
-    )
+        name = declared.name
+        problem = find_problem(declared, installed)
+        if problem is None:
+            yield ok(name, f"{installed(name)} ({declared.range})")
+        elif problem == declared.missing and declared.extra:
+            yield ok(name, f"not installed; optional: {declared.command}")
+        else:
+            found, _, mend = problem.rpartition(": ")
+            yield (warning if declared.extra else failed)(name, found, mend)
 
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:

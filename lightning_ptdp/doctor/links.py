@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.doctor.bandwidth import collectives
 from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.layout import divisors
 
 __all__ = ["LINK_SIZES", "Links", "measure_links"]
@@ -38,7 +38,6 @@ class Links:
     waiting: float = 0.0
 
 
-_ELEMENT = 4
 _ROUNDS = 3
 _MOST, _LEAST, _MOST_BYTES = 12, 4, 64 * 2**20
 _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
@@ -77,12 +76,9 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
 def _operations(
     place: GroupMember, group: Any, members: int, size: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    count = -(-size // (_ELEMENT * members)) * members
-    whole, part = place.full(count, 1), place.full(count // members, 1)
-    yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
-    yield "reduce-scatter", lambda: reduce_scatter_single(part, whole, group)
-    yield "all-gather", lambda: all_gather_single(whole, part, group)
+    yield from collectives(place, group, members, size)
     if members == 2:
+        whole = place.full(-(-size // (4 * members)) * members, 1)
         yield "send", lambda: dist.send(whole, 1) if place.rank == 0 else dist.recv(whole, 0)
 
 

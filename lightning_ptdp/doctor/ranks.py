@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,9 +52,7 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
         timeout_s: Seconds after which unfinished ranks are named and ended.
     """
-    with reserved_port() as port:
-        arguments = (count, backend, port, timeout_s)
-        outcome = run_ranks(_rank, count=count, args=arguments, timeout_s=timeout_s)
+    outcome = _run(_rank, count, backend, timeout_s)
     checks = tuple(_checks(outcome, count, backend, timeout_s))
     measurements = outcome.results[0]["measurements"] if 0 in outcome.results else []
     links = (check_links(measurements),) if measurements else ()
@@ -74,9 +72,7 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     Raises:
         RuntimeError: A rank failed or hangs. The message names it.
     """
-    with reserved_port() as port:
-        arguments = (count, backend, port, timeout_s)
-        outcome = run_ranks(_calibrate, count=count, args=arguments, timeout_s=timeout_s)
+    outcome = _run(_calibrate, count, backend, timeout_s)
     if problem := outcome.explain():
         raise RuntimeError(f"{problem}: {_mend(backend)}")
     first = outcome.results[0]
@@ -87,6 +83,14 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
         memory_bytes=first["memory_bytes"],
         cores=first["cores"],
     )
+
+
+def _run(
+    function: Callable[..., dict[str, Any]], count: int, backend: str, timeout_s: float
+) -> Outcome:
+    with reserved_port() as port:
+        arguments = (count, backend, port, timeout_s)
+        return run_ranks(function, count=count, args=arguments, timeout_s=timeout_s)
 
 
 def _calibrate(

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_ptdp.base.file_locks import one_at_a_time
-from lightning_ptdp.loggers.absent_server import AbsentRun, is_unanswered
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
-from lightning_ptdp.loggers.tracking_store import sqlite_path
+from lightning_ptdp.loggers.tracking_store import SilentServerError, sqlite_path
 
 # Import it when used. The import is repeated here because the parser reads such imports in the file
 # of its own class.
@@ -25,7 +25,20 @@ if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
-__all__ = ["LIMIT_S", "Client", "OpenRun", "RunOptions", "connect", "quiet", "set_defaults"]
+__all__ = [
+    "LIMIT_S",
+    "AbsentRun",
+    "Client",
+    "OpenRun",
+    "RunOptions",
+    "causes",
+    "connect",
+    "finish_monitor",
+    "is_unanswered",
+    "quiet",
+    "set_defaults",
+    "start_monitor",
+]
 
 Client: TypeAlias = "MlflowClient"
 
@@ -37,6 +50,7 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{LIMIT_S:.0f}",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
+_MONITOR = "mlflow.system_metrics.system_metrics_monitor"
 _CHATTY = (
     "alembic",
     "mlflow.store.db.utils",
@@ -62,6 +76,16 @@ class RunOptions:
     artifact_location: str | None
     log_model: bool | str
     layout: str = ""
+
+
+class AbsentRun(DummyLogger):
+    """Replacement of Lightning's logger for a server that does not answer; sends nothing."""
+
+    experiment_id = ""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__()
+        self.run_id = run_id
 
 
 @dataclass
@@ -149,6 +173,36 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
             f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run"
         ) from error
     return inner
+
+
+def is_unanswered(error: BaseException | None) -> bool:
+    """Return True if a server gave no answer, and False if it refused the request."""
+    from requests.exceptions import RequestException
+
+    return any(isinstance(one, SilentServerError | RequestException) for one in causes(error))
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def start_monitor(run_id: str | None, tracking_uri: str) -> SystemMetricsMonitor:
+    """Start the monitor; in a resumed run its sample numbers continue."""
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+    with quiet(_MONITOR):
+        monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=tracking_uri)
+        monitor.start()
+    return monitor
+
+
+def finish_monitor(monitor: SystemMetricsMonitor) -> None:
+    """End the monitor, without its messages."""
+    with quiet(_MONITOR):
+        monitor.finish()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 import uuid
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from multiprocessing import util
@@ -25,24 +25,33 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.base.data_record import DatasetRecord
-from lightning_ptdp.loggers.absent_server import AbsentRun, is_unanswered
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
-from lightning_ptdp.loggers.connection import LIMIT_S, Client, OpenRun, RunOptions, connect
-from lightning_ptdp.loggers.datasets import as_input
-from lightning_ptdp.loggers.mlflow_names import allowed_name, new_parameters
-from lightning_ptdp.loggers.monitor import finish_monitor, start_monitor
+from lightning_ptdp.loggers.connection import (
+    LIMIT_S,
+    AbsentRun,
+    Client,
+    OpenRun,
+    RunOptions,
+    causes,
+    connect,
+    finish_monitor,
+    is_unanswered,
+    start_monitor,
+)
+from lightning_ptdp.loggers.mlflow_names import allowed_name, as_input, new_parameters
 from lightning_ptdp.loggers.tracking_store import (
     SilentServerError,
     check_store,
     check_writable_folder,
     sqlite_uri,
 )
-from lightning_ptdp.loggers.training_status import was_told_to_end
 from lightning_ptdp.loggers.unwritten_metrics import append_metrics, keep_metrics, unwritten_file
 
 __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
+# Lightning's exception has two namespaces; Terminated is the command line's.
+_TOLD_TO_END = ("KeyboardInterrupt", "SIGTERMException", "Terminated")
 
 
 class MLFlowLogger(Logger):
@@ -223,39 +232,29 @@ class MLFlowLogger(Logger):
         for start in range(0, len(fresh), _PARAMS_PER_BATCH):
             client.log_batch(run_id, params=fresh[start : start + _PARAMS_PER_BATCH])
 
-    @rank_zero_only
     def log_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags on the run; unlike parameters they may change."""
-        client, run_id = self.experiment, self.run_id
         found = {key: str(value) for key, value in tags.items()}
-        self._open().writer.later(
-            lambda: [client.set_tag(run_id, *tag) for tag in found.items()], limit_s=LIMIT_S
-        )
+        self._later(lambda client, run: [client.set_tag(run, *tag) for tag in found.items()])
 
-    @rank_zero_only
     def log_text(self, text: str, artifact_file: str) -> None:
         """Store ``text`` as an artifact of the run."""
-        client, run_id = self.experiment, self.run_id
-        self._open().writer.later(
-            lambda: client.log_text(run_id, text, artifact_file), limit_s=LIMIT_S
-        )
+        self._later(lambda client, run: client.log_text(run, text, artifact_file))
 
-    @rank_zero_only
     def log_table(self, columns: Mapping[str, list[object]], artifact_file: str) -> None:
         """Append rows to a table, which MLflow's pages show."""
-        client, run_id = self.experiment, self.run_id
-        self._open().writer.later(
-            lambda: client.log_table(run_id, data=dict(columns), artifact_file=artifact_file),
-            limit_s=LIMIT_S,
-        )
+        table = dict(columns)
+        self._later(lambda client, run: client.log_table(run, table, artifact_file))
 
-    @rank_zero_only
     def log_dataset(self, dataset: DatasetRecord) -> None:
         """Log a dataset of the run, as MLflow's pages show datasets."""
+        self._later(lambda client, run: client.log_inputs(run, datasets=[as_input(dataset)]))
+
+    @rank_zero_only
+    def _later(self, action: Callable[[Client, str | None], object]) -> None:
+        """Queue a call with the client and the run id; returns at once."""
         client, run_id = self.experiment, self.run_id
-        self._open().writer.later(
-            lambda: client.log_inputs(run_id, datasets=[as_input(dataset)]), limit_s=LIMIT_S
-        )
+        self._open().writer.later(lambda: action(client, run_id), limit_s=LIMIT_S)
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
@@ -291,7 +290,11 @@ class MLFlowLogger(Logger):
             return
         run.finalized = True
         if status not in ("success", "finished"):
-            ended = "KILLED" if was_told_to_end(sys.exc_info()[1]) else "failed"
+            # Lightning only tells loggers that a run failed.
+            raised = {
+                kind.__name__ for one in causes(sys.exc_info()[1]) for kind in type(one).__mro__
+            }
+            ended = "failed" if raised.isdisjoint(_TOLD_TO_END) else "KILLED"
         if run.monitor is not None:
             # In the thread, because it calls the store, which may not answer.
             run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)

@@ -1,20 +1,24 @@
-"""Names and values in the form that MLflow accepts."""
+"""Names, parameters and datasets in the form that MLflow accepts."""
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported when used
-    from mlflow.entities import Param
+from lightning_ptdp.base.data_record import DatasetRecord
 
-__all__ = ["allowed_name", "flat_parameters", "new_parameters"]
+if TYPE_CHECKING:  # imported when used
+    from mlflow.entities import DatasetInput, Param
+
+__all__ = ["allowed_name", "as_input", "flat_parameters", "new_parameters"]
 
 _VALUE_LIMIT = 500
 _MAX_LISTED = 5
+_DIGEST = 8  # characters, as in MLflow's own digests: its list of runs shows them beside the name
 
 
 def allowed_name(name: str) -> str:
@@ -62,3 +66,18 @@ def new_parameters(params: object, known: Mapping[str, str], run_id: str | None)
             stacklevel=3,
         )
     return [Param(key, value) for key, value in found.items() if key not in known]
+
+
+def as_input(dataset: DatasetRecord) -> DatasetInput:
+    """Return the dataset as input of an MLflow run."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
+
+    stored = Dataset(
+        name=dataset.name,
+        digest=dataset.digest[:_DIGEST],
+        source_type="local",
+        source=json.dumps(dataset.source),
+        profile=json.dumps({**dataset.profile, "fingerprint": dataset.digest}),
+    )
+    return DatasetInput(stored, tags=[InputTag(MLFLOW_DATASET_CONTEXT, dataset.context)])

@@ -102,15 +102,16 @@ def test_layouts_are_compared_in_steps_of_as_many_samples(
 
 def test_layouts_as_options() -> None:
     found = {
-        "--trainer.strategy.tensor_parallel_size=1",
-        "--trainer.strategy.pipeline_parallel_size=4",
-        "--trainer.strategy.virtual_pipeline_size=2",
-        "--trainer.strategy.context_parallel_size=1",
-        "--trainer.strategy.expert_parallel_size=1",
-        "--trainer.strategy.sequence_parallel=false",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 4,
+        "virtual_pipeline_size": 2,
+        "context_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "sequence_parallel": False,
     }
-    assert {*layout_options(" p4 v2 ", 8)} == {*layout_options("t1 p4 v2 d2", 8)} == found
-    assert "--trainer.strategy.sequence_parallel=true" in layout_options("t2 sp", 2)
+    assert layout_options(" p4 v2 ", 8) == layout_options("t1 p4 v2 d2", 8) == found
+    assert layout_options("t2 sp", 2)["sequence_parallel"] is True
+    assert "sequence_parallel" not in layout_options("t2", 2), "the configuration's is kept"
     for text, words in {
         "t2 d4": "write d2",
         "t3": "tensor_parallel_size",

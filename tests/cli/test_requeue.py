@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_ptdp.callbacks.superseded_checkpoints import superseded
+from lightning_ptdp.callbacks.save_on_signal import superseded
 from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata, save_checkpoint
 from lightning_ptdp.cli import entry, main
 from lightning_ptdp.parameters.placement import Placement

@@ -49,7 +49,12 @@ def has_nothing(name: str) -> str:
     ("requirement", "installed", "status", "words"),
     [
         ("torch<3,>=2.11", has("2.15.0+cu128"), Status.OK, "2.15.0"),
-        ("torch<3,>=2.11", has("2.9.1"), Status.FAILED, "not >=2.11,<3"),
+        (
+            "torch<3,>=2.11",
+            has("2.9.1"),
+            Status.FAILED,
+            "2.9.1 is installed, but lightning-ptdp needs >=2.11,<3",
+        ),
         ("torch<3,>=2.11", has_nothing, Status.FAILED, "not installed"),
         (
             "transformers<6,>=5; extra == 'hf'",
@@ -57,7 +62,7 @@ def has_nothing(name: str) -> str:
             Status.OK,
             "optional: pip install 'transformers>=5,<6'",
         ),
-        ("transformers<6,>=5; extra == 'hf'", has("4.0"), Status.WARNING, "4.0, not"),
+        ("transformers<6,>=5; extra == 'hf'", has("4.0"), Status.WARNING, "4.0 is installed, but"),
     ],
 )
 def test_packages(

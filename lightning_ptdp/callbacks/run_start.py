@@ -1,4 +1,4 @@
-"""Callback that prints the layout at the start of a run."""
+"""Callbacks that describe a run at its start: its layout and its datasets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import store_tags, store_text
 from lightning_ptdp.callbacks.run_summary import StrategySummary, render
+from lightning_ptdp.loggers import MLFlowLogger
 
-__all__ = ["LayoutSummary"]
+__all__ = ["LayoutSummary", "LogDatasets"]
 
 
 class LayoutSummary(Callback):
@@ -31,6 +32,24 @@ class LayoutSummary(Callback):
         for logger in trainer.loggers:
             store_tags(logger, _tags(summary))
             store_text(logger, f"{text}\n", "layout.txt")
+
+
+class LogDatasets(Callback):
+    """Callback that logs the datasets of training and validation.
+
+    Loggers that support datasets (``MLFlowLogger.log_dataset``) get name, source, hash, samples and
+    tokens of every split. The data module must provide them (``datasets()``, as those of
+    ``lightning_ptdp.data`` do)."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the datasets, on global rank 0."""
+        describe = getattr(getattr(trainer, "datamodule", None), "datasets", None)
+        loggers = [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
+        if describe is None or not loggers or not trainer.is_global_zero:
+            return
+        for dataset in describe():
+            for logger in loggers:
+                logger.log_dataset(dataset)
 
 
 def _tags(summary: StrategySummary) -> dict[str, object]:

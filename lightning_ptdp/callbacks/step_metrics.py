@@ -1,4 +1,4 @@
-"""Callback that logs the norm of the gradient."""
+"""Callbacks that log numbers of a training step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["GradientNorm"]
+__all__ = ["GradientNorm", "LearningRate", "TrainPerplexity"]
 
 
 class GradientNorm(Callback):
@@ -49,3 +49,42 @@ class GradientNorm(Callback):
         )
         if norm is not None:
             self.log("grad_norm", norm, batch_size=1)
+
+
+class LearningRate(Callback):
+    """Callback that logs ``learning_rate`` with the other metrics of a step.
+
+    One number is logged if all parameter groups have the same rate, otherwise one per group
+    (``learning_rate/1`` …). With several optimizers the first one is used. Lightning's
+    ``LearningRateMonitor`` draws the same curve for every group."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
+        """Log the rate of the step that begins."""
+        if not trainer.optimizers:
+            return
+        rates = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+        same = len(set(rates)) == 1
+        for number, rate in enumerate(rates[:1] if same else rates, start=1):
+            self.log("learning_rate" if same else f"learning_rate/{number}", rate, batch_size=1)
+
+
+class TrainPerplexity(Callback):
+    """Callback that logs ``train_perplexity``: e to the logged mean loss of the step.
+
+    It is computed from the mean loss. Computed inside ``training_step`` it would be a mean of
+    exponentials over the microbatches.
+
+    Args:
+        loss: Name under which the module logs its mean loss in nats per token; None: the module's
+            attribute ``perplexity_loss``, or else ``train_loss``.
+    """
+
+    def __init__(self, loss: str | None = None) -> None:
+        self.loss = loss
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
+        """Log the perplexity, if the loss was logged."""
+        name = self.loss or getattr(pl_module, "perplexity_loss", "train_loss")
+        loss = trainer.callback_metrics.get(name)
+        if loss is not None:
+            self.log("train_perplexity", torch.exp(loss), batch_size=1)
