@@ -55,44 +55,37 @@ def show_resolved(file: Path, overrides: Sequence[str] = ()) -> str:
     origins = _Origins(
         config=resolve_config(file), overrides=_override_paths(overrides), values=values
     )
-    text = yaml.dump(
-        values,
-        Dumper=_Dumper,
-        default_flow_style=False,
-        allow_unicode=True,
-        width=10**6,
-        sort_keys=False,
-    )
-    lines = text.splitlines()
-    for line, path in _places(values, yaml.compose(text, Loader=yaml.SafeLoader), ()):
-        lines[line] = f"{lines[line]:{_COLUMN}}  # {origins.of(path)}"
-    return "".join(f"{line}\n" for line in lines)
+    lines = [
+        line if path is None else f"{line:{_COLUMN}}  # {origins.of(path)}"
+        for line, path in _lines(values, ())
+    ]
+    return "\n".join([*lines, ""])
 
 
-class _Dumper(yaml.SafeDumper):
-    """A dumper that indents lists and writes lists without mappings on one line."""
+def _lines(values: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath | None]]:
+    """Yield the lines of a mapping or list as YAML, each with the path of the value that it ends."""
+    entries = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in entries:
+        head = f"{key}:" if isinstance(values, dict) else "-"
+        inner = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, list | dict) or not any(
+            isinstance(entry, dict) or isinstance(value, dict) for entry in inner
+        ):
+            yield f"{head} {_flow(value)}", (*path, key)
+            continue
+        below = _lines(value, (*path, key))
+        if head == "-":
+            line, place = next(below)
+            yield f"- {line}", place
+        else:
+            yield head, None
+        yield from ((f"  {line}", place) for line, place in below)
 
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, indentless=False)
 
-    def represent_list(self, data: Any) -> yaml.SequenceNode:
-        node = super().represent_list(data)
-        node.flow_style = not any(isinstance(entry, yaml.MappingNode) for entry in node.value)
-        return node
-
-
-_Dumper.add_representer(list, _Dumper.represent_list)
-
-
-def _places(value: Any, node: yaml.Node | None, path: KeyPath) -> Iterator[tuple[int, KeyPath]]:
-    """Yield the last line and the path of every value that is not split over several lines."""
-    if not isinstance(node, yaml.CollectionNode) or node.flow_style:
-        assert node is not None
-        yield node.end_mark.line, path
-        return
-    entries = value.items() if isinstance(value, dict) else enumerate(value)
-    for (key, entry), child in zip(entries, node.value, strict=True):
-        yield from _places(entry, child[1] if isinstance(child, tuple) else child, (*path, key))
+def _flow(value: object) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()
 
 
 @dataclass(frozen=True, kw_only=True)

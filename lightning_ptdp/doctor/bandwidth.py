@@ -68,7 +68,8 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
     links = [
         one for one in measurements if one.size == largest and one.operation.startswith("send")
     ]
-    slowest, *_, quickest = sorted([links[0], *links], key=lambda one: one.bytes_per_s)
+    links.sort(key=lambda one: one.bytes_per_s)
+    slowest, quickest = links[0], links[-1]
     rates = dict.fromkeys(f"{one.bytes_per_s / 1e9:.2f}" for one in (slowest, quickest))
     found = f"{' to '.join(rates)} GB/s between neighbours"
     if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
