@@ -94,9 +94,7 @@ class PipelineTimeline(Callback):
         """Discard a step that was not completed."""
         self._stop(trainer)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, *_: object) -> None:
         """Discard the step that failed."""
         self._stop(trainer)
 

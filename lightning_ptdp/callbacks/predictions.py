@@ -79,9 +79,7 @@ class PredictionWriter(Callback):
             rank_zero_info(f"{self._written} predictions written to {self._path}")
         self._close()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, *_: object) -> None:
         """Close the file, and keep the lines written so far."""
         self._close()
 

@@ -114,9 +114,7 @@ class SaveOnSignal(pl.Callback):
         """Remove the checkpoints of earlier signals."""
         self._remove_superseded(trainer)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, *_: object) -> None:
         """Restore the signal handlers.
 
         The launcher is notified of a SIGTERM after which no step ended."""

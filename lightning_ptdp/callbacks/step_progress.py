@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
-from typing import Literal, Protocol, TextIO
+from typing import Literal, TextIO, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -18,6 +18,7 @@ from lightning_ptdp.base.output import say
 __all__ = ["StepProgress"]
 
 Style = Literal["rich", "tqdm", "lines"]
+_Display: TypeAlias = "_Rich | _Tqdm | _StepLines"
 
 
 class StepProgress(ProgressBar):
@@ -87,9 +88,7 @@ class StepProgress(ProgressBar):
             self._display.show(trainer.global_step, describe(trainer.progress_bar_metrics))
         self._close()
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, *_: object) -> None:
         """Release the terminal."""
         self._close()
 
@@ -131,14 +130,6 @@ def _last_step(trainer: Trainer) -> int | None:
     """Return the step at which training ends; None if it has no end."""
     steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
     return None if math.isinf(steps) else int(steps)
-
-
-class _Display(Protocol):
-    """Output on which progress is shown."""
-
-    def show(self, step: int, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def _open(style: Style | None, *, first: int, last: int | None, every: int) -> _Display:
