@@ -9,10 +9,66 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Nested", "batch_size", "iterate_tensors", "map_named", "map_tensors", "named_tensors"]
+__all__ = [
+    "Nested",
+    "batch_size",
+    "children",
+    "iterate_tensors",
+    "map_named",
+    "map_tensors",
+    "named_tensors",
+    "rebuilt",
+]
 
 Nested = Any
 """A batch or an output: tensors and other values in mappings, sequences and dataclasses."""
+
+
+def children(value: Nested) -> dict[Any, Nested] | None:
+    """Return the items of a container by key, index or field; None for any other value.
+
+    A field of a dataclass that its constructor computes is left out."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    lacks = _lacks_argument(value)
+    names = [
+        field.name
+        for field in dataclasses.fields(value)
+        if field.init or (lacks and hasattr(value, field.name))
+    ]
+    return {name: getattr(value, name) for name in names}
+
+
+def rebuilt(value: Nested, items: dict[Any, Nested]) -> Nested:
+    """Return a container like ``value`` with other ``children``."""
+    if isinstance(value, Mapping):
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        kind: Any = type(value)
+        return kind(*items.values()) if hasattr(value, "_fields") else kind(items.values())
+    if not _lacks_argument(value):
+        return dataclasses.replace(value, **items)
+    changed = copy.copy(value)
+    for field, content in items.items():
+        object.__setattr__(changed, field, content)
+    return changed
+
+
+def _lacks_argument(value: Nested) -> bool:
+    """Return True if a dataclass has not kept an argument that its constructor needs."""
+    fields = value.__dataclass_fields__.values()
+    return any("InitVar" in str(one.type) and one.default is dataclasses.MISSING for one in fields)
+
+
+def _name(container: Nested, key: object, name: str) -> str:
+    """Return the name of an item: its key or field, or the name of the sequence that holds it."""
+    if isinstance(container, (list, tuple)) and not hasattr(container, "_fields"):
+        return name
+    return str(key)
 
 
 def map_named(
@@ -34,57 +90,18 @@ def map_named(
     """
     if isinstance(value, Tensor):
         return function(name, value)
-    if isinstance(value, Mapping):
-        items = {
-            key: map_named(item, function, on_list, name=str(key)) for key, item in value.items()
-        }
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        pairs = zip(value._fields, value, strict=True)
-        return type(value)(
-            *(map_named(item, function, on_list, name=field) for field, item in pairs)
-        )
-    if isinstance(value, (list, tuple)):
-        if (
-            on_list is not None
-            and value
-            and not any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value)
-        ):
+    items = children(value)
+    if items is None:
+        return value
+    if on_list is not None and items and isinstance(value, (list, tuple)):
+        nested = any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value)
+        if not nested and not hasattr(value, "_fields"):
             return on_list(value)
-        return type(value)(map_named(item, function, on_list, name=name) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        mapped = {
-            field: map_named(getattr(value, field), function, on_list, name=field)
-            for field in fields
-        }
-        try:
-            return dataclasses.replace(value, **mapped)
-        except (TypeError, ValueError) as error:  # a TypeError since Python 3.13
-            if "InitVar" not in str(error):
-                raise
-            made = [
-                field.name
-                for field in dataclasses.fields(value)
-                if not field.init and hasattr(value, field.name)
-            ]
-            kept = {
-                field: map_named(getattr(value, field), function, on_list, name=field)
-                for field in made
-            }
-            return _with_fields(value, mapped | kept)
-    return value
-
-
-def _with_fields(value: Nested, fields: Mapping[str, Nested]) -> Nested:
-    """Return a copy of a dataclass with other values of ``fields``.
-
-    It is used if the constructor needs values that the object did not keep.
-    """
-    changed = copy.copy(value)
-    for field, content in fields.items():
-        object.__setattr__(changed, field, content)
-    return changed
+    mapped = {
+        key: map_named(item, function, on_list, name=_name(value, key, name))
+        for key, item in items.items()
+    }
+    return rebuilt(value, mapped)
 
 
 def map_tensors(
@@ -96,16 +113,15 @@ def map_tensors(
     return map_named(value, lambda _, tensor: on_tensor(tensor), on_list)
 
 
-def named_tensors(value: Nested) -> list[tuple[str, Tensor]]:
+def named_tensors(value: Nested, name: str = "") -> list[tuple[str, Tensor]]:
     """Return all tensors and their names, in a fixed order."""
-    found: list[tuple[str, Tensor]] = []
-
-    def keep(name: str, tensor: Tensor) -> Tensor:
-        found.append((name, tensor))
-        return tensor
-
-    map_named(value, keep)
-    return found
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    return [
+        found
+        for key, item in (children(value) or {}).items()
+        for found in named_tensors(item, _name(value, key, name))
+    ]
 
 
 def iterate_tensors(value: Nested) -> Iterator[Tensor]:

@@ -8,14 +8,14 @@ true of elementwise functions. A single number is refused, because it would be t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.nested import iterate_tensors
 
 __all__ = ["PartialModelError", "PartialValues"]
 
@@ -48,9 +48,9 @@ class PartialValues(TorchFunctionMode):
             PartialModelError: The result is a number that requires the whole values.
         """
         kwargs = kwargs or {}
-        parts = [one for one in _tensors((args, kwargs)) if one in self._names]
+        parts = [one for one in iterate_tensors((args, kwargs)) if one in self._names]
         result = func(*args, **kwargs)
-        for one in _tensors(result) if parts else ():
+        for one in iterate_tensors(result) if parts else ():
             if one not in self._names:
                 self._follow(func, parts, one)
         return result
@@ -62,8 +62,3 @@ class PartialValues(TorchFunctionMode):
             raise self._refusal(self._names[parts[0]], getattr(func, "__name__", str(func)))
         self._names[result] = self._names[parts[0]]
         return parts[0] if alike is None else alike
-
-
-def _tensors(values: object) -> Iterator[Tensor]:
-    leaves: Iterable[object] = tree_leaves(values)
-    return (leaf for leaf in leaves if isinstance(leaf, Tensor))

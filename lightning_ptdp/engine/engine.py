@@ -172,17 +172,17 @@ class Engine:
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
     ) -> Nested:
         store, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
+        replicas = self._mesh.group("replica_sum").size
         job = self._job(
             "training_step",
             context,
             args,
             gradients=store,
-            scale=1 / (windows * self._mesh.group("replica_sum").size),
+            scale=1 / (windows * replicas),
             loss_scale=loss_scale,
             reduces=self.gradients.reduces,
             may_skip=self._mesh.layout.world_size == 1,
         )
-        replicas = self._mesh.group("replica_sum").size
         if self._mesh.layout.world_size == 1:
             job.spread = self.agreement.collect_alone(args[0], job.sizes)
         job.expected_tokens = power_above(self.agreement.expected_tokens * replicas * windows)
@@ -198,7 +198,7 @@ class Engine:
             if report.counted and report.weight
             else None
         )
-        self.optimization.factor = 1 / self._mesh.group("replica_sum").size
+        self.optimization.factor = 1 / replicas
         self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
             # Lightning will not run the backward; the gradients of the earlier batches stay.

@@ -119,18 +119,12 @@ class BatchMetrics:
         # Process groups and values with a graph cannot be copied; states need not be.
         instead: dict[int, object] = {}
         for inner in _metrics(metric):
-            instead.update(
-                {
-                    id(value): None
-                    for value in (inner.process_group, inner._forward_cache, inner._computed)
-                }
-            )
-            instead.update(
-                {
-                    id(getattr(inner, name)): copy.deepcopy(default)
-                    for name, default in inner._defaults.items()
-                }
-            )
+            for value in (inner.process_group, inner._forward_cache, inner._computed):
+                instead[id(value)] = None
+            instead |= {
+                id(getattr(inner, name)): copy.deepcopy(default)
+                for name, default in inner._defaults.items()
+            }
         fresh = copy.deepcopy(metric, instead)
         for inner, original in zip(_metrics(fresh), _metrics(metric), strict=True):
             if metric.dist_sync_on_step:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_ptdp.base.nested import Nested, iterate_tensors, map_tensors
+from lightning_ptdp.base.nested import Nested, children, iterate_tensors, map_tensors, rebuilt
 
 __all__ = ["merge_outputs", "microbatch_sizes", "signature", "split_batch"]
 
@@ -71,21 +71,15 @@ def merge_outputs(
         if first.dim() == 0:
             return _weighted_mean(outputs, weights)
         return list(outputs)
-    if isinstance(first, Mapping):
-        merged = {k: merge_outputs([o[k] for o in outputs], sizes, weights) for k in first}
-        return merged if type(first) is dict else type(first)(merged)  # type: ignore[call-arg]
-    if isinstance(first, (list, tuple)):
-        if all(
-            isinstance(o, (list, tuple)) and len(o) == n
-            for o, n in zip(outputs, sizes, strict=True)
-        ) and not any(isinstance(v, Tensor) for v in first):
-            return type(first)(v for o in outputs for v in o)
-        merged_items = [
-            merge_outputs(list(items), sizes, weights) for items in zip(*outputs, strict=True)
-        ]
-        return (
-            type(first)(*merged_items) if hasattr(first, "_fields") else type(first)(merged_items)
-        )
+    lengths = [len(output) for output in outputs] if isinstance(first, (list, tuple)) else []
+    if lengths == [*sizes] and not any(isinstance(v, Tensor) for v in first):
+        return type(first)(v for o in outputs for v in o)
+    if isinstance(first, Mapping) or len(set(lengths)) == 1:
+        parts = [children(output) or {} for output in outputs]
+        merged = {
+            key: merge_outputs([part[key] for part in parts], sizes, weights) for key in parts[0]
+        }
+        return rebuilt(first, merged)
     if isinstance(first, float):
         return float(
             _weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights)

@@ -260,10 +260,10 @@ def substitute(value: Nest, change: Callable[[Path, Tensor], Tensor], path: Path
     return changed
 
 
-def _items(value: object) -> list[tuple[int | str, object]]:
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+def _items(value: Any) -> list[tuple[int | str, object]]:
+    if type(value) in (tuple, list):
         return list(enumerate(value))
-    if isinstance(value, dict) and type(value) is dict:
+    if type(value) is dict:
         return [(key, item) for key, item in value.items() if type(key) in (int, str)]
     return []
 
@@ -314,14 +314,11 @@ def rebuild(
     return _mapped(described, built)
 
 
-def _mapped(value: object, change: Callable[[object], object]) -> object:
+def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     """Return a copy of a nest with everything except plain containers changed."""
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+    if type(value) in (tuple, list):
         return type(value)(_mapped(item, change) for item in value)
-    if (
-        isinstance(value, dict)
-        and type(value) is dict
-        and all(type(key) in (int, str) for key in value)
-    ):
-        return {key: _mapped(item, change) for key, item in value.items()}
+    items = _items(value)
+    if type(value) is dict and len(items) == len(value):
+        return {key: _mapped(item, change) for key, item in items}
     return change(value)

@@ -10,13 +10,13 @@ no information. Zeros that would be used as if they were values are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
@@ -90,7 +90,9 @@ class FirstStageValue(Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         sources = [
-            tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, FirstStageValue)
+            tensor
+            for tensor in iterate_tensors((args, kwargs))
+            if isinstance(tensor, FirstStageValue)
         ]
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
@@ -106,7 +108,9 @@ class FirstStageValue(Tensor):
                 substitute(value, lambda _path, tensor: _instead(tensor))
                 for value in (args, kwargs)
             )
-            if not any(isinstance(tensor, FirstStageValue) for tensor in _tensors((args, kwargs))):
+            if not any(
+                isinstance(tensor, FirstStageValue) for tensor in iterate_tensors((args, kwargs))
+            ):
                 return function(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)
         if (
@@ -115,7 +119,7 @@ class FirstStageValue(Tensor):
             or (name in _SHAPE_OF_SECOND and not isinstance(args[0], FirstStageValue))
         ):
             return plain(result)
-        made = [tensor for tensor in _tensors(result) if isinstance(tensor, FirstStageValue)]
+        made = [tensor for tensor in iterate_tensors(result) if isinstance(tensor, FirstStageValue)]
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if origin.why is not None and (made or writes) and origin.behind and not origin.over:
             raise StageError(origin.why)
@@ -140,7 +144,7 @@ def known(output: Any) -> Any:
     Raises:
         StageError: It contains a tensor whose values this stage does not have.
     """
-    if not any(isinstance(tensor, FirstStageValue) for tensor in _tensors(output)):
+    if not any(isinstance(tensor, FirstStageValue) for tensor in iterate_tensors(output)):
         return output
     return apply_to_collection(output, FirstStageValue, _known)
 
@@ -168,13 +172,3 @@ def put_instead(tensor: Tensor, by: Tensor | None) -> None:
 def replacement(tensor: Tensor) -> Tensor | None:
     """Return the tensor that ``put_instead`` recorded."""
     return getattr(tensor, _INSTEAD, None)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))

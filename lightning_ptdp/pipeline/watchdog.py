@@ -237,12 +237,13 @@ class Watchdog(StepObserver):
         )
         board = self._bulletin.board
         heard, as_of = dict(board.heard), board.answered_at
-        alive = [rank for rank in heard if not heard[rank].status.is_done]
-        gone = (
-            {rank for rank in alive if rank == 0 or as_of - heard[rank].at > silent_after}
-            if missing is None
-            else missing
-        )
+        gone = missing
+        if gone is None:
+            gone = {
+                rank
+                for rank, last in heard.items()
+                if not last.status.is_done and (rank == 0 or as_of - last.at > silent_after)
+            }
         return account(
             asked=board.others,
             heard=heard,
