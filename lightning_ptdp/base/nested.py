@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,30 +24,37 @@ __all__ = [
 Nested = Any
 """A batch or an output: tensors and other values in mappings, sequences and dataclasses."""
 
+_LEAVES = (type(None), bool, int, float, str)
 
-def children(value: Nested) -> dict[Any, Nested] | None:
-    """Return the items of a container by key, index or field; None for any other value.
+
+def children(value: Nested) -> Iterable[tuple[Any, Nested]] | None:
+    """Return the items of a container with their keys, indices or fields; None for a leaf.
 
     A field of a dataclass that its constructor computes is left out."""
-    if isinstance(value, Mapping):
-        return dict(value)
     if isinstance(value, (list, tuple)):
-        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+        names = getattr(value, "_fields", None)
+        return zip(names, value, strict=True) if names else enumerate(value)
+    if type(value) in _LEAVES:  # the check for a mapping is slow
+        return None
+    if isinstance(value, Mapping):
+        return value.items()
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     lacks = _lacks_argument(value)
-    names = [
-        field.name
+    return [
+        (field.name, getattr(value, field.name))
         for field in dataclasses.fields(value)
         if field.init or (lacks and hasattr(value, field.name))
     ]
-    return {name: getattr(value, name) for name in names}
 
 
 def rebuilt(value: Nested, items: dict[Any, Nested]) -> Nested:
     """Return a container like ``value`` with other ``children``."""
+    if type(value) is dict:
+        return items
     if isinstance(value, Mapping):
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+        first = [value.default_factory] if isinstance(value, defaultdict) else []
+        return type(value)(*first, items)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
         kind: Any = type(value)
         return kind(*items.values()) if hasattr(value, "_fields") else kind(items.values())
@@ -93,13 +101,12 @@ def map_named(
     items = children(value)
     if items is None:
         return value
-    if on_list is not None and items and isinstance(value, (list, tuple)):
+    if on_list is not None and value and isinstance(value, (list, tuple)):
         nested = any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value)
         if not nested and not hasattr(value, "_fields"):
             return on_list(value)
     mapped = {
-        key: map_named(item, function, on_list, name=_name(value, key, name))
-        for key, item in items.items()
+        key: map_named(item, function, on_list, name=_name(value, key, name)) for key, item in items
     }
     return rebuilt(value, mapped)
 
@@ -119,14 +126,18 @@ def named_tensors(value: Nested, name: str = "") -> list[tuple[str, Tensor]]:
         return [(name, value)]
     return [
         found
-        for key, item in (children(value) or {}).items()
+        for key, item in children(value) or ()
         for found in named_tensors(item, _name(value, key, name))
     ]
 
 
 def iterate_tensors(value: Nested) -> Iterator[Tensor]:
-    """Return an iterator over all tensors, in a fixed order."""
-    return (tensor for _, tensor in named_tensors(value))
+    """Yield all tensors, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for _, item in children(value) or ():
+        yield from iterate_tensors(item)
 
 
 def batch_size(batch: Nested) -> int:

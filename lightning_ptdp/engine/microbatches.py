@@ -75,7 +75,7 @@ def merge_outputs(
     if lengths == [*sizes] and not any(isinstance(v, Tensor) for v in first):
         return type(first)(v for o in outputs for v in o)
     if isinstance(first, Mapping) or len(set(lengths)) == 1:
-        parts = [children(output) or {} for output in outputs]
+        parts = [dict(children(output) or ()) for output in outputs]
         merged = {
             key: merge_outputs([part[key] for part in parts], sizes, weights) for key in parts[0]
         }

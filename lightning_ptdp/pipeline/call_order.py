@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp.base.nested import map_tensors
 from lightning_ptdp.parameters.shadow import without_tensors
 
 __all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_uncalled"]
@@ -139,7 +139,7 @@ class _Uses(TorchFunctionMode):
 
 def on_meta(arguments: Any) -> Any:
     """Return nested arguments with their tensors on the meta device."""
-    return apply_to_collection(arguments, Tensor, Tensor.to, "meta")
+    return map_tensors(arguments, lambda tensor: tensor.to("meta"))
 
 
 def examples(

@@ -13,10 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
@@ -89,11 +88,7 @@ class FirstStageValue(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        sources = [
-            tensor
-            for tensor in iterate_tensors((args, kwargs))
-            if isinstance(tensor, FirstStageValue)
-        ]
+        sources = _foreign((args, kwargs))
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
         if origin.why is not None and name in _READS and (origin.behind or origin.over):
@@ -108,9 +103,7 @@ class FirstStageValue(Tensor):
                 substitute(value, lambda _path, tensor: _instead(tensor))
                 for value in (args, kwargs)
             )
-            if not any(
-                isinstance(tensor, FirstStageValue) for tensor in iterate_tensors((args, kwargs))
-            ):
+            if not _foreign((args, kwargs)):
                 return function(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)
         if (
@@ -119,7 +112,7 @@ class FirstStageValue(Tensor):
             or (name in _SHAPE_OF_SECOND and not isinstance(args[0], FirstStageValue))
         ):
             return plain(result)
-        made = [tensor for tensor in iterate_tensors(result) if isinstance(tensor, FirstStageValue)]
+        made = _foreign(result)
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if origin.why is not None and (made or writes) and origin.behind and not origin.over:
             raise StageError(origin.why)
@@ -133,6 +126,10 @@ class FirstStageValue(Tensor):
         return result
 
 
+def _foreign(value: object) -> list[FirstStageValue]:
+    return [tensor for tensor in iterate_tensors(value) if isinstance(tensor, FirstStageValue)]
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return the same tensor, including its gradient, as an ordinary tensor."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, FirstStageValue) else tensor
@@ -144,12 +141,12 @@ def known(output: Any) -> Any:
     Raises:
         StageError: It contains a tensor whose values this stage does not have.
     """
-    if not any(isinstance(tensor, FirstStageValue) for tensor in iterate_tensors(output)):
+    if not _foreign(output):
         return output
-    return apply_to_collection(output, FirstStageValue, _known)
+    return map_tensors(output, _known)
 
 
-def _known(tensor: FirstStageValue) -> Tensor:
+def _known(tensor: Tensor) -> Tensor:
     instead = _instead(tensor)
     if isinstance(instead, FirstStageValue) and instead.origin.why is not None:
         raise StageError(instead.origin.why)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 
 import pytest
@@ -54,6 +54,7 @@ def test_sizes_are_even_and_lose_nothing(samples: int, count: int) -> None:
         {"x": torch.arange(7), "nested": [torch.arange(7), {"y": torch.arange(7)}]},
         Pair(torch.arange(7), torch.arange(7)),
         Labelled(torch.arange(7), "book"),
+        defaultdict(list, x=torch.arange(7)),
         {
             "x": torch.arange(7),
             "scale": torch.tensor(2.0),
