@@ -10,7 +10,7 @@ The complete order::
                           includes the parts of adapters (tensor, expert, context parallelism)
         records           place of each parameter in the whole model
     apply_block_passes
-        tensor_overlap, fp8, compile, recompute (or offload): ``BLOCK_PASSES``
+        tensor_overlap, fp8, compile, recompute (or offload): ``strategy/block_passes.py``
 
 Each module is filled just before it is sharded, so that no rank holds more than one whole module.
 Gradients are made last, by the engine, because ``configure_optimizers`` may still change which
@@ -21,29 +21,22 @@ result is the user's own object. It holds only this rank's part, under the names
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from lightning_ptdp.blocks.collective_overlap import overlap_collectives
-from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
-from lightning_ptdp.blocks.fp8 import Float8Linear, apply_fp8
-from lightning_ptdp.blocks.offload import Offloaded
-from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
-from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.forward.own_forward import give_back_forwards
-from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parameters.layout_notes import layout_notes
-from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
+from lightning_ptdp.parameters.local_parameters import WholeParameters, manage_parameters
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
-from lightning_ptdp.parameters.placement import Placement, Sum
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, Placeholder
+from lightning_ptdp.pipeline.known_parts import KnownParts
+from lightning_ptdp.pipeline.stage import PipelineCut, Placeholder
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
@@ -58,15 +51,7 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = [
-    "BLOCK_PASSES",
-    "BlockPass",
-    "BlockSetting",
-    "KnownParts",
-    "ParallelModel",
-    "apply_block_passes",
-    "parallelize",
-]
+__all__ = ["ParallelModel", "parallelize"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +168,7 @@ def parallelize(  # noqa: PLR0913
         if not t.is_meta
     ]
     differing = agree_on_values(built, device=device)
-    whole = _Whole.of(module)
+    whole = WholeParameters.of(module)
     view = UncutView(module, whole.names) if layout.divides_model else None
     materialize = Materializer(module, seed=seed, device=device, left=left)
 
@@ -206,7 +191,14 @@ def parallelize(  # noqa: PLR0913
     )
     copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
-    parameters = _managed(module, placements, whole, cut, mesh, copy_groups)
+    parameters = manage_parameters(
+        module,
+        placements,
+        whole,
+        cut.module_stages if cut is not None else None,
+        mesh,
+        copy_groups,
+    )
     notes = layout_notes(
         differing=differing,
         everywhere=cut.parts.everywhere if cut is not None else (),
@@ -235,192 +227,12 @@ def parallelize(  # noqa: PLR0913
     return parallel
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockSetting:
-    """Arguments of a block pass.
-
-    Attributes:
-        config: Options of the run.
-        mesh: This rank's coordinates and groups.
-        parallel: Result of ``parallelize``.
-        surroundings: Contexts around the forwards of this rank.
-        device: Device of the parameters.
-    """
-
-    config: PTDPConfig
-    mesh: ProcessMesh
-    parallel: ParallelModel
-    surroundings: Surroundings
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class BlockPass:
-    """One change of this rank's blocks.
-
-    Attributes:
-        option: Option that selects it.
-        applies: Returns True if the option does.
-        apply: Changes the blocks in place, and may return a note for the layout summary.
-    """
-
-    option: str
-    applies: Callable[[PTDPConfig], bool]
-    apply: Callable[[BlockSetting], str | None]
-
-
-def _overlap(to: BlockSetting) -> None:
-    overlap_collectives(
-        to.parallel.module, pieces=to.config.tensor_overlap, group=to.mesh.group("tensor")
-    )
-
-
-def _float8(to: BlockSetting) -> str:
-    scaling, blocks = to.config.fp8, to.parallel.blocks
-    assert scaling is not None
-    return apply_fp8(to.parallel.module, scaling=scaling, blocks=blocks, device=to.device)
-
-
-def _compile(to: BlockSetting) -> None:
-    compile_blocks(
-        to.parallel.module,
-        policy=to.config.compiles,
-        blocks=to.parallel.blocks,
-        device=to.device,
-        options=to.config.compile_options or {},
-    )
-
-
-def _recompute(to: BlockSetting) -> None:
-    config, parallel = to.config, to.parallel
-    apply_recomputation(
-        parallel.module,
-        policy=config.recompute,
-        layers=config.recompute_layers,
-        blocks=parallel.blocks,
-        ranges=parallel.ranges,
-        selective=parallel.plan.selective,
-        shard_input=to.mesh.group("tensor") if config.distribute_saved_activations else None,
-        surroundings=to.surroundings,
-    )
-
-
-BLOCK_PASSES = (
-    # Products in pieces that overlap with collectives: an option of the layers that kinds have made.
-    BlockPass("tensor_overlap", lambda config: config.tensor_overlap != 1, _overlap),
-    # Products in float8: likewise, and before compilation, whose graphs contain the products.
-    BlockPass("fp8", lambda config: config.fp8 is not None, _float8),
-    # The forward of a block. Its hooks and its recomputation stay outside of the graph.
-    BlockPass("compile", lambda config: config.compiles != "none", _compile),
-    # Around the compiled forward, so that a recomputed forward is compiled, too; or offload, which
-    # keeps what the compiled forward saves.
-    BlockPass("recompute", lambda config: config.recompute != "none", _recompute),
-)
-"""All block passes, the innermost first.
-
-They follow ``parallelize``, because they need the local blocks with their values: kinds have
-replaced the split modules and the parts of adapters by then. To add a pass, add an entry.
-"""
-
-
-def apply_block_passes(to: BlockSetting) -> ParallelModel:
-    """Apply the block passes that the options select, in place, after undoing an earlier call.
-
-    Returns:
-        The model with the passes' notes for the layout summary.
-
-    Raises:
-        ValueError: The device or the machine lacks what an option needs, or a stage has too few
-            layers.
-    """
-    give_back_forwards(to.parallel.module, Float8Linear, CompiledForward, Recomputed, Offloaded)
-    notes = [each.apply(to) for each in BLOCK_PASSES if each.applies(to.config)]
-    return replace(
-        to.parallel, notes=(*to.parallel.notes, *(note for note in notes if note is not None))
-    )
-
-
-@dataclass(frozen=True)
-class KnownParts:
-    """Places of a whole model's modules.
-
-    They are kept, because finding them takes several runs without data.
-
-    Attributes:
-        parts: The places.
-        found_for: Names and classes of the modules, and the plan's fields about places.
-    """
-
-    parts: ModelParts
-    found_for: tuple[object, ...]
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None
-    ) -> KnownParts:
-        """Return the places by the plan and the model, or ``known`` if it still applies.
-
-        Hooks may have changed the model since ``known`` was found.
-
-        Raises:
-            ValueError: See ``find_parts``.
-        """
-        said = {
-            name: getattr(plan, name)
-            for name in ("blocks", "before", "between", "after", "everywhere")
-        }
-        modules = (
-            f"{name}: {type(child).__qualname__}"
-            for name, child in module.named_modules(remove_duplicate=False)
-        )
-        found_for = (*said.values(), *modules)
-        return (
-            known
-            if known is not None and known.found_for == found_for
-            else cls(find_parts(module, **said), found_for)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Whole:
-    """Names, positions and users of the uncut model's parameters.
-
-    Attributes:
-        names: First name under which each parameter, or its later replacement, is registered.
-        order: Position of each parameter, by name.
-        users: Names of the modules that hold each parameter, tied ones included.
-        aliases: Further names -> the first name.
-    """
-
-    names: dict[nn.Parameter, str]
-    order: Mapping[str, int]
-    users: Mapping[str, Sequence[str]]
-    aliases: Mapping[str, str]
-
-    @classmethod
-    def of(cls, module: nn.Module) -> _Whole:
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        order = {name: index for index, name in enumerate(names.values())}
-        users: dict[str, list[str]] = {}
-        for name, child in module.named_modules(remove_duplicate=False):
-            for parameter in child._parameters.values():
-                if parameter is not None:
-                    users.setdefault(names[parameter], []).append(name)
-        tied = module.named_parameters(remove_duplicate=False)
-        return cls(
-            names=names,
-            order=order,
-            users=users,
-            aliases={n: names[p] for n, p in tied if n not in order},
-        )
-
-
 def _build_local(
     module: nn.Module,
     plan: ParallelPlan,
     kinds: Mapping[str, Kind],
     materialize: Materializer,
-    whole: _Whole,
+    whole: WholeParameters,
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Placement]:
     """Give values to the local modules and shard them, one module at a time.
@@ -491,97 +303,6 @@ def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
             if child is not None:
                 places.setdefault(child, []).append((parent, key))
     return places
-
-
-def _managed(
-    module: nn.Module,
-    placements: Mapping[nn.Parameter, Placement],
-    whole: _Whole,
-    cut: PipelineCut | None,
-    mesh: ProcessMesh,
-    copy_groups: Mapping[int, Group],
-) -> ManagedParameters:
-    """Return the local parameters, with placements that know the other ranks.
-
-    The groups of shared parameters are made here, in the same order on all ranks of a pipeline."""
-    layout, place = mesh.layout, mesh.group("pipeline").rank
-    stages_of: dict[str, set[int]] = {}
-    for name, holders in whole.users.items():
-        found = (
-            [cut.module_stages[holder] or range(layout.num_stages) for holder in holders]
-            if cut is not None
-            else [(0,)]
-        )
-        stages_of[name] = {stage for stages in found for stage in stages}
-    ranks_of = {
-        name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages}))
-        for name, stages in stages_of.items()
-    }
-    groups = {
-        ranks: _holders(mesh, ranks) for ranks in sorted(set(ranks_of.values())) if len(ranks) > 1
-    }
-    managed = {}
-    for parameter in module.parameters():
-        name = whole.names[parameter]
-        ranks = ranks_of[name]
-        stages = [stage for stage in stages_of[name] if layout.rank_of_stage(stage) == place]
-        managed[parameter] = ManagedParameter(
-            parameter=parameter,
-            placement=_with_others(
-                placements[parameter], mesh, copy_groups, ranks[0], groups.get(ranks)
-            ),
-            name=name,
-            order=whole.order[name],
-            stages=tuple(sorted(stages)),
-        )
-    return managed
-
-
-def _with_others(
-    placement: Placement,
-    mesh: ProcessMesh,
-    copy_groups: Mapping[int, Group],
-    first: int,
-    holders: Group | None,
-) -> Placement:
-    """Return the placement with the facts about other ranks.
-
-    ``first`` is the first pipeline rank that holds the parameter; ``holders`` is the group of those
-    that do, if there are several."""
-    data_axes = mesh.layout.summed(placement.sharded)
-    partial = [mesh.group(axis) for axis in placement.partial]
-    sums: list[Sum] = [(None, group) for group in partial if group.size > 1]
-    sums += [
-        (piece.in_local, copy_groups[piece.copies])
-        for piece in placement.pieces
-        if piece.copies > 1
-    ]
-    sums += [(None, holders)] if holders is not None else []
-    # axes on which an earlier rank holds it alike
-    repeated = [
-        axis
-        for axis in mesh.layout.axes
-        if axis.name not in placement.sharded
-        and mesh.group(axis.name).rank != (first if axis.name == "pipeline" else 0)
-    ]
-    return replace(
-        placement,
-        sharded=(*placement.sharded, "pipeline"),
-        partial=(*placement.partial, *data_axes, *(["pipeline"] if holders is not None else [])),
-        data_axes=data_axes,
-        sums=tuple(sums),
-        first_in_replica=all(axis.reads != "same" for axis in repeated),
-        first_in_block=all(axis.within is None for axis in repeated),
-    )
-
-
-def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
-    """Return the group of the pipeline ranks at ``places``.
-
-    A rank outside of ``places`` gets a group of the remaining ranks, which is not used."""
-    pipeline = mesh.group("pipeline")
-    others = tuple(place for place in range(pipeline.size) if place not in places)
-    return mesh.subgroup("pipeline", places if pipeline.rank in places else others)
 
 
 def _copies(mesh: ProcessMesh, copies: int) -> Group:

@@ -12,12 +12,8 @@ from lightning_ptdp.blocks.fp8 import Float8Linear
 from lightning_ptdp.blocks.recompute import Recomputed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
-from lightning_ptdp.parallelize import (
-    BLOCK_PASSES,
-    BlockSetting,
-    ParallelModel,
-    apply_block_passes,
-)
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.strategy.block_passes import BLOCK_PASSES, BlockSetting, apply_block_passes
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh

@@ -27,9 +27,10 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
-from lightning_ptdp.parallelize import BlockSetting, KnownParts, apply_block_passes, parallelize
+from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.uncut_view import UncutView
+from lightning_ptdp.pipeline.known_parts import KnownParts
 from lightning_ptdp.shims.lightning import (
     LightningModule,
     StrategyBase,
@@ -41,6 +42,7 @@ from lightning_ptdp.shims.lightning import (
 )
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.auto import ChosenLayout
+from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,

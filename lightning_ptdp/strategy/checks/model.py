@@ -17,11 +17,11 @@ from lightning_ptdp.blocks.fp8 import check_fp8
 from lightning_ptdp.blocks.recompute import check_recomputation
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import find_plan, suggested_tensor
-from lightning_ptdp.parallelize import KnownParts
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
+from lightning_ptdp.pipeline.known_parts import KnownParts
 from lightning_ptdp.pipeline.rehearsal import rehearse
 from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
 from lightning_ptdp.shims.torch import forward_hooks, has_gradient_hooks

@@ -1,0 +1,126 @@
+"""The ordered list of passes over this rank's blocks.
+
+They follow ``parallelize``, because they need the local blocks with their values: kinds have
+replaced the split modules and the parts of adapters by then. To add a pass, add an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_ptdp.blocks.collective_overlap import overlap_collectives
+from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
+from lightning_ptdp.blocks.fp8 import Float8Linear, apply_fp8
+from lightning_ptdp.blocks.offload import Offloaded
+from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.forward.own_forward import give_back_forwards
+from lightning_ptdp.forward.surroundings import Surroundings
+from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.world.mesh import ProcessMesh
+
+__all__ = ["BLOCK_PASSES", "BlockPass", "BlockSetting", "apply_block_passes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSetting:
+    """Arguments of a block pass.
+
+    Attributes:
+        config: Options of the run.
+        mesh: This rank's coordinates and groups.
+        parallel: Result of ``parallelize``.
+        surroundings: Contexts around the forwards of this rank.
+        device: Device of the parameters.
+    """
+
+    config: PTDPConfig
+    mesh: ProcessMesh
+    parallel: ParallelModel
+    surroundings: Surroundings
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class BlockPass:
+    """One change of this rank's blocks.
+
+    Attributes:
+        option: Option that selects it.
+        applies: Returns True if the option does.
+        apply: Changes the blocks in place, and may return a note for the layout summary.
+    """
+
+    option: str
+    applies: Callable[[PTDPConfig], bool]
+    apply: Callable[[BlockSetting], str | None]
+
+
+def _overlap(to: BlockSetting) -> None:
+    overlap_collectives(
+        to.parallel.module, pieces=to.config.tensor_overlap, group=to.mesh.group("tensor")
+    )
+
+
+def _float8(to: BlockSetting) -> str:
+    scaling, blocks = to.config.fp8, to.parallel.blocks
+    assert scaling is not None
+    return apply_fp8(to.parallel.module, scaling=scaling, blocks=blocks, device=to.device)
+
+
+def _compile(to: BlockSetting) -> None:
+    compile_blocks(
+        to.parallel.module,
+        policy=to.config.compiles,
+        blocks=to.parallel.blocks,
+        device=to.device,
+        options=to.config.compile_options or {},
+    )
+
+
+def _recompute(to: BlockSetting) -> None:
+    config, parallel = to.config, to.parallel
+    apply_recomputation(
+        parallel.module,
+        policy=config.recompute,
+        layers=config.recompute_layers,
+        blocks=parallel.blocks,
+        ranges=parallel.ranges,
+        selective=parallel.plan.selective,
+        shard_input=to.mesh.group("tensor") if config.distribute_saved_activations else None,
+        surroundings=to.surroundings,
+    )
+
+
+BLOCK_PASSES = (
+    # Products in pieces that overlap with collectives: an option of the layers that kinds have made.
+    BlockPass("tensor_overlap", lambda config: config.tensor_overlap != 1, _overlap),
+    # Products in float8: likewise, and before compilation, whose graphs contain the products.
+    BlockPass("fp8", lambda config: config.fp8 is not None, _float8),
+    # The forward of a block. Its hooks and its recomputation stay outside of the graph.
+    BlockPass("compile", lambda config: config.compiles != "none", _compile),
+    # Around the compiled forward, so that a recomputed forward is compiled, too; or offload, which
+    # keeps what the compiled forward saves.
+    BlockPass("recompute", lambda config: config.recompute != "none", _recompute),
+)
+"""All block passes, the innermost first."""
+
+
+def apply_block_passes(to: BlockSetting) -> ParallelModel:
+    """Apply the block passes that the options select, in place, after undoing an earlier call.
+
+    Returns:
+        The model with the passes' notes for the layout summary.
+
+    Raises:
+        ValueError: The device or the machine lacks what an option needs, or a stage has too few
+            layers.
+    """
+    give_back_forwards(to.parallel.module, Float8Linear, CompiledForward, Recomputed, Offloaded)
+    notes = [each.apply(to) for each in BLOCK_PASSES if each.applies(to.config)]
+    return replace(
+        to.parallel, notes=(*to.parallel.notes, *(note for note in notes if note is not None))
+    )
