@@ -22,7 +22,7 @@ from lightning_ptdp.pipeline.action_recorder import ActionRecorder
 from lightning_ptdp.planner import known_peak_flops
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.spans import Timeline
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.whole_model import whole_model
 
 __all__ = ["StepTimes"]
 

@@ -12,7 +12,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import device_here
 from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.strategy.conversion import replacing
 from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.layout_choice import (

@@ -12,7 +12,7 @@ from lightning_ptdp.exchange import HuggingFaceWeights, names_in
 from lightning_ptdp.models.pretrained_folder import InitialWeights, local_folder
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.whole_model import whole_model
 
 __all__ = ["check_initial_weights", "open_initial_weights"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.whole_model import whole_model
 
 __all__ = ["check_packing", "why_not_packed"]
 

@@ -1,0 +1,127 @@
+"""Checks of modules, parameters and hooks that a layout cannot honour."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_ptdp.base.requirements import check_installed
+from lightning_ptdp.parameters.initializers import Initializers, why_without_values
+from lightning_ptdp.shims.torch import forward_hooks
+from lightning_ptdp.shims.transformers import is_capture
+from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
+
+__all__ = [
+    "check_compiled",
+    "check_gradient_hooks",
+    "check_hooks",
+    "check_late",
+    "check_libraries",
+    "check_quantized",
+    "check_skipped_layers",
+]
+
+
+def check_late(model: nn.Module, *, built: Collection[str]) -> None:
+    """Check that tensors built on the meta device can be given values.
+
+    These are all tensors whose names are not in ``built``."""
+    initialize: Initializers | None = None
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if is_parametrized(module) and any(
+            prefix + key not in built for key, _ in module.named_parameters()
+        ):
+            raise ValueError(
+                f"'{name}' is parametrized (weight norm, or the like) and was built in "
+                "configure_model on the meta device, where its parts "
+                "have no initial values: build the model in __init__, or set "
+                "PTDPStrategy(meta_init=False)"
+            )
+        own = (*module._parameters.items(), *module._buffers.items())
+        if any(
+            tensor is not None and tensor.is_meta and prefix + key not in built
+            for key, tensor in own
+        ):
+            initialize = initialize or Initializers(model)
+            if not initialize.knows(name):
+                raise ValueError(why_without_values(name, module))
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Check that existing parameters have plain elements.
+
+    Raises:
+        ValueError: A parameter belongs to a library that quantizes.
+    """
+    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+        package = type(parameter).__module__.partition(".")[0]
+        if package in ("bitsandbytes", "torchao"):
+            raise ValueError(
+                f"'{name}' is a {type(parameter).__name__} of {package}: quantized weights have "
+                "no plain elements that ranks could compare "
+                "and share; load them in bfloat16, which adapters beside them leave frozen and "
+                "without optimizer states"
+            )
+
+
+def check_libraries(model: nn.Module) -> None:
+    """Check the versions of the libraries that define the modules in ``model``.
+
+    Raises:
+        RequirementError: A version is outside the declared range, where a split model may silently
+            differ.
+    """
+    check_installed(*{type(module).__module__.partition(".")[0] for module in model.modules()})
+
+
+def check_compiled(model: nn.Module) -> None:
+    for name, _ in model.named_modules():
+        if name.rpartition(".")[2] == "_orig_mod":
+            raise ValueError(
+                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives "
+                "all modules inside other names and would "
+                "compile across the stages: compile each block in place instead "
+                "(PTDPStrategy(compile='blocks'))"
+            )
+
+
+def check_skipped_layers(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for holder in (module, getattr(module, "config", None)):
+            value = getattr(holder, "layerdrop", 0.0)
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"'{name or type(module).__name__}' skips layers at random "
+                    f"(layerdrop={value}), but the stages of a pipeline wait for "
+                    "each other's: build it with layerdrop=0.0 (encoder_layerdrop, "
+                    "decoder_layerdrop), or use pipeline_parallel_size=1"
+                )
+
+
+def check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) -> None:
+    for name, kind in kinds.items():
+        parameter = next((one for one in hooked if one.startswith(f"{name}.")), None)
+        if parameter is not None and not isinstance(kind, Alias | Partial | Region | Whole):
+            raise ValueError(
+                f"'{parameter}' has a hook on its gradient (register_hook), but "
+                f"{kind.axis}_parallel_size splits it: the hook would "
+                "see the gradient of a part. Change gradients in on_before_optimizer_step, which "
+                "sees those of all parameters, or use "
+                f"{kind.axis}_parallel_size=1"
+            )
+
+
+def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+    for name, kind in kinds.items():
+        hooks, _ = forward_hooks(model.get_submodule(name))
+        if not isinstance(kind, Alias | Partial | Region) and not all(
+            map(is_capture, hooks.values())
+        ):
+            raise ValueError(
+                f"'{name}' has a forward hook, but tensor parallelism puts another module in its "
+                "place, which returns a part of the "
+                "output: put the hook on the module around it, or use tensor_parallel_size=1"
+            )
