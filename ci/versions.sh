@@ -10,6 +10,7 @@
 #   FOLDER        place of the environments and logs (default: a temporary folder)
 set -uo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE  # as in .ci/run
 
 tests="-m quick"
 oldest=""
@@ -59,7 +60,8 @@ install() { # environment, resolution
     local options=(".[test]")
     [ "$2" = lowest ] && options=(--resolution lowest-direct ".[test,hf,fp8]" "$torch")
     [ "$2" = torch ] && options=(".[test]" "$torch")
-    "$uv" pip install --quiet --python "$1/bin/python" "${options[@]}"
+    # compiled once, not by each process
+    "$uv" pip install --quiet --compile-bytecode --python "$1/bin/python" "${options[@]}"
 }
 
 job() ( # environment, folder
