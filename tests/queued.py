@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.shims.torch import is_communication_error
+from lightning_ptdp.shims.torch_distributed import is_communication_error
 from tests.nccl_calls import Call
 from tests.queued_host import HOST, RaceError, Run, Transfer, habits
 

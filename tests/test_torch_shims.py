@@ -20,12 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lightning_ptdp
 from lightning_ptdp.shims.glibc import return_large_blocks
 from lightning_ptdp.shims.torch import (
-    abort_process_groups,
     adds_to_gradient,
-    all_gather_single,
-    connect_symmetric_memory,
-    default_store,
-    flight_record,
     forward_hooks,
     found_inf,
     gradient_dtype,
@@ -33,20 +28,27 @@ from lightning_ptdp.shims.torch import (
     has_gradient_hooks,
     has_module_hooks,
     has_saved_tensor_hooks,
-    has_symmetric_products,
-    is_communication_error,
     is_compiled,
-    nccl_options,
-    reduce_scatter_single,
-    resolve_group,
     set_gradient_dtype,
-    start_traced,
     storage_key,
     unscale_before_step,
     untraced,
-    wait_traced,
     with_late_waits,
     without_data,
+)
+from lightning_ptdp.shims.torch_distributed import (
+    abort_process_groups,
+    all_gather_single,
+    connect_symmetric_memory,
+    default_store,
+    flight_record,
+    has_symmetric_products,
+    is_communication_error,
+    nccl_options,
+    reduce_scatter_single,
+    resolve_group,
+    start_traced,
+    wait_traced,
 )
 from tests.pool import Pool
 

@@ -29,7 +29,7 @@ from lightning_ptdp.attention.attention_protocol import (
 from lightning_ptdp.attention.context_parallel_error import ContextParallelError
 from lightning_ptdp.attention.plain_attention import plain_attention
 from lightning_ptdp.attention.sequence_chunks import chunk_order
-from lightning_ptdp.shims.torch import start_traced, wait_traced
+from lightning_ptdp.shims.torch_distributed import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["AllToAllAttention"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ptdp.attention.context_parallel_error import ContextParallelError
 from lightning_ptdp.attention.sequence_chunks import unshard_sequence
-from lightning_ptdp.shims.torch import all_gather_single
+from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["WholeMask", "read_mask"]

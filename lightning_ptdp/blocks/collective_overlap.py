@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_ptdp.shims.torch import connect_symmetric_memory
+from lightning_ptdp.shims.torch_distributed import connect_symmetric_memory
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.mesh import Group

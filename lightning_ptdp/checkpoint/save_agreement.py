@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, explain
-from lightning_ptdp.shims.torch import is_communication_error
+from lightning_ptdp.shims.torch_distributed import is_communication_error
 
 __all__ = ["from_rank_zero", "gather", "is_rank_zero", "own_rank", "same_outcome"]
 

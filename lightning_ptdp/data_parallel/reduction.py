@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["PendingReduction", "Reduction"]

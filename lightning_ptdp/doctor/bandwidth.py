@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_ptdp.base.rank_processes import Tell
 from lightning_ptdp.doctor.check import Check, ok, warning
 from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 
 __all__ = ["SIZES", "Measurement", "check_links", "collectives", "measure"]
 

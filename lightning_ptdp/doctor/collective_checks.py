@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.shims.torch import all_gather_single, reduce_scatter_single
+from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 
 __all__ = ["COLLECTIVES", "GroupMember"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_ptdp.attention import ContextParallelError, gather_sequence
 from lightning_ptdp.base.nested import Nested, map_tensors
 from lightning_ptdp.engine.step_report import StepReport, numbers_on, reduce_values
-from lightning_ptdp.shims.torch import all_gather_single
+from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["PartReports", "whole_outputs"]

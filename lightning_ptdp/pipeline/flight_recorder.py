@@ -8,7 +8,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from lightning_ptdp.shims.torch import flight_record
+from lightning_ptdp.shims.torch_distributed import flight_record
 
 __all__ = ["keep_flight_record"]
 

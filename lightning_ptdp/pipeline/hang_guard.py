@@ -41,7 +41,7 @@ from typing import NoReturn
 from lightning_ptdp.pipeline.rank_report import LOST
 from lightning_ptdp.pipeline.status import duration
 from lightning_ptdp.pipeline.status_board import Heard
-from lightning_ptdp.shims.torch import abort_process_groups
+from lightning_ptdp.shims.torch_distributed import abort_process_groups
 
 __all__ = ["GuardObservation", "HangGuard", "HangJudge", "Heartbeat", "give_up"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import RankStatus, duration
 from lightning_ptdp.pipeline.status_board import Heard
-from lightning_ptdp.shims.torch import is_communication_error
+from lightning_ptdp.shims.torch_distributed import is_communication_error
 
 __all__ = ["LOST", "RankReport", "place_of", "summary"]
 

@@ -36,7 +36,7 @@ from lightning_ptdp.pipeline.rank_report import LOST, RankReport, place_of, summ
 from lightning_ptdp.pipeline.status import LiveStatus, cause_first, duration
 from lightning_ptdp.pipeline.status_board import StatusBoard, StatusStore
 from lightning_ptdp.schedule.actions import Action
-from lightning_ptdp.shims.torch import default_store, is_communication_error
+from lightning_ptdp.shims.torch_distributed import default_store, is_communication_error
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["Watchdog"]

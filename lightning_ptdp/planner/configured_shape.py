@@ -110,9 +110,9 @@ class _LatentAttention(nn.Module):
 
     def forward(self, x_bsh: Tensor, *_: object) -> Tensor:
         of = self.latent
-        q_bsnd = self.queries(self.query_down(x_bsh)).unflatten(-1, (self.heads, -1))
+        q_bsnd = torch.unflatten(self.queries(self.query_down(x_bsh)), -1, (self.heads, -1))
         narrow, shared = self.down(x_bsh).split((of.keys, of.turned), -1)
-        k_v = self.key_values(self.norm(narrow)).unflatten(-1, (self.heads, -1))
+        k_v = torch.unflatten(self.key_values(self.norm(narrow)), -1, (self.heads, -1))
         k_bsnd, v_bsnd = k_v.split((of.plain, of.values), -1)
         q_bsnd, to_turn = q_bsnd.split((of.plain, of.turned), -1)
         to_turn = torch.cat((to_turn, shared.unsqueeze(2)), 2)

@@ -7,26 +7,17 @@ version. A test reports these places when the bound in ``pyproject.toml`` is rai
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 __all__ = [
-    "abort_process_groups",
     "adds_to_gradient",
-    "all_gather_product",
-    "all_gather_single",
-    "connect_symmetric_memory",
     "copy_gradient_hooks",
-    "default_store",
-    "flight_record",
     "forward_hooks",
     "forward_pre_hooks",
     "found_inf",
@@ -35,30 +26,18 @@ __all__ = [
     "has_gradient_hooks",
     "has_module_hooks",
     "has_saved_tensor_hooks",
-    "has_symmetric_products",
-    "is_communication_error",
     "is_compiled",
     "keep_padded",
-    "nccl_options",
-    "reduce_scatter_product",
-    "reduce_scatter_single",
     "replaced_total_norm",
-    "resolve_group",
     "set_gradient_dtype",
-    "start_traced",
     "storage_key",
     "unscale_before_step",
     "untraced",
-    "wait_traced",
     "with_late_waits",
     "without_data",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_GLOO_ERROR = re.compile(
-    r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^Application timeout caused pair closure"
-)
 
 
 def untraced(function: Function) -> Function:
@@ -76,93 +55,6 @@ def keep_padded(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def all_gather_single(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    async_op: bool = False,
-) -> dist.Work:
-    """Gather ``source`` of every rank, concatenated along dimension 0, into ``output``."""
-    # Needed until torch 2.13, which renamed the function.
-    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(output, source, group=group, async_op=async_op)
-
-
-def reduce_scatter_single(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    async_op: bool = False,
-) -> dist.Work:
-    """Sum ``source`` over the ranks and keep this rank's slice along dimension 0."""
-    # Needed until torch 2.13, which renamed the function.
-    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(output, source, group=group, async_op=async_op)
-
-
-def has_symmetric_products() -> bool:
-    """Return True if this torch has the two fused products below.
-
-    The code that registers them, and their memory, are private."""
-    from torch.distributed import _symmetric_memory  # noqa: F401 - slow import, rarely needed
-
-    return all(
-        hasattr(torch.ops.symm_mem, name)
-        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-    )
-
-
-def connect_symmetric_memory(group: str, size: int) -> None:
-    """Allocate ``size`` bytes of memory on each GPU of the group that all its members reach.
-
-    Collective over the group. The memory grows when more is needed."""
-    from torch.distributed import _symmetric_memory
-
-    _symmetric_memory.get_symm_mem_workspace(cast(Any, group), min_size=size)
-
-
-def all_gather_product(
-    x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str, keeps: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gathered ``x`` times a matrix, and the gathered ``x`` if it is kept.
-
-    ``x`` of every member is concatenated along ``dim``. Each member's part is multiplied while the
-    next one is read from its memory."""
-    gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
-        x, [matrix], dim, group, return_A=keeps
-    )
-    return product, gathered
-
-
-def reduce_scatter_product(
-    x: torch.Tensor, matrix: torch.Tensor, *, dim: int, group: str
-) -> torch.Tensor:
-    """Return this member's slice along ``dim`` of the group's sum of ``x`` times a matrix.
-
-    Each member's part is sent to it while the next one is computed."""
-    summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-        x, matrix, "sum", dim, group
-    )
-    return summed
-
-
-def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor:
-    """Start a collective that a compiler can put into its graph.
-
-    It is one of torch's functional collectives, whose Python functions are private and create
-    tensor subclasses. The result must not be read before ``wait_traced``."""
-    result: torch.Tensor = getattr(torch.ops._c10d_functional, name)(x, *arguments)
-    return result
-
-
-def wait_traced(x: torch.Tensor) -> torch.Tensor:
-    """Wait for ``start_traced`` and return its result."""
-    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return result
 
 
 def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,13 +95,6 @@ def without_data() -> AbstractContextManager[object]:
     with torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with this name.
-
-    A graph holds names; torch's accessor is private."""
-    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
@@ -304,65 +189,6 @@ def is_compiled(module: nn.Module) -> bool:
 
     The module is then traced with its hooks and any replacement of its forward."""
     return module._compiled_call_impl is not None
-
-
-def default_store() -> dist.Store:
-    """Return the key-value store of the default process group.
-
-    torch's accessor is private."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def nccl_options(
-    timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None
-) -> dist.ProcessGroupNCCL.Options:
-    """Return the options of an NCCL group.
-
-    Args:
-        timeout: Time limit of the group; torch warns if its options have another limit.
-        high_priority: Whether its kernels run before computation that waits for resources of the
-            GPU.
-        max_ctas: Thread blocks that its kernels may use; None: NCCL decides.
-
-    Raises:
-        ValueError: This NCCL accepts no number of thread blocks.
-    """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
-    if timeout is not None:
-        options._timeout = timeout
-    if max_ctas is not None:
-        if not hasattr(getattr(options, "config", None), "max_ctas"):
-            raise ValueError(
-                f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave "
-                "the option out"
-            )
-        options.config.max_ctas = max_ctas
-    return options
-
-
-def flight_record() -> bytes:
-    """Return NCCL's latest operations and their progress, pickled as in torch's own dump.
-
-    torch's analyzer (``torchfrtrace``) reads this form. (torch itself writes it only after a hang.)
-    """
-    return bytes(cast(Any, torch._C._distributed_c10d)._dump_nccl_trace())
-
-
-def abort_process_groups() -> None:
-    """Abort all operations on all process groups, and the groups.
-
-    torch's function for all backends is private."""
-    dist.distributed_c10d._abort_process_group()
-
-
-def is_communication_error(error: BaseException) -> bool:
-    """Return True if torch's communication failed.
-
-    The error has a class of torch's own, except that gloo's errors are recognized only by their
-    text."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None
-    )
 
 
 def grouped_product(

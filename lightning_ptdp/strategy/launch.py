@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lightning_ptdp.base.output import survive_closed_output
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
-from lightning_ptdp.shims.torch import is_communication_error
+from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.shared_file import shared_file
 from lightning_ptdp.strategy.stopping import (
     INTERRUPTED,

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.shims.torch import is_communication_error
+from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
 
 __all__ = ["join"]

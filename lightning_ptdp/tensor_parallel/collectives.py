@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.shims.torch import (
+from lightning_ptdp.shims.torch_distributed import (
     all_gather_single,
     reduce_scatter_single,
     start_traced,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.base.option_types import Size
-from lightning_ptdp.shims.torch import all_gather_product, reduce_scatter_product
+from lightning_ptdp.shims.torch_distributed import all_gather_product, reduce_scatter_product
 from lightning_ptdp.tensor_parallel.collectives import (
     check_divisible,
     start_all_gather,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.shims.torch import nccl_options, resolve_group
+from lightning_ptdp.shims.torch_distributed import nccl_options, resolve_group
 from lightning_ptdp.world.layout import SETS, ParallelLayout
 
 __all__ = ["Group", "ProcessMesh"]

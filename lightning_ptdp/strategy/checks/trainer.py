@@ -14,7 +14,7 @@ from lightning_ptdp.checkpoint import local_path
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.shims.lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
-from lightning_ptdp.shims.torch import has_symmetric_products
+from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.strategy.checks.saved_content import check_extra_state
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.world.layout import nearest_divisors
