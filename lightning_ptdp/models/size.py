@@ -22,44 +22,11 @@ __all__ = [
     "active_parameters",
     "bert_flops_per_sample",
     "flops_per_sample",
-    "layer_matrices",
-    "norm_parameters",
     "num_parameters",
-    "position_parameters",
 ]
 
 _PREDICTED_SHARE = 0.15
 """Share of the tokens that is predicted (arXiv 1810.04805, section 3.1)."""
-
-
-def layer_matrices(
-    config: GPTConfig, t: int = 1, *, mixture: bool = False
-) -> tuple[tuple[int, int], ...]:
-    """Return (outputs, inputs) of a layer's matrices on one of ``t`` tensor-parallel ranks.
-
-    The matrices are qkv, projection, up and down. If there are fewer key heads than ranks, every
-    rank has one. Up and down of a ``mixture`` are those of the shared experts, with width 0 if
-    there are none.
-    """
-    h, kv_heads = config.hidden_size, max(1, config.kv_heads // t)
-    f = (config.shared_experts * config.expert_size if mixture else config.ffn_size) // t
-    q = config.num_heads // t * config.head_dim
-    return (
-        (q + 2 * kv_heads * config.head_dim, h),
-        (h, q),
-        (f if config.mlp == "gelu" else 2 * f, h),
-        (h, f),
-    )
-
-
-def norm_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters of one norm."""
-    return 2 * config.hidden_size if config.norm == "layer" and config.bias else config.hidden_size
-
-
-def position_parameters(config: GPTConfig) -> int:
-    """Return the number of parameters of the table of positions, if there is one."""
-    return config.sequence_length * config.hidden_size if config.position == "learned" else 0
 
 
 def num_parameters(config: GPTConfig | BertConfig) -> int:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lightning_ptdp
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.models.plans import find_plan
-from lightning_ptdp.models.size import flops_per_sample, layer_matrices, num_parameters
+from lightning_ptdp.models.size import flops_per_sample, num_parameters
 from lightning_ptdp.planner import (
     ModelShape,
     Space,
@@ -56,6 +56,13 @@ SMALL: dict[str, Any] = {
 }
 
 
+def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
+    """Return (outputs, inputs) of a layer's matrices: qkv, projection, up and down."""
+    h, q, f = config.hidden_size, config.num_heads * config.head_dim, config.ffn_size
+    keys_and_values = 2 * config.kv_heads * config.head_dim
+    return [(q + keys_and_values, h), (h, q), (f if config.mlp == "gelu" else 2 * f, h), (h, f)]
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "device"),
     [
@@ -86,7 +93,7 @@ def test_a_configuration_is_what_its_model_is(name: str, precision: str, device:
     assert traced.parameters == num_parameters(config)
     assert traced.flops() == flops_per_sample(config)
     matrices = [(one.outputs, one.inputs) for one in traced.layers[0].products]
-    assert matrices == list(layer_matrices(config))
+    assert matrices == layer_matrices(config)
     for t in (2, 4):
         layout = ParallelLayout(world_size=t, tensor_parallel_size=t)
         assert stage_parameters(traced, layout) == stage_parameters(job.shape, layout)
