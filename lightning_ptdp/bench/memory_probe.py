@@ -49,8 +49,9 @@ class CountedMemory(TorchDispatchMode):
     def _see(self, tensors: Any) -> None:
         for tensor in tensors:
             if (
-                tensor.device.type != "cpu"
-                or tensor.layout != torch.strided
+                tensor.layout != torch.strided
+                # not of the tensor: one without data, of the planner's traces, names a CPU
+                or tensor.untyped_storage().device.type != "cpu"
                 or (nbytes := tensor.untyped_storage().nbytes()) < _LEAST
             ):
                 continue

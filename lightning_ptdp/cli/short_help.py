@@ -191,18 +191,14 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
 
 
 def options_in_source(file: Path, name: str) -> list[SourceOption]:
-    """Return the arguments of a class and of its bases in the same file.
+    """Return the arguments of a class and of its bases.
 
-    The arguments are the fields of a dataclass, else those of ``__init__``.
+    The arguments are the fields of a dataclass, else those of ``__init__``. The bases are those in
+    the same file, and those that a dataclass imports from a module of this package.
     """
-    classes = {
-        node.name: node
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
     found: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for one in _with_bases(classes, name):
+    for one in _with_bases(file, name):
         found |= dict(_arguments(one))
         texts |= _said(ast.get_docstring(one) or "")
     return [
@@ -211,11 +207,19 @@ def options_in_source(file: Path, name: str) -> list[SourceOption]:
     ]
 
 
-def _with_bases(classes: Mapping[str, ast.ClassDef], name: str) -> Iterator[ast.ClassDef]:
+def _with_bases(file: Path, name: str) -> Iterator[ast.ClassDef]:
     """Yield a class after its bases."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    files = dict.fromkeys(classes, file)
+    if classes[name].decorator_list:
+        for node in body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_ptdp."):
+                source = _PACKAGE.parent.joinpath(*str(node.module).split(".")).with_suffix(".py")
+                files |= {alias.name: source for alias in node.names}
     for base in classes[name].bases:
-        if isinstance(base, ast.Name) and base.id in classes:
-            yield from _with_bases(classes, base.id)
+        if isinstance(base, ast.Name) and base.id in files:
+            yield from _with_bases(files[base.id], base.id)
     yield classes[name]
 
 

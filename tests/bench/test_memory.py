@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_ptdp.bench.memory_probe import CountedMemory
+from lightning_ptdp.shims.torch import without_data
 
 MEBI = 2**20
 
@@ -29,3 +30,11 @@ def test_the_peak_is_that_of_the_tensors() -> None:
     whole = 4 * MEBI
     assert peak(frees=False) - nothing.peak_bytes == pytest.approx((1 + 2 + 5) * whole, rel=0.01)
     assert peak(frees=True) - nothing.peak_bytes == pytest.approx((1 + 5) * whole, rel=0.01)
+
+
+def test_tensors_without_data_do_not_count() -> None:
+    with without_data():
+        planned = torch.zeros(1000 * MEBI)
+    with CountedMemory() as count:
+        torch.zeros(MEBI)
+    assert count.peak_bytes < planned.numel()
