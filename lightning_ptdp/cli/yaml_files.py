@@ -11,6 +11,7 @@ import yaml
 
 __all__ = ["checked", "load_yaml", "load_yaml_file"]
 
+_MOST_DEPTH = 100
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -56,6 +57,7 @@ def checked(text: str, load: Callable[[str], Any]) -> Any:
         ValueError: The text is not YAML or has a duplicate key.
     """
     try:
+        _check_depth(text)
         _check_keys(yaml.compose(text, Loader=_Base))
         return load(text)
     except yaml.YAMLError as error:
@@ -63,6 +65,16 @@ def checked(text: str, load: Callable[[str], Any]) -> Any:
     except (LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         # Constructors raise these errors for values such as `!!int ""` or `!!bool maybe`.
         raise ValueError(f"a value is not of the type that it says ({error!r})") from error
+
+
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting, with which PyYAML before 6.0.4 ends the process."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Base):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"its values are nested more than {_MOST_DEPTH} times")
 
 
 def _check_keys(root: yaml.Node | None) -> None:

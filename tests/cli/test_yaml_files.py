@@ -15,7 +15,8 @@ from lightning_ptdp.cli.yaml_files import load_yaml
     ("text", "words"),
     [
         ("a: *b", "not YAML"),
-        ("[" * 100_000, "not YAML|RecursionError"),
+        ("[" * 100_000, "nested more than 100 times|not YAML"),
+        ("[" * 101 + "]" * 101, "nested more than 100 times"),
         ("a: " + "1" * 5000, "4300 digits"),
         ("a: !!int ''", "not of the type"),
         ("a: !!bool maybe", "not of the type"),
