@@ -37,8 +37,9 @@ from lightning_ptdp.schedule.generators import SCHEDULES, gpipe
 from lightning_ptdp.schedule.simulate import Costs
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Region
+from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
-from lightning_ptdp.world.layout import ParallelLayout, divisors
+from lightning_ptdp.world.layout import ParallelLayout
 
 LIMIT_S = 0.1
 PLAN = ParallelPlan(blocks="net", tensor={"net.*": "column"})

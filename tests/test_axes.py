@@ -14,7 +14,8 @@ import pytest
 import lightning_ptdp
 from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.world.layout import AXES, Axis, ParallelLayout
+from lightning_ptdp.world.axes import AXES, Axis
+from lightning_ptdp.world.layout import ParallelLayout
 from tests import parity
 from tests.parity import assert_same
 from tests.pool import Pool

@@ -25,7 +25,8 @@ from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.data import StreamDataModule
-from lightning_ptdp.world.layout import AXES, ParallelLayout
+from lightning_ptdp.world.axes import AXES
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["layout_options", "run"]
 

@@ -20,7 +20,7 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.pictures import check_picture
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
 from lightning_ptdp.cli.recipe_files import find_config
-from lightning_ptdp.world.layout import AXES
+from lightning_ptdp.world.axes import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.planner import Candidate, Job, Space

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.cli.error_messages import UserError, nearest
-from lightning_ptdp.world.layout import AXES
+from lightning_ptdp.world.axes import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.model_config import BertConfig, GPTConfig

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_ptdp.base.rank_processes import Tell
 from lightning_ptdp.doctor.bandwidth import collectives
 from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.world.layout import divisors
+from lightning_ptdp.world.axes import divisors
 
 __all__ = ["LINK_SIZES", "Links", "measure_links"]
 

@@ -389,6 +389,6 @@ def split_widths(config: TransformerConfig) -> dict[str, int]:
 def _near(number: int, wanted: int) -> str:
     """Return the divisors of ``number`` nearest to ``wanted``, for a message."""
     # Imported here: a configuration alone needs no layout.
-    from lightning_ptdp.world.layout import nearest_divisors
+    from lightning_ptdp.world.axes import nearest_divisors
 
     return ", ".join(str(divisor) for divisor in nearest_divisors(number, wanted))

@@ -13,7 +13,7 @@ from lightning_ptdp.planner.parameters import expert_parameters, stage_parameter
 from lightning_ptdp.planner.search_space import Space, UnfitSize, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
-from lightning_ptdp.world.layout import AXES
+from lightning_ptdp.world.axes import AXES
 
 __all__ = ["Candidate", "Plan", "search"]
 

@@ -12,7 +12,8 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement
-from lightning_ptdp.world.layout import ParallelLayout, divisors
+from lightning_ptdp.world.axes import divisors
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["Space", "UnfitSize", "layouts", "pipelines"]
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from lightning_ptdp.world.stage_placement import Placement, Stages
+from lightning_ptdp.world.stage_placement import StagePlacement, Stages
 
 __all__ = [
     "COMPUTE",
@@ -164,7 +164,7 @@ class Schedule(Stages):
     virtual_pipeline_size: int
     num_microbatches: int
     programs: tuple[tuple[Action, ...], ...]
-    placement: Placement = "loop"
+    placement: StagePlacement = "loop"
 
     @cached_property
     def training(self) -> bool:

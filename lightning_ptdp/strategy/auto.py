@@ -24,7 +24,7 @@ from lightning_ptdp.strategy.layout_choice import (
     replica_rows,
 )
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
-from lightning_ptdp.world.layout import divisors
+from lightning_ptdp.world.axes import divisors
 
 __all__ = ["ChosenLayout"]
 

@@ -27,7 +27,8 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.planning import described, trained_share
-from lightning_ptdp.world.layout import ParallelLayout, divisors
+from lightning_ptdp.world.axes import divisors
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = [
     "Forecast",

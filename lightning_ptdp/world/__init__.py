@@ -1,6 +1,7 @@
 """Degrees of parallelism, coordinates of ranks, placement of stages, and process groups."""
 
-from lightning_ptdp.world.layout import Axis, ParallelLayout
-from lightning_ptdp.world.stage_placement import Placement
+from lightning_ptdp.world.axes import Axis
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.stage_placement import StagePlacement
 
-__all__ = ["Axis", "ParallelLayout", "Placement"]
+__all__ = ["Axis", "ParallelLayout", "StagePlacement"]

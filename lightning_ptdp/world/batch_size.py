@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from lightning_ptdp.base.option_types import Size, check_arguments, check_types
-from lightning_ptdp.world.layout import nearest_divisors
+from lightning_ptdp.world.axes import nearest_divisors
 
 __all__ = ["BatchPlan", "RampUp"]
 

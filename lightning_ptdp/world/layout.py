@@ -16,91 +16,16 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning_ptdp.base.option_types import Size, check_types
-from lightning_ptdp.world.stage_placement import Placement, Stages, check_interleaving
+from lightning_ptdp.world.axes import AXES, SETS, Axis, nearest_divisors
+from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_interleaving
 
 __all__ = [
-    "AXES",
-    "SETS",
-    "Axis",
     "Degrees",
     "ParallelLayout",
-    "divisors",
-    "nearest_divisors",
 ]
-
-Reads = Literal["same", "tokens", "samples"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """A way of dividing the work; its degree is the layout's ``<name>_parallel_size``.
-
-    Attributes:
-        name: Part that it divides.
-        letter: Letter of its degree in short forms.
-        place: Position in the order of the ranks: those of the axis with the greatest place are
-            neighbours.
-        reads: Part of a batch that its ranks read: the same, other tokens of the same samples, or
-            other samples.
-        always_told: Name it even if its degree is 1.
-        within: A set of axes (``SETS``) whose ranks it takes in blocks, instead of multiplying the
-            ranks. Each block holds once all that is split over the axis. The ranks with the same
-            place in the other blocks are ``<name>_replicas``.
-    """
-
-    name: str
-    letter: str
-    place: int = -1
-    reads: Reads = "same"
-    always_told: bool = True
-    within: str | None = None
-
-    @property
-    def others(self) -> str:
-        """Return the name of the group of ranks with the same place in the other blocks."""
-        return f"{self.name}_replicas"
-
-
-AXES = (
-    Axis(name="tensor", letter="t", place=30),
-    Axis(name="pipeline", letter="p", place=0),
-    Axis(name="context", letter="c", place=20, reads="tokens", always_told=False),
-    Axis(name="data", letter="d", place=10, reads="samples"),
-    Axis(name="expert", letter="e", reads="samples", always_told=False, within="replica_sum"),
-)
-SETS: Mapping[str, tuple[Reads, ...]] = {
-    "replicas": ("samples",),
-    "replica_sum": ("samples", "tokens"),
-    "model": ("same", "tokens"),
-    "shards": ("same",),
-}
-"""Sets of axes, by the part of a batch that their ranks read.
-
-They are the replicas, the ranks over which every gradient is summed, the ranks of one replica, and
-the ranks that hold the parameters once.
-"""
-
-_TRIED = 100_000
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of ``number``, in ascending order.
-
-    For a number above 10^10, these are the divisors of at most 100,000 and their quotients.
-    """
-    small = [k for k in range(1, min(math.isqrt(number), _TRIED) + 1) if number % k == 0]
-    return sorted({*small, *(number // k for k in small)})
-
-
-def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
-    """Return the divisors of ``number`` closest to ``wanted``, in ascending order.
-
-    Error messages propose them.
-    """
-    return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +93,7 @@ class ParallelLayout(Degrees, Stages):
     rank_of_stage = Stages.rank_of
 
     world_size: Size
-    placement: Placement = "loop"
+    placement: StagePlacement = "loop"
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.shims.torch_distributed import nccl_options, resolve_group
-from lightning_ptdp.world.layout import SETS, ParallelLayout
+from lightning_ptdp.world.axes import SETS
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["Group", "ProcessMesh"]
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PLACEMENTS", "Placement", "Stages", "check_interleaving", "stages_of_rank"]
+__all__ = ["PLACEMENTS", "StagePlacement", "Stages", "check_interleaving", "stages_of_rank"]
 
-Placement = Literal["loop", "v"]
-PLACEMENTS: tuple[Placement, ...] = ("loop", "v")
+StagePlacement = Literal["loop", "v"]
+PLACEMENTS: tuple[StagePlacement, ...] = ("loop", "v")
 
 
 class Stages:
@@ -24,7 +24,7 @@ class Stages:
 
     pipeline_parallel_size: int
     virtual_pipeline_size: int
-    placement: Placement
+    placement: StagePlacement
 
     @property
     def num_stages(self) -> int:
@@ -45,7 +45,7 @@ class Stages:
         )
 
 
-def stages_of_rank(p: int, v: int, rank: int, placement: Placement) -> tuple[int, ...]:
+def stages_of_rank(p: int, v: int, rank: int, placement: StagePlacement) -> tuple[int, ...]:
     """Return the stages that pipeline rank ``rank`` holds, in ascending order: one per chunk."""
     return tuple(
         turn * p + (p - 1 - rank if placement == "v" and turn % 2 else rank) for turn in range(v)

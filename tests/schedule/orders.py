@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lightning_ptdp.schedule import Action, ActionKind, Schedule
-from lightning_ptdp.world.stage_placement import Placement
+from lightning_ptdp.world.stage_placement import StagePlacement
 
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 
@@ -15,7 +15,7 @@ def compute_orders(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 
     """A schedule of computations alone: all of a training step, in any order that respects what
     needs what."""
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    placement: Placement = draw(st.sampled_from(["loop", "v"]))
+    placement: StagePlacement = draw(st.sampled_from(["loop", "v"]))
     v = 2 if placement == "v" else draw(st.integers(1, 3))
     random = draw(st.randoms(use_true_random=False))
     empty = Schedule("random", p, v, m, ((),) * p, placement)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.stage_placement import Placement
+from lightning_ptdp.world.stage_placement import StagePlacement
 
 SIZES = [
     sizes
@@ -59,7 +59,7 @@ def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("placement", ["loop", "v"])
-def test_every_stage_is_on_one_rank(p: int, placement: Placement) -> None:
+def test_every_stage_is_on_one_rank(p: int, placement: StagePlacement) -> None:
     layout = ParallelLayout(
         world_size=p,
         pipeline_parallel_size=p,

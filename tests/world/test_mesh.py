@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.world.layout import SETS, ParallelLayout
+from lightning_ptdp.world.axes import SETS
+from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from lightning_ptdp.world.stage_placement import Placement
+from lightning_ptdp.world.stage_placement import StagePlacement
 from tests.pool import Pool
 
 
@@ -64,7 +65,7 @@ def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, t
     ],
 )
 def test_every_group_sums_over_its_ranks(
-    world_size: int, t: int, p: int, c: int, v: int, placement: Placement, pool: Pool
+    world_size: int, t: int, p: int, c: int, v: int, placement: StagePlacement, pool: Pool
 ) -> None:
     layout = ParallelLayout(
         world_size=world_size,

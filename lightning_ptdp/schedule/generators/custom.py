@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.schedule.actions import Action
-from lightning_ptdp.world.stage_placement import Placement
+from lightning_ptdp.world.stage_placement import StagePlacement
 
 __all__ = ["CustomSchedule"]
 
@@ -42,7 +42,7 @@ class CustomSchedule:
 
     name: str
     order: Callable[[int, int, int], Sequence[Sequence[Action]]]
-    placement: Placement = "loop"
+    placement: StagePlacement = "loop"
 
     def __post_init__(self) -> None:
         check_types(self)

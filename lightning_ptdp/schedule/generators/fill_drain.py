@@ -6,7 +6,7 @@ In the timelines of this folder every action takes one column. ``simulate(...).t
 from __future__ import annotations
 
 from lightning_ptdp.schedule.generators.orders import Orders, groups, in_groups, in_turns
-from lightning_ptdp.world.stage_placement import Placement, stages_of_rank
+from lightning_ptdp.world.stage_placement import StagePlacement, stages_of_rank
 
 __all__ = ["forward_only", "gpipe"]
 
@@ -31,7 +31,7 @@ def gpipe(p: int, v: int, m: int) -> Orders:
     )
 
 
-def forward_only(p: int, v: int, m: int, placement: Placement = "loop") -> Orders:
+def forward_only(p: int, v: int, m: int, placement: StagePlacement = "loop") -> Orders:
     """Return the order of forwards alone, for evaluation.
 
     In a loop, it is the order of the interleaved schedule. Bubble over ideal time is (p-1)/(v m)

@@ -28,7 +28,7 @@ from lightning_ptdp.schedule.generators.schedule_families import (
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verifier import verify_schedule
-from lightning_ptdp.world.stage_placement import Placement, check_interleaving
+from lightning_ptdp.world.stage_placement import StagePlacement, check_interleaving
 
 __all__ = [
     "SCHEDULES",
@@ -127,7 +127,7 @@ def check_schedule(
         _check_chunks(found, v)
 
 
-def schedule_placement(name: str | CustomSchedule) -> Placement:
+def schedule_placement(name: str | CustomSchedule) -> StagePlacement:
     """Return the placement of stages on ranks under a schedule.
 
     Raises:
@@ -276,7 +276,7 @@ def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None
 
 
 @functools.lru_cache(maxsize=8)
-def _forward_only(p: int, v: int, m: int, placement: Placement) -> Schedule:
+def _forward_only(p: int, v: int, m: int, placement: StagePlacement) -> Schedule:
     # Without a pipeline there is one stage, and no V.
     orders = forward_only(p, v, m, placement if v > 1 else "loop")
     return _proven(Schedule("forward_only", p, v, m, orders, placement), training=False)

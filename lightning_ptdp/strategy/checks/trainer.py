@@ -17,7 +17,7 @@ from lightning_ptdp.shims.lightning import Trainer, fits, is_compiled, layer_syn
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.strategy.checks.saved_content import check_extra_state
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
-from lightning_ptdp.world.layout import nearest_divisors
+from lightning_ptdp.world.axes import nearest_divisors
 
 __all__ = ["check_numbers", "check_trainer"]
 

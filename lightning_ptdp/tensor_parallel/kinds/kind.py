@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.tensor_parallel.linear_like import has_own_forward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
-from lightning_ptdp.world.layout import nearest_divisors
+from lightning_ptdp.world.axes import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 
 __all__ = [
