@@ -7,9 +7,6 @@ kind share one graph."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.blocks.local_blocks import local_blocks
+from lightning_ptdp.forward.fused import missing_compiler
 from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.torch import is_compiled, with_late_waits
@@ -107,18 +105,8 @@ def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:
     """
     if options.get("backend", "inductor") != "inductor":
         return
-    on_gpu = device.type == "cuda"
-    chosen, usual = ("CC", ("gcc", "clang", "cc")) if on_gpu else ("CXX", ("g++",))
-    names = (os.environ[chosen],) if chosen in os.environ else usual
-    missing = []
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        missing.append("the package triton, which is not installed")
-    if not any(map(shutil.which, names)):
-        missing.append(
-            f"a C{'' if on_gpu else '++'} compiler, and there is no {' or '.join(names)}"
-        )
-    if missing:
+    if missing := missing_compiler(device):
         raise ValueError(
-            f"compiled blocks need {' and '.join(missing)}: install it, or use "
+            f"compiled blocks need {missing}: install it, or use "
             f"compile_options={{'backend': 'aot_eager'}} or compile='none'"
         )

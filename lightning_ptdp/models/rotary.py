@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Rotary"]
+__all__ = ["Rotary", "rotary_tables"]
 
 
 class Rotary(nn.Module):
@@ -38,23 +38,39 @@ class Rotary(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(heads_bsnd.size(1), device=heads_bsnd.device)
-        cos, sin = (table.unsqueeze(-2).to(heads_bsnd.dtype) for table in self.tables(position_ids))
-        if torch.compiler.is_compiling():
-            return _composed(heads_bsnd, cos, sin, turned)
-        return _Turn.apply(heads_bsnd, cos, sin, turned)
-
-    def tables(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (..., d/2), in float32 for any dtype of the model.
-
-        bf16 cannot distinguish late positions.
-        """
-        channels = torch.arange(
-            0, self.head_dim, 2, device=position_ids.device, dtype=torch.float32
+        compiles = torch.compiler.is_compiling()
+        tables = _opaque if compiles else rotary_tables
+        cos, sin = (
+            table.unsqueeze(-2).to(heads_bsnd.dtype)
+            for table in tables(position_ids, self.head_dim, self.base)
         )
-        angles = position_ids.to(torch.float32)[..., None] * self.base ** (
-            -channels / self.head_dim
-        )
-        return angles.cos(), angles.sin()
+        return (_composed if compiles else _Turn.apply)(heads_bsnd, cos, sin, turned)
+
+
+def rotary_tables(position_ids: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (..., d/2), in float32 for any dtype of the model.
+
+    bf16 cannot distinguish late positions.
+    """
+    channels = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+    angles = position_ids.to(torch.float32)[..., None] * base ** (-channels / head_dim)
+    return angles.cos(), angles.sin()
+
+
+_opaque = torch.library.custom_op(
+    "lightning_ptdp::rotary_tables",
+    rotary_tables,
+    mutates_args=(),
+    schema="(Tensor position_ids, int head_dim, float base) -> (Tensor, Tensor)",
+)
+"""A compiler that sees the formula computes it again for each element of each head: on an H200 the
+backward pass of a rotation then takes 0.39 ms instead of 0.05 ms (2 x 4096 tokens, 32 + 8 heads)."""
+
+
+@_opaque.register_fake
+def _(position_ids: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    table = position_ids.new_empty((*position_ids.shape, (head_dim + 1) // 2), dtype=torch.float32)
+    return table, torch.empty_like(table)
 
 
 class _Turn(torch.autograd.Function):

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.forward.fused import fused
 from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
@@ -26,7 +28,7 @@ from lightning_ptdp.world.mesh import Group
 __all__ = [
     "Reduction",
     "TokenLoss",
-    "check_targets",
+    "checked_targets",
     "reduced",
     "sum_over",
     "vocabulary_parallel_cross_entropy",
@@ -74,8 +76,7 @@ def vocabulary_parallel_cross_entropy(
     assert logits.size(-1) == vocabulary.rows, (tuple(logits.shape), vocabulary)
     assert logits.shape[:-1] == target.shape, (tuple(logits.shape), tuple(target.shape))
     logits_nw, target_n = logits.reshape(-1, vocabulary.rows), target.reshape(-1)
-    counted_n = target_n != ignore_index
-    check_targets(target_n, counted_n, vocabulary)
+    counted_n, target_n = checked_targets(target_n, ignore_index, vocabulary)
     formula = TokenLoss(vocabulary, label_smoothing, z_loss)
     return reduced(
         _CrossEntropy.apply(logits_nw, target_n, counted_n, formula, group).view(target.shape),
@@ -103,20 +104,6 @@ class TokenLoss:
     smoothing: float
     z_loss: float
 
-    def place(
-        self, target_n: Tensor, counted_n: Tensor, start: int, stop: int
-    ) -> tuple[Tensor, Tensor]:
-        """Find the counted targets in [start, stop) and their columns.
-
-        Returns:
-            A mask of the counted targets in the range, and their columns. The column is 0 for a
-            target outside of the range, and -1 for a target outside of the vocabulary, so that
-            indexing fails.
-        """
-        here_n = counted_n & (target_n >= start) & (target_n < stop)
-        valid_n = ~counted_n | ((target_n >= 0) & (target_n < self.words.size))
-        return here_n, torch.where(here_n, target_n - start, torch.where(valid_n, 0, -1))
-
     def value(
         self, log_z_n: Tensor, picked_n: Tensor, sums_n: Sequence[Tensor], log_sum_n: Tensor
     ) -> Tensor:
@@ -128,23 +115,91 @@ class TokenLoss:
             )
         return loss_n + self.z_loss * log_sum_n.square() if self.z_loss else loss_n
 
-    def into_gradient(
+    def summary(
         self,
-        shifted_nk: Tensor,
-        grad_n: Tensor,
-        log_sum_n: Tensor,
-        here_n: Tensor,
+        logits_nk: Tensor,
         column_n: Tensor,
-    ) -> None:
-        """Overwrite logits minus log Z (at least one column) with the loss's gradient."""
-        shifted_nk.exp_()
-        if self.z_loss:
-            shifted_nk.mul_((1 + 2 * self.z_loss * log_sum_n).unsqueeze(-1))
+        log_sum_n: Tensor,
+        picked_n: Tensor,
+        total_n: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add some logits to what other words gave.
+
+        Args:
+            logits_nk: Logits of k words.
+            column_n: Each token's target among them; outside of [0, k) if it is not there.
+            log_sum_n, picked_n, total_n: The result for other words.
+
+        Returns:
+            The log-sum-exp, the targets' logits, and (with smoothing) the sum.
+        """
+        logits_nk = logits_nk.to(log_sum_n.dtype)
+        return (
+            log_sum_n.logaddexp(logits_nk.logsumexp(-1)),
+            picked_n + _picked(logits_nk, column_n),
+            total_n + logits_nk.sum(-1) if self.smoothing else total_n,
+        )
+
+    def sums(self, logits_nk: Tensor, column_n: Tensor, largest_n: Tensor) -> Tensor:
+        """Sum the logits minus ``largest_n``; ``column_n`` as in ``summary``.
+
+        Returns:
+            The targets', with smoothing the sum, and that of the exponentials, stacked (2 or 3, n).
+        """
+        shifted_nk = logits_nk - largest_n.unsqueeze(-1)
+        sums = [_picked(shifted_nk, column_n)]
         if self.smoothing:
-            shifted_nk.sub_(self.smoothing / self.words.size)
-        shifted_nk.mul_(grad_n.unsqueeze(-1))
-        share_n = torch.where(here_n, grad_n * (self.smoothing - 1), 0.0)
-        shifted_nk.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
+            sums.append(shifted_nk.sum(-1))
+        sums.append(shifted_nk.exp_().sum(-1))  # last, because it overwrites the shifted logits
+        return torch.stack(sums)
+
+    def gradient(
+        self,
+        logits_nk: Tensor,
+        column_n: Tensor,
+        log_sum_n: Tensor,
+        grad_n: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss's gradient by some logits, in their dtype; ``column_n`` as above.
+
+        It is computed in the dtype of ``log_sum_n``, in ``out`` if that is given: a tensor of that
+        dtype, which may be the logits (at least one column).
+        """
+        gradient_nk = torch.sub(logits_nk, log_sum_n.unsqueeze(-1), out=out).exp_()
+        if self.z_loss:
+            gradient_nk.mul_((1 + 2 * self.z_loss * log_sum_n).unsqueeze(-1))
+        if self.smoothing:
+            gradient_nk.sub_(self.smoothing / self.words.size)
+        gradient_nk.mul_(grad_n.unsqueeze(-1))
+        share_n = grad_n * (self.smoothing - 1)
+        if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
+            targets_nk = _one_hot(logits_nk, column_n)
+            gradient_nk += torch.where(targets_nk, share_n.unsqueeze(-1), 0.0)
+        else:
+            here_n, column_n = _inside(column_n, logits_nk.size(-1))
+            share_n = share_n.masked_fill(~here_n, 0.0)
+            gradient_nk.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
+        return gradient_nk.to(logits_nk.dtype)
+
+
+def _picked(logits_nk: Tensor, column_n: Tensor) -> Tensor:
+    """Return each token's logit in its column, 0 if that is not there."""
+    if torch.compiler.is_compiling():  # a sum joins the other sums over the logits
+        return torch.where(_one_hot(logits_nk, column_n), logits_nk, 0.0).sum(-1)
+    here_n, column_n = _inside(column_n, logits_nk.size(-1))
+    return logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~here_n, 0.0)
+
+
+def _one_hot(logits_nk: Tensor, column_n: Tensor) -> Tensor:
+    """Return a mask of each token's column."""
+    return torch.arange(logits_nk.size(-1), device=logits_nk.device) == column_n.unsqueeze(-1)
+
+
+def _inside(column_n: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return a mask of the columns in [0, count), and the columns, with 0 for others."""
+    here_n = (column_n >= 0) & (column_n < count)
+    return here_n, torch.where(here_n, column_n, 0)
 
 
 def reduced(loss: Tensor, counted_n: Tensor, reduction: Reduction) -> Tensor:
@@ -169,33 +224,37 @@ class _CrossEntropy(torch.autograd.Function):
         words = formula.words
         own = logits_nw[:, : words.count]
         dtype = torch.promote_types(logits_nw.dtype, torch.float32)
-        here_n, column_n = formula.place(target_n, counted_n, words.start, words.stop)
-
         largest_n = _largest(own, dtype, group)
-        shifted_nw = own - largest_n.unsqueeze(-1)
-        picked_n = (
-            logits_nw.gather(-1, column_n.unsqueeze(-1)).squeeze(-1) - largest_n
-        ).masked_fill(~here_n, 0.0)
-        sums = [picked_n, shifted_nw.sum(-1)] if formula.smoothing else [picked_n]
-        sums.append(shifted_nw.exp_().sum(-1))  # last, because it overwrites the shifted logits
-        picked_n, *sums, z_n = sum_over(torch.stack(sums), group)
+        if words.count:
+            add = fused(TokenLoss.sums, logits_nw.device)
+            sums_n = add(formula, own, target_n - words.start, largest_n)
+        else:
+            sums_n = largest_n.new_zeros(3 if formula.smoothing else 2, len(largest_n))
+        picked_n, *sums, z_n = sum_over(sums_n, group)
         log_sum_n = largest_n + z_n.log()
-        ctx.save_for_backward(logits_nw, log_sum_n, column_n, here_n, counted_n)
+        ctx.save_for_backward(logits_nw, target_n, counted_n, log_sum_n)
         ctx.formula = formula
         return formula.value(z_n.log(), picked_n, sums, log_sum_n).masked_fill(~counted_n, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
-        logits_nw, log_sum_n, column_n, here_n, counted_n = ctx.saved_tensors
-        count = ctx.formula.words.count
+        logits_nw, target_n, counted_n, log_sum_n = ctx.saved_tensors
+        words = ctx.formula.words
         # Select, do not multiply by 0: the mean over no targets has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
-        result_nw = torch.zeros_like(logits_nw, dtype=log_sum_n.dtype)
-        if count:
-            torch.sub(logits_nw[:, :count], log_sum_n.unsqueeze(-1), out=result_nw[:, :count])
-            ctx.formula.into_gradient(result_nw[:, :count], grad_n, log_sum_n, here_n, column_n)
-        return result_nw.to(logits_nw.dtype), None, None, None, None
+        if not words.count:
+            return torch.zeros_like(logits_nw), None, None, None, None
+        gradient_nw = fused(TokenLoss.gradient, logits_nw.device)(
+            ctx.formula,
+            logits_nw[:, : words.count],
+            target_n - words.start,
+            log_sum_n,
+            grad_n,
+        )
+        if padding := words.rows - words.count:
+            gradient_nw = F.pad(gradient_nw, (0, padding))
+        return gradient_nw, None, None, None, None
 
 
 def vocabulary_parallel_logsumexp(
@@ -254,15 +313,25 @@ def sum_over(x: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Tens
     return x if group.size == 1 else start_all_reduce(x, group=group, in_place=True, op=op).wait()
 
 
-def check_targets(target_n: Tensor, counted_n: Tensor, words: VocabularyRange) -> None:
-    """Raise an error that names an invalid target, if the check needs no synchronization.
+def checked_targets(
+    target_n: Tensor, ignore_index: int, words: VocabularyRange
+) -> tuple[Tensor, Tensor]:
+    """Refuse an invalid target; on an accelerator, without a synchronization.
 
-    On an accelerator, or in a compiled graph, the look-up of the target's logit fails instead.
+    Returns:
+        A mask of the targets that are counted, and the targets, -1 where they are not.
+
+    Raises:
+        IndexError: On a CPU. An accelerator reports it later, as a failed assertion of ``gather``.
+            A compiled graph does not notice.
     """
-    if target_n.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    bad = target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]
-    if bad.numel():
+    counted_n = target_n != ignore_index
+    if torch.compiler.is_compiling():
+        pass
+    elif target_n.device.type != "cpu":
+        target_n.new_zeros(()).expand(words.size).gather(0, target_n.masked_fill(~counted_n, 0))
+    elif (bad := target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]).numel():
         raise IndexError(
             f"Target {bad[0].item()} is out of bounds: the vocabulary has {words.size} tokens"
         )
+    return counted_n, target_n.masked_fill(~counted_n, -1)

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.forward.matrix_product import MatrixProduct, add_product, bias_gradient
+from lightning_ptdp.forward.fused import fused
+from lightning_ptdp.forward.matrix_product import MatrixProduct, add_product
 from lightning_ptdp.shims.torch import adds_to_gradient, has_module_hooks
 from lightning_ptdp.tensor_parallel.cross_entropy import (
     Reduction,
     TokenLoss,
-    check_targets,
+    checked_targets,
     reduced,
     sum_over,
     vocabulary_parallel_cross_entropy,
@@ -38,7 +40,7 @@ from lightning_ptdp.world.mesh import Group
 
 __all__ = ["DEFAULT_CHUNK_MB", "check_chunk", "linear_cross_entropy"]
 
-DEFAULT_CHUNK_MB = 128.0
+DEFAULT_CHUNK_MB = 256.0
 """Size of the logits that exist at a time: enough rows for a product that fills a GPU."""
 
 
@@ -94,8 +96,7 @@ def linear_cross_entropy(
     x_nh = enter(parts.group, getattr(head, "sequence_parallel", False), hidden).flatten(0, -2)
     target_n = target.reshape(-1)
     assert len(x_nh) == len(target_n), (tuple(hidden.shape), tuple(target.shape))
-    counted_n = target_n != ignore_index
-    check_targets(target_n, counted_n, parts.words)
+    counted_n, target_n = checked_targets(target_n, ignore_index, parts.words)
     formula = TokenLoss(parts.words, label_smoothing, z_loss)
     loss_n = _LinearCrossEntropy.apply(
         x_nh, parts.weight, parts.bias, target_n, counted_n, parts, formula
@@ -139,24 +140,18 @@ class _Parts:
         for start in range(0, self.words.count, self.rows):
             yield slice(start, min(start + self.rows, self.words.count))
 
-    def product(self, part: slice, x: Tensor) -> MatrixProduct:
-        """Return the product x -> logits (n, k), without the bias."""
-        return MatrixProduct(self.weight.detach()[part], x.dtype)
+    def matrix(self, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return the rows (k, h) of the weight in a dtype."""
+        return MatrixProduct(self.weight.detach()[part], dtype).matrix
 
-    def logits(self, part: slice, x: Tensor) -> Tensor:
-        """Return the logits (n, k) in float32 or float64."""
-        logits = self.product(part, x).output(
-            x, None if self.bias is None else self.bias.detach()[part]
-        )
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def logits(self, part: slice, x: Tensor, matrix: Tensor) -> Tensor:
+        """Return the logits (n, k) in the dtype of ``x``."""
+        bias = None if self.bias is None else self.bias.detach()[part].to(x.dtype)
+        return F.linear(x, matrix, bias)
 
-    def place(
-        self, formula: TokenLoss, part: slice, target_n: Tensor, counted_n: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Call ``TokenLoss.place`` for the rows of ``part``."""
-        return formula.place(
-            target_n, counted_n, self.words.start + part.start, self.words.start + part.stop
-        )
+    def first(self, part: slice) -> int:
+        """Return the id of the first word of ``part``."""
+        return self.words.start + part.start
 
 
 def _parts_of(head: nn.Module, rows: int) -> _Parts | None:
@@ -188,16 +183,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.promote_types(x_nh.dtype, torch.float32)
         log_sum_n = x_nh.new_full((len(x_nh),), -torch.inf, dtype=dtype)
-        picked_n, total_n = torch.zeros_like(log_sum_n), torch.zeros_like(log_sum_n)
+        add = fused(TokenLoss.summary, x_nh.device)
+        sums = log_sum_n, torch.zeros_like(log_sum_n), torch.zeros_like(log_sum_n)
         for part in parts:
-            logits_nk = parts.logits(part, x_nh)
-            here_n, column_n = parts.place(formula, part, target_n, counted_n)
-            log_sum_n = log_sum_n.logaddexp(logits_nk.logsumexp(-1))
-            picked_n += (
-                logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~here_n, 0.0)
-            )
-            if formula.smoothing:
-                total_n += logits_nk.sum(-1)
+            logits_nk = parts.logits(part, x_nh, parts.matrix(part, x_nh.dtype))
+            sums = add(formula, logits_nk, target_n - parts.first(part), *sums)
+        log_sum_n, picked_n, total_n = sums
         if parts.group.size > 1:
             largest_n = sum_over(log_sum_n.clone(), parts.group, op="max")
             picked_n, total_n, z_n = sum_over(
@@ -226,18 +217,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
         )
         grad_bias = torch.zeros_like(parts.bias) if wants_bias else None
+        gradient = fused(TokenLoss.gradient, x_nh.device)
         with torch.autocast(x_nh.device.type, enabled=False):
             for part in parts:
-                shifted_nk = parts.logits(part, x_nh).sub_(log_sum_n.unsqueeze(-1))
-                formula.into_gradient(
-                    shifted_nk, grad_n, log_sum_n, *parts.place(formula, part, target_n, counted_n)
+                matrix_kh = parts.matrix(part, x_nh.dtype)
+                logits_nk = parts.logits(part, x_nh, matrix_kh)
+                grad_nk = gradient(
+                    formula,
+                    logits_nk,
+                    target_n - parts.first(part),
+                    log_sum_n,
+                    grad_n,
+                    out=logits_nk if logits_nk.dtype == log_sum_n.dtype else None,
                 )
-                grad_nk = shifted_nk.to(x_nh.dtype)
+                del logits_nk
                 if grad_bias is not None:
-                    grad_bias[part] = bias_gradient(shifted_nk)
-                del shifted_nk
+                    grad_bias[part] = grad_nk.sum(0, dtype=grad_bias.dtype)
                 if grad_x is not None:
-                    add_product(grad_x, grad_nk, parts.product(part, x_nh).matrix)
+                    add_product(grad_x, grad_nk, matrix_kh)
                 if grad_weight is not None:
                     add_product(grad_weight[part], grad_nk.t(), x_nh)
         return (

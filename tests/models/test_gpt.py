@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
 from lightning_ptdp.models.gpt import Attention, SwiGLU
 from lightning_ptdp.models.layers import GeluMLP
+from lightning_ptdp.models.rotary import rotary_tables
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 
 EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
@@ -161,7 +162,7 @@ def test_fake_tensors_and_inference_mode_leave_nothing_behind(config: GPTConfig)
 
 def test_rotary_angles_are_float32_in_a_bf16_model() -> None:
     rotary = GPT(LLAMA).bfloat16().blocks[0].attention.rotary
-    cos, _ = rotary.tables(torch.arange(5000))
+    cos, _ = rotary_tables(torch.arange(5000), rotary.head_dim, rotary.base)
     assert cos.dtype == torch.float32
     assert cos[4999, 0].item() == pytest.approx(math.cos(4999.0), abs=1e-5)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
-from lightning_ptdp.models.rotary import Rotary
+from lightning_ptdp.models.rotary import Rotary, rotary_tables
 
 
 def _gradients(
@@ -57,7 +57,9 @@ def test_rotation(given: bool) -> None:
     def plain(x: Tensor) -> Tensor:
         cos, sin = (
             table.unsqueeze(-2).double()
-            for table in rotary.tables(torch.arange(5) if positions is None else positions)
+            for table in rotary_tables(
+                torch.arange(5) if positions is None else positions, rotary.head_dim, rotary.base
+            )
         )
         pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1)) * torch.complex(
             cos, sin
