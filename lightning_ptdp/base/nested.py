@@ -136,8 +136,11 @@ def iterate_tensors(value: Nested) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    for _, item in children(value) or ():
-        yield from iterate_tensors(item)
+    items = children(value)
+    # Needed until torch 2.14, whose compiler traces `for item in items or ()`.
+    if items is not None:
+        for _, item in items:
+            yield from iterate_tensors(item)
 
 
 def batch_size(batch: Nested) -> int:
