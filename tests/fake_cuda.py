@@ -41,6 +41,40 @@ _READS = {
     "bincount",
 }
 """Operations whose results, or the sizes of them, the host has to know."""
+_NONDETERMINISTIC = {
+    "histc",
+    "put",
+    "put_",
+    "median",
+    "nanmedian",
+    "kthvalue",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "nll_loss2d_forward",
+    "max_unpool2d",
+    "max_unpool3d",
+    "_ctc_loss_backward",
+    "avg_pool3d_backward",
+    "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool2d_backward",
+    "fractional_max_pool2d_backward",
+    "fractional_max_pool3d_backward",
+    "upsample_linear1d_backward",
+    "upsample_bilinear2d_backward",
+    "upsample_bicubic2d_backward",
+    "upsample_trilinear3d_backward",
+    "reflection_pad1d_backward",
+    "reflection_pad2d_backward",
+    "reflection_pad3d_backward",
+    "grid_sampler_2d_backward",
+    "grid_sampler_3d_backward",
+}
+"""Operations that a GPU refuses with ``torch.use_deterministic_algorithms(True)``.
+
+From the list in torch's documentation of that function. ``cumsum`` of floating-point numbers was on
+it until torch wrote a deterministic kernel, and is refused, too. ``bincount`` is on it with weights.
+"""
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _MOVES = {"_to_copy", "copy_"}
 
@@ -230,6 +264,8 @@ class _Notes(TorchDispatchMode):
         ]
         if here and others:
             self._mixed(function, args, kwargs)
+        if here and torch.are_deterministic_algorithms_enabled():
+            _refuse_nondeterministic(name, args, kwargs)
         if name in _READS and here:
             memory.waits.note("item" if name == "_local_scalar_dense" else name)
         if (
@@ -261,6 +297,22 @@ class _Notes(TorchDispatchMode):
                 f"{name}: expected all tensors to be on the same device, but found both cuda and "
                 "cpu"
             )
+
+
+def _refuse_nondeterministic(name: str, args: Any, kwargs: Any) -> None:
+    """Raise the error of a GPU for an operation without a deterministic kernel."""
+    refused = name in _NONDETERMINISTIC and len(args) > (1 if "median" in name else 0)
+    if name in ("scatter_reduce", "scatter_reduce_"):
+        refused = args[4] not in ("sum", "mean")
+    if name == "cumsum":
+        refused = kwargs.get("dtype", args[0].dtype).is_floating_point
+    if name == "bincount":
+        refused = len(args) > 1 and args[1] is not None
+    if refused:
+        raise RuntimeError(
+            f"{name} does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'"
+        )
 
 
 @contextlib.contextmanager

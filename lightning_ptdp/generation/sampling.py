@@ -14,6 +14,9 @@ from lightning_ptdp.generation.generation_options import Sampling
 
 __all__ = ["choose", "draw_numbers"]
 
+_ONE = 2**52
+"""Probability of 1; sums up to it are exact in float64."""
+
 
 def draw_numbers(sampling: Sampling, rows: int) -> Tensor:
     """Draw a number in [0, 1) for every row and new token, (b, n) float64 on the CPU.
@@ -39,11 +42,11 @@ def choose(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
         return logits_bv.argmax(-1)
     kept = min(sampling.top_k or logits_bv.size(-1), logits_bv.size(-1))
     values_bk, tokens_bk = logits_bv.topk(kept)
-    # float64, because float32 cumulative probabilities of a large vocabulary do not reach the last
-    # draws.
-    shares_bk = (values_bk.double() / sampling.temperature).softmax(-1)
-    shares_bk = shares_bk * (shares_bk.cumsum(-1) - shares_bk < sampling.top_p)
+    # Integers, because a GPU adds floating-point numbers in any order, but all ranks must agree.
+    shares_bk = ((values_bk.double() / sampling.temperature).softmax(-1) * _ONE).long()
+    shares_bk = shares_bk * (shares_bk.cumsum(-1) - shares_bk < int(sampling.top_p * _ONE))
     cumulated_bk = shares_bk.cumsum(-1)
-    at_b1 = torch.searchsorted(cumulated_bk, draws_b[:, None] * cumulated_bk[:, -1:], right=True)
-    # NaN logits never exceed the number, so the position must be limited.
+    drawn_b1 = (draws_b[:, None] * cumulated_bk[:, -1:]).long()
+    at_b1 = torch.searchsorted(cumulated_bk, drawn_b1, right=True)
+    # With NaN logits no share may exceed the number, so the position must be limited.
     return tokens_bk.gather(1, at_b1.clamp(max=kept - 1))[:, 0]

@@ -249,6 +249,20 @@ def test_who_decides_about_the_step_by_its_gradients_waits_for_them_too(
         )
 
 
+def _fit_deterministically(rank: int, name: str) -> bool:
+    size, options, settings = LAYOUTS[name]
+    try:
+        fit(rank, size, options, {**settings, "deterministic": True})
+        return torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["p2 t2 SP ZB-H1", "c4", "p2 v2 d2 ZeRO"])
+def test_training_is_deterministic_in_a_layout(name: str, pool: Pool) -> None:
+    assert all(pool.run(_fit_deterministically, world_size=LAYOUTS[name][0], args=(name,)))
+
+
 def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
     for batches in ranks:
         # the first of its shapes tells the others what they are
