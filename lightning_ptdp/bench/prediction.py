@@ -93,9 +93,10 @@ def predicted(
             shard_optimizer=config.shard_optimizer,
         )
         timed = simulated_step_time if layout.size("pipeline") > 1 else step_time
+        memory = fullest_rank(job, choice)
         return Prediction(
             seconds=timed(job, choice).total * accumulated,
-            nbytes=fullest_rank(job, choice).total,
+            nbytes=memory.total - memory.communicators,
             figures=whose_figures(device, job.processes),
         )
     except (ValueError, KeyError):  # the planner does not know the precision or the schedule

@@ -52,7 +52,6 @@ _MOST, _LEAST = 20, 3
 _TOKENS, _WIDTH, _WORDS, _PARAMETERS = 256, 512, 8192, 2**20
 _FRESH = 64 * 2**20  # more than the C library ever keeps
 _GIB = 2**30
-_CUDA_RESERVED = 4 * _GIB
 
 _Run = Callable[[], object]
 _Key = tuple[str | int, ...]
@@ -131,7 +130,7 @@ def calibrated(
         preset,
         name=name,
         memory_bytes=memory_bytes,
-        reserved_bytes=_CUDA_RESERVED if kind == "cuda" else 0.0,
+        reserved_bytes=_GIB if kind == "cuda" else 0.0,
         flops_16=half,
         flops_32=single,
         memory_bandwidth=stream,

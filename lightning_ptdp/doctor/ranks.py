@@ -19,6 +19,7 @@ from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_devi
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
 from lightning_ptdp.planner import Device
+from lightning_ptdp.world.mesh import default_group_options
 from lightning_ptdp.world.rendezvous_address import (
     LOOPBACK,
     listen_on_loopback,
@@ -137,7 +138,8 @@ def _group(
     limit = timedelta(seconds=2 * timeout_s)
     listen_on_loopback()
     store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+    options = default_group_options(backend, device, limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, **options)
     yield place
     tell("leaving the group")
     dist.destroy_process_group()

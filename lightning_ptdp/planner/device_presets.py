@@ -63,7 +63,7 @@ _A100 = Device(
     # both directions together; A100 whitepaper: 108 multiprocessors at 1.41 GHz, L2 5,120 bytes per
     # clock.
     memory_bytes=79 * _GIB,
-    reserved_bytes=4 * _GIB,
+    reserved_bytes=_GIB,
     flops_16=312e12,
     flops_32=19.5e12,
     memory_bandwidth=2.039e12,
@@ -96,7 +96,7 @@ _V100 = Device(
     # in both directions together; V100 whitepaper: 80 multiprocessors at 1.53 GHz; A100 whitepaper:
     # V100's L2 gives 2,048 bytes per clock.
     memory_bytes=31.7 * _GIB,
-    reserved_bytes=2 * _GIB,
+    reserved_bytes=_GIB,
     flops_16=125e12,
     flops_32=15.7e12,
     memory_bandwidth=0.9e12,
@@ -119,7 +119,7 @@ _H100 = Device(
     # 1.83 GHz at this peak, L2 as in the A100; a cluster of two units loads 2/3 of the bytes that
     # both would load alone.
     memory_bytes=79 * _GIB,
-    reserved_bytes=4 * _GIB,
+    reserved_bytes=_GIB,
     flops_8=1979e12,
     flops_16=989e12,
     flops_32=67e12,

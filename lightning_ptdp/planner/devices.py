@@ -86,8 +86,7 @@ class Device:
         name: Name in tables.
         kind: torch's name for this kind of device.
         memory_bytes: Most memory that a process can allocate.
-        reserved_bytes: Part of it that the driver, NCCL's buffers, the libraries' workspaces and
-            fragmentation take.
+        reserved_bytes: Part of it that the driver and the libraries' workspaces take.
         flops_16: Peak operations per second of dense matrix products in bf16 or fp16, accumulated
             in fp32.
         flops_8: Peak operations per second in float8; None if the device has no float8.

@@ -17,9 +17,14 @@ from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, s
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.planner.sharded_parameters import whole_bytes
 from lightning_ptdp.schedule.generators import FAMILIES
+from lightning_ptdp.world.communicators import communicators
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
+
+# Memory of a communicator of two GPUs and of more, measured on A100s connected by NVLink
+# (github.com/NVIDIA/nccl, question 964).
+_PAIR, _LARGER = 544 * 2**20, 688 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,7 @@ class RankMemory:
         activations: Bytes that the layers keep for the backwards of all microbatches in flight.
         logits: Final norm, head and loss.
         working: Temporary bytes: a recomputed layer, gradients between the operations of a layer.
+        communicators: NCCL's buffers, which are no tensors.
     """
 
     pipeline_rank: int
@@ -45,6 +51,7 @@ class RankMemory:
     activations: float
     logits: float
     working: float
+    communicators: float = 0.0
 
     @property
     def total(self) -> float:
@@ -181,7 +188,15 @@ def rank_memory(
         activations=held * of_layers + _inputs(job, choice, layout, mine),
         logits=logits,
         working=working,
+        communicators=_communicators(job, layout, pipeline_rank),
     )
+
+
+def _communicators(job: Job, layout: ParallelLayout, pipeline_rank: int) -> float:
+    if not job.device.reserved_bytes:  # as on a CPU, or the user has subtracted it
+        return 0.0
+    rank = layout.group_of("pipeline", 0)[pipeline_rank]
+    return sum(_PAIR if len(ranks) == 2 else _LARGER for ranks in communicators(layout, rank))
 
 
 def _held(choice: Choice, pipeline_rank: int) -> int:

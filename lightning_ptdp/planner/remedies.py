@@ -29,7 +29,7 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
         space: The searched space.
     """
     job = plan.job
-    endless = replace(job, device=replace(job.device, memory_bytes=_PLENTY, reserved_bytes=0.0))
+    endless = replace(job, device=replace(job.device, memory_bytes=_PLENTY))
     possible = search(endless, _smallest(space), count=10**6, simulate=False).best
     if not possible:
         sizes = f"{job.world_size} devices and a batch of {job.global_batch_size}"

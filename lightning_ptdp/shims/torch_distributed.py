@@ -13,6 +13,7 @@ __all__ = [
     "abort_process_groups",
     "all_gather_product",
     "all_gather_single",
+    "binds_device",
     "connect_symmetric_memory",
     "default_store",
     "flight_record",
@@ -132,6 +133,14 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def binds_device() -> bool:
+    """Return True if a default NCCL group must be bound to its device.
+
+    Until torch 2.14 it must not be: there is no ``lazy_init``, so new groups would be split from
+    it."""
+    return hasattr(dist.ProcessGroupNCCL.Options, "lazy_init")
+
+
 def nccl_options(
     timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None
 ) -> dist.ProcessGroupNCCL.Options:
@@ -146,7 +155,9 @@ def nccl_options(
     Raises:
         ValueError: This NCCL accepts no number of thread blocks.
     """
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if binds_device():
+        options.lazy_init = True
     if timeout is not None:
         options._timeout = timeout
     if max_ctas is not None:

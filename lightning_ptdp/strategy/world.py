@@ -25,7 +25,7 @@ from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
 from lightning_ptdp.strategy.stopping import StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.mesh import ProcessMesh
+from lightning_ptdp.world.mesh import ProcessMesh, default_group_options
 from lightning_ptdp.world.rendezvous_address import (
     LOOPBACK,
     listen_anywhere,
@@ -226,10 +226,9 @@ class World(RunningStrategy):
         def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
             if self.root_device.type == "cuda":
                 torch.cuda.set_device(self.root_device)  # each thread has its own
-            # Do not bind the group to a device: torch would split new groups from the world's
-            # communicator, which needs all ranks at once.
+            options = default_group_options(backend, self.root_device, limit)
             self._names.init_process_group(
-                environment, backend, crowd.rank, layout.world_size, timeout=limit, store=store
+                environment, backend, crowd.rank, layout.world_size, store=store, **options
             )
             mesh = self._make_mesh(layout)
             # After its keeper is lost, torch tries for twice the limit to connect, without a check

@@ -1,10 +1,4 @@
-"""Process groups of one rank, created from a layout and connected at once.
-
-NCCL connects lazily: the first collective of a group, and the first message between two ranks,
-block the *host* until every peer makes the same call. Inside a step no rank may wait like that: it
-would wait for a gradient whose activation it has not sent yet. Therefore every group and channel is
-used once before it is returned.
-"""
+"""Process groups of one rank, created from a layout and connected at once."""
 
 from __future__ import annotations
 
@@ -15,21 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.shims.torch_distributed import nccl_options, resolve_group
+from lightning_ptdp.shims.torch_distributed import (
+    binds_device,
+    nccl_options,
+    resolve_group,
+)
 from lightning_ptdp.world.axes import SETS
+from lightning_ptdp.world.communicators import (
+    CHANNEL,
+    URGENT,
+    channel_rounds,
+    group_names,
+    shared_name,
+)
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["Group", "ProcessMesh"]
+__all__ = ["Group", "ProcessMesh", "default_group_options"]
 
+_BEYOND_GUARD = 2  # times the limit: later than any of the hang guard's
 _CPU = torch.device("cpu")
-_CHANNEL = "channel"
-_URGENT = frozenset({"tensor", "context", "expert", _CHANNEL})
-"""Groups whose communication the next computation waits for.
-
-A GPU runs it before computation that is already queued. Reductions are not urgent.
-"""
-_ALONE = frozenset({"context", "expert"})
-"""Urgent groups whose ranks also take part in reductions."""
 
 
 class LostHandle:
@@ -91,13 +89,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMesh:
-    """This rank's coordinates and its group on every axis and set of axes.
-
-    Every rank takes part only in creating the groups that it belongs to, so the cost does not grow
-    with the world. torch identifies such a group by its ranks and by *the number of groups that
-    each of them has created before*. Therefore all ranks must create the same number of groups, in
-    the same order. If only some ranks need a group, the other ranks create one among themselves.
-    """
+    """This rank's coordinates and its group on every axis and set of axes."""
 
     layout: ParallelLayout
     rank: int = 0
@@ -129,18 +121,12 @@ class ProcessMesh:
                 between stages; None: NCCL decides.
         """
         groups: dict[str, Group] = {}
+        made: dict[tuple[str, tuple[int, ...]], Any] = {}
         if layout.world_size > 1:
             _connect(None, device)
-        made: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for axis in (
-            *(row.name for row in layout.axes),
-            *SETS,
-            *(row.others for row in layout.blocked),
-        ):
+        for axis in group_names(layout):
             ranks = layout.group_of(axis, rank)
-            # An urgent group shares no communicator with reductions, because it would wait behind
-            # their large gradient buckets.
-            key = (axis if axis in _ALONE else "shared", ranks)
+            key = (shared_name(axis), ranks)
             if key not in made:
                 made[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
             groups[axis] = Group(made[key], ranks, ranks.index(rank))
@@ -174,7 +160,7 @@ class ProcessMesh:
         whole = self.group(axis)
         if len(places) == whole.size:
             return whole
-        return self._made(f"{axis}{places}", tuple(whole.ranks[place] for place in places))
+        return self._made(axis, tuple(whole.ranks[place] for place in places))
 
     @property
     def world(self) -> Group:
@@ -198,16 +184,27 @@ class ProcessMesh:
         assert size * nodes == whole.size, (nodes, whole.ranks)
         node, place = divmod(whole.rank, size)
         inside, between = whole.ranks[node * size : (node + 1) * size], whole.ranks[place::size]
-        first = self._made(f"{axes}/{nodes}/inside", inside) if size > 1 else Group(None, inside, 0)
-        return first, self._made(f"{axes}/{nodes}/between", between)
+        first = self._made("inside", inside) if size > 1 else Group(None, inside, 0)
+        return first, self._made("between", between)
 
-    def _made(self, key: str, ranks: tuple[int, ...]) -> Group:
+    def _made(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Return the group of ``ranks``, created on first use."""
+        for key, group in self.groups.items():
+            # All ranks create the same number of groups: those of one rank are created again.
+            if group.ranks == ranks and len(ranks) > 1 and key not in URGENT:
+                return group
+        key = f"{name}{ranks}"
         if key not in self.groups:
-            self.groups[key] = Group(
-                _new_group(ranks, self.timeout, self.device, key), ranks, ranks.index(self.rank)
-            )
+            handle = _new_group(ranks, self.timeout, self.device, key)
+            self.groups[key] = Group(handle, ranks, ranks.index(self.rank))
         return self.groups[key]
+
+
+def default_group_options(backend: str, device: torch.device, limit: timedelta) -> dict[str, Any]:
+    """Return the arguments of ``init_process_group`` that the contract demands."""
+    if backend != "nccl":
+        return {"timeout": limit}
+    return {"timeout": _BEYOND_GUARD * limit, "device_id": device if binds_device() else None}
 
 
 def _new_group(
@@ -226,12 +223,16 @@ def _new_group(
 def _unconnected_group(
     ranks: tuple[int, ...], timeout: timedelta | None, axis: str, max_ctas: int | None = None
 ) -> Any:
-    options = None
-    if dist.get_backend() == "nccl":
-        options = nccl_options(timeout, high_priority=axis in _URGENT, max_ctas=max_ctas)
+    options, backend = None, None
+    if len(ranks) == 1:
+        backend = "gloo"  # it is only counted; NCCL may allocate even for one rank
+    elif dist.get_backend() == "nccl":
+        timeout = timeout and _BEYOND_GUARD * timeout
+        options = nccl_options(timeout, high_priority=axis in URGENT, max_ctas=max_ctas)
     return dist.new_group(
         list(ranks),
         timeout=timeout,
+        backend=backend,
         pg_options=options,
         use_local_synchronization=True,
         group_desc=axis,
@@ -272,35 +273,12 @@ def _channels(
     """
     ranks = layout.group_of("pipeline", rank)
     channels: dict[tuple[int, int, str], Any] = {}
-    for turn in _rounds(layout):
+    for turn in channel_rounds(layout):
         mine = next((line for line in turn if ranks.index(rank) in line[:2]), None)
         members = (rank,) if mine is None else tuple(sorted((ranks[mine[0]], ranks[mine[1]])))
-        handle = _unconnected_group(members, timeout, _CHANNEL, max_ctas)
+        handle = _unconnected_group(members, timeout, CHANNEL, max_ctas)
         if mine is not None:
             source, target = ranks[mine[0]], ranks[mine[1]]
             _connect_channel(source, target, rank, handle, device)
             channels[source, target, mine[2]] = handle
     return channels
-
-
-def _rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
-    """Return rounds of the channels between pipeline ranks, with no rank twice in a round.
-
-    A channel is (source, destination, direction).
-    """
-    ends = [
-        (layout.rank_of_stage(stage), layout.rank_of_stage(stage + 1))
-        for stage in range(layout.num_stages - 1)
-    ]
-    forward = [(source, target, "forward") for source, target in ends if source != target]
-    backward = [(target, source, "backward") for source, target, _ in forward]
-    rounds: list[list[tuple[int, int, str]]] = []
-    for line in dict.fromkeys([*forward, *backward]):
-        free = next(
-            (turn for turn in rounds if all(not {*line[:2]} & {*other[:2]} for other in turn)), None
-        )
-        if free is None:
-            free = []
-            rounds.append(free)
-        free.append(line)
-    return rounds

@@ -175,7 +175,15 @@ def test_json(ptdp: Run) -> None:
     assert data["job"]["world_size"] == 16
     assert len(data["best"]) == 2
     best = data["best"][0]
-    parts = ("weights", "gradients", "optimizer", "activations", "logits", "working")
+    parts = (
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "logits",
+        "working",
+        "communicators",
+    )
     assert best["memory"]["total"] == pytest.approx(sum(best["memory"][name] for name in parts))
     assert 0 < best["mfu"] < 1
     assert data["rejected"] and {"what", "reason"} == set(data["rejected"][0])

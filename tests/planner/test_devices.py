@@ -37,7 +37,7 @@ def test_peaks_of_known_devices(device: str, precision: str, peak: float | None)
 
 def test_devices() -> None:
     assert find_device("A100") is DEVICES["a100-80gb"]
-    assert find_device("h200").usable_bytes == 135 * 2**30
+    assert find_device("h200").usable_bytes == 138 * 2**30
     with pytest.raises(ValueError, match=r"device='h1000' is unknown: did you mean 'h"):
         find_device("h1000")
     with pytest.raises(ValueError, match=r"product_share=1\.2 is a share"):

@@ -140,3 +140,15 @@ def test_activations_follow_the_schedule() -> None:
     assert held("1f1b") == pytest.approx(10 * p)
     assert held("gpipe") == pytest.approx(10 * 96)
     assert held("interleaved_1f1b", v=2) == pytest.approx(10 * p * (1 + (p - 1) / (p * 2)))
+
+
+def test_the_memory_of_communicators_follows_their_number() -> None:
+    def nbytes(world_size: int, **layout: int) -> float:
+        job = small_job(VARIANTS["gpt2"], world_size=world_size)
+        return fullest_rank(job, choice(world_size=world_size, **layout)).communicators / 2**20
+
+    assert nbytes(1) == 0
+    assert nbytes(8) == 688 * 2
+    assert nbytes(8, tensor_parallel_size=2, pipeline_parallel_size=2) == 688 * 2 + 544 * 5
+    job = small_job(VARIANTS["gpt2"], world_size=8, device="cpu")
+    assert fullest_rank(job, choice(world_size=8)).communicators == 0

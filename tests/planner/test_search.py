@@ -145,7 +145,7 @@ def test_reasons_of_memory() -> None:
     assert plan.slower == ()
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
     assert "alone take" in reasons["t1 p1 d16"]
-    assert reasons["t8 p2 d1"].endswith("of 60.0 GiB") or "at least" in reasons["t8 p2 d1"]
+    assert reasons["t8 p2 d1"].endswith("of 62.4 GiB") or "at least" in reasons["t8 p2 d1"]
 
 
 def test_a_reserve_is_left() -> None:

@@ -1,0 +1,161 @@
+"""Assumptions of world/communicators.py about "nccl", held against the installed torch.
+
+A stand-in for the backend notes how torch creates groups, with a bound device and without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+
+from lightning_ptdp.shims.torch_distributed import binds_device, nccl_options
+from lightning_ptdp.world import mesh as mesh_module
+from lightning_ptdp.world.communicators import communicators
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh, default_group_options
+
+pytestmark = pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
+
+LIMIT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Created:
+    """A communicator that torch asked the backend for."""
+
+    ranks: tuple[int, ...]
+    device: torch.device | None
+    is_split: bool
+    is_lazy: bool
+    timeout: timedelta
+
+
+class StandIn(c10d.Backend):
+    """A backend that can split, and whose collectives end at once."""
+
+    supports_splitting = True
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "nccl2"
+
+    def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        done: Any = torch.futures.Future()
+        done.set_result(tensors)
+        return c10d._create_work_from_future(done)
+
+
+@contextmanager
+def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Created]]:
+    """Have ``dist`` create "nccl" groups of the stand-in, the default one by our options."""
+    created = list[Created]()
+
+    def create(options: Any, given: Any) -> StandIn:
+        one = Created(
+            ranks=tuple(options.global_ranks_in_group),
+            device=options.process_group.bound_device_id,
+            is_split=options.split_from is not None,
+            is_lazy=getattr(given, "lazy_init", False),
+            timeout=options.timeout,
+        )
+        created.append(one)
+        return StandIn(options.group_rank, options.group_size)
+
+    backend: Any = distributed_c10d.Backend
+    backend._ensure_backend_registered("nccl")
+    plugin = backend._BackendPlugin(create, True)
+    accelerator = {
+        "current_accelerator": lambda **_: torch.device("cuda"),
+        "device_count": lambda: 8,
+        "is_available": lambda: True,
+    }
+    with (
+        mock.patch.dict(backend._plugins, {"NCCL": plugin}),
+        mock.patch.multiple(torch.accelerator, **accelerator),
+        mock.patch.object(mesh_module, "_connect"),
+        mock.patch.object(mesh_module, "_connect_channel"),
+    ):
+        options = default_group_options("nccl", device, LIMIT)
+        dist.init_process_group(
+            "nccl", store=dist.HashStore(), rank=rank, world_size=size, **options
+        )
+        try:
+            yield created
+        finally:
+            dist.destroy_process_group()
+
+
+def test_what_nccl_is() -> None:
+    """With torch 2.15 "nccl" is nccl2, which must know the device."""
+    backend: Any = distributed_c10d.Backend
+    if hasattr(backend, "_ensure_backend_registered"):
+        backend._ensure_backend_registered("nccl")
+    name = backend._plugins["NCCL"].creator_fn.__name__
+    assert binds_device() == ("nccl2" in name), name
+
+
+@pytest.mark.skipif(not binds_device(), reason="this torch takes the device from the tensors")
+def test_nccl2_takes_the_given_device_and_guesses_an_unknown_one() -> None:
+    group: Any = mock.Mock(bound_device_id=torch.device("cuda", 3))
+    options: Any = mock.Mock(enable_reconfigure=False, process_group=group)
+    find: Any = distributed_c10d._nccl2_device  # type: ignore[attr-defined]
+    assert find(options) == torch.device("cuda", 3)
+    group.bound_device_id, options.global_ranks_in_group, options.group_rank = None, [], 5
+    with (
+        mock.patch.object(torch.cuda, "device_count", return_value=4),
+        mock.patch.dict("os.environ"),
+    ):
+        distributed_c10d.os.environ.pop("LOCAL_RANK", None)
+        assert find(options) == torch.device("cuda", 1), "the rank modulo the number of GPUs"
+
+
+@pytest.mark.skipif(not binds_device(), reason="this torch splits no group")
+def test_torch_splits_a_group_that_is_not_lazy() -> None:
+    with stand_in(0, 4, torch.device("cuda", 2)) as created:
+        dist.new_group([0, 1], use_local_synchronization=True)
+        options = nccl_options(LIMIT, high_priority=False)
+        dist.new_group([0, 1], use_local_synchronization=True, pg_options=options)
+    assert [one.is_split for one in created] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 3, "world_size": 6},
+        {"expert_parallel_size": 2, "context_parallel_size": 2},
+    ],
+)
+def test_all_groups_know_their_device_and_none_is_split(options: dict[str, int]) -> None:
+    layout = ParallelLayout(**{"world_size": 8, **options})
+    calls = list[int]()
+    for rank in range(layout.world_size):
+        device = torch.device("cuda", 7 - rank)
+        with (
+            stand_in(rank, layout.world_size, device) as created,
+            mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+        ):
+            mesh = ProcessMesh.create(layout=layout, rank=rank, timeout=LIMIT, device=device)
+            middle = tuple(range(1, layout.pipeline_parallel_size - 1))
+            if middle:
+                here = mesh.group("pipeline").rank
+                mesh.subgroup("pipeline", middle if here in middle else (0, 2))
+            calls.append(new_group.call_count)
+        assert len(created) == len(communicators(layout, rank)) + (len(middle) and here != 1)
+        assert not any(one.is_split for one in created)
+        assert {one.device for one in created} == {device if binds_device() else None}
+        assert all(one.is_lazy == binds_device() for one in created[1:])
+        # The hang guard acts at 1.1 times the limit.
+        assert all(one.timeout > 1.5 * LIMIT for one in created)
+    assert len(set(calls)) == 1, "torch counts the groups that each rank has created"

@@ -1,0 +1,82 @@
+"""The communicators of a rank follow from the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ptdp.world.communicators import channel_rounds, communicators
+from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.mesh import ProcessMesh
+from tests.pool import Pool
+
+T8P8D8C2E8: dict[str, Any] = {
+    "world_size": 1024,
+    "tensor_parallel_size": 8,
+    "pipeline_parallel_size": 8,
+    "context_parallel_size": 2,
+    "expert_parallel_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({"world_size": 1}, {0}),
+        ({"world_size": 8}, {2}),
+        ({"world_size": 8, "tensor_parallel_size": 8}, {2}),
+        ({"world_size": 8, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {7}),
+        # The first and the last stage have two channels, the other stages four.
+        ({"world_size": 8, "pipeline_parallel_size": 8}, {4, 6}),
+        (T8P8D8C2E8, {12, 14}),
+    ],
+)
+def test_number_of_communicators(options: dict[str, Any], numbers: set[int]) -> None:
+    layout = ParallelLayout(**options)
+    assert {len(communicators(layout, rank)) for rank in range(layout.world_size)} == numbers
+
+
+def test_members_of_the_communicators_of_a_large_layout() -> None:
+    every = communicators(ParallelLayout(**T8P8D8C2E8), 200)
+    # the world, t p e, t p c, d c, t, p, d, e, c, the replicas of the experts, channels
+    assert [len(ranks) for ranks in every] == [1024, 512, 128, 16, 8, 8, 8, 8, 2, 2, 2, 2, 2, 2]
+    assert all(200 in ranks for ranks in every)
+
+
+def _created(rank: int, layout: ParallelLayout) -> list[tuple[int, ...]]:
+    created = list[tuple[int, ...]]()
+    new_group = dist.new_group
+
+    def note(ranks: list[int], **options: Any) -> Any:
+        created.append(tuple(ranks))
+        return new_group(ranks, **options)
+
+    with mock.patch.object(dist, "new_group", note):
+        mesh = ProcessMesh.create(layout=layout, rank=rank)
+        before = len(created)
+        mesh.levels(("data", "context"), 2)
+        # The context group is not shared with reductions.
+        assert len(created) - before == (layout.context_parallel_size > 1)
+    return created[:before]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_parallel_size": 4},
+        {"tensor_parallel_size": 2, "context_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "context_parallel_size": 2},
+    ],
+)
+def test_a_mesh_creates_each_communicator_once(options: dict[str, int], pool: Pool) -> None:
+    layout = ParallelLayout(world_size=8, **options)
+    ranks = pool.run(_created, world_size=8, args=(layout,))
+    assert len({len(created) for created in ranks}) == 1, "torch counts the groups of each rank"
+    for rank, created in enumerate(ranks):
+        world, *others = communicators(layout, rank)
+        assert len(world) == 8
+        assert sorted(map(sorted, others)) == sorted(list(one) for one in created if len(one) > 1)
+    assert len(channel_rounds(layout)) <= 4
