@@ -5,6 +5,10 @@ A stand-in for the backend notes how torch creates groups, with a bound device a
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +22,14 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from lightning_ptdp.shims.torch_distributed import binds_device, nccl_options
+from lightning_ptdp.checkpoint import same_outcome, save_agreement
+from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.shims.torch_distributed import (
+    binds_device,
+    flight_record,
+    is_communication_error,
+    nccl_options,
+)
 from lightning_ptdp.world import mesh as mesh_module
 from lightning_ptdp.world.communicators import communicators
 from lightning_ptdp.world.layout import ParallelLayout
@@ -159,3 +170,64 @@ def test_all_groups_know_their_device_and_none_is_split(options: dict[str, int])
         # The hang guard acts at 1.1 times the limit.
         assert all(one.timeout > 1.5 * LIMIT for one in created)
     assert len(set(calls)) == 1, "torch counts the groups that each rank has created"
+
+
+MESSAGES = [
+    "NCCL operation timed out",
+    "Watchdog caught collective operation timeout: NCCL operation timed out",
+    "NCCL communicator was aborted after a previous error",
+    "Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)",
+    "NCCL AllReduce failed: remote process exited or there was a network error",
+    "NCCL Send failed in batch operation: unhandled system error",
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_after_an_error_of_nccl_no_agreement_is_tried(message: str) -> None:
+    assert is_communication_error(RuntimeError(message))
+    assert not is_communication_error(ValueError(message))
+    no_collective = mock.patch.object(save_agreement, "gather", side_effect=AssertionError)
+    with (
+        no_collective,
+        pytest.raises(RuntimeError, match=message.split("(")[0]),
+        same_outcome("the test"),
+    ):
+        raise RuntimeError(message)
+    with no_collective, pytest.raises(PeerError), same_outcome("the test"):
+        raise PeerError("lost another rank") from RuntimeError(message)
+
+
+@pytest.mark.parametrize("message", ["NCCL version 2.10 is too old", "the NCCL operation failed"])
+def test_other_errors_are_agreed_upon(message: str) -> None:
+    assert not is_communication_error(RuntimeError(message))
+
+
+@pytest.mark.skipif(not binds_device(), reason="NCCL of this torch records itself")
+def test_the_flight_record_is_of_the_backend_in_use() -> None:
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> StandIn:
+        return StandIn(rank, size)
+
+    dist.Backend.register_backend("stand_in", create, devices=["cpu"])
+    dist.init_process_group("stand_in", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.zeros(3))
+        assert pickle.loads(flight_record())["entries"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_failed_rank_aborts_its_groups_before_lightning_destroys_them() -> None:
+    script = """
+        import atexit
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from lightning_ptdp.pipeline.watchdog import Watchdog
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        atexit.register(lambda: print("left to destroy:", dist.is_initialized()))
+        watchdog = Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=1, waits_raise=False)
+        watchdog.annotate(ValueError())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "left to destroy: False\n", done.stderr

@@ -73,7 +73,7 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
     try:
         yield
     except Exception as error:
-        if is_communication_error(error):
+        if is_communication_error(error) or is_communication_error(error.__cause__):
             raise  # A lost rank cannot take part in an agreement.
         cause, reasons = error, {own_rank(): explain(error)}
     everyone = gather(reasons, group)

@@ -43,12 +43,12 @@ from lightning_ptdp.pipeline.status import duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch_distributed import abort_process_groups
 
-__all__ = ["GuardObservation", "HangGuard", "HangJudge", "Heartbeat", "give_up"]
+__all__ = ["GuardObservation", "HangGuard", "HangJudge", "Heartbeat", "abort_groups", "give_up"]
 
 _FAILED_S = 10.0
 _FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
 _ABORT_S = 5.0
-_GIVES_UP_AT = 1.1  # of the limit, at which torch itself ends the process if it notices
+_GIVES_UP_AT = 1.1  # of the limit
 _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
 
@@ -232,12 +232,13 @@ class Heartbeat:
 
 def give_up() -> NoReturn:
     """Abort the process groups if possible within a time limit, and end this process at once."""
-    aborting = threading.Thread(target=_abort, name="ptdp abort", daemon=True)
+    aborting = threading.Thread(target=abort_groups, name="ptdp abort", daemon=True)
     aborting.start()
     aborting.join(_ABORT_S)
     os._exit(1)
 
 
-def _abort() -> None:
+def abort_groups() -> None:
+    """Abort the process groups; a failure is ignored."""
     with contextlib.suppress(Exception):
         abort_process_groups()

@@ -10,6 +10,7 @@ error does not come.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import threading
@@ -28,6 +29,7 @@ from lightning_ptdp.pipeline.hang_guard import (
     HangGuard,
     HangJudge,
     Heartbeat,
+    abort_groups,
     give_up,
 )
 from lightning_ptdp.pipeline.p2p import PeerError
@@ -49,7 +51,7 @@ _SILENT_INTERVALS = 4
 _RANKS_PER_SECOND = 1000  # publications that the store's host should have to accept
 # Largest world in which a rank watches all ranks, and not only those of its own groups.
 _ALL_WATCHED = 64
-_REPORT_AT = 0.9  # of the limit: at the whole limit torch may end the process
+_REPORT_AT = 0.9  # of the limit
 
 
 @dataclass(kw_only=True, eq=False)
@@ -258,6 +260,9 @@ class Watchdog(StepObserver):
         If the error is one of torch's communication, add each rank's last action to it.
         """
         self._is_over = True
+        if not self.waits_raise:
+            # Runs before Lightning destroys the groups, which waits for posted receives.
+            atexit.register(abort_groups)
         if not self._progress.failure:
             self._note_failure(error)
         if is_communication_error(error):

@@ -27,8 +27,9 @@ __all__ = [
     "wait_traced",
 ]
 
-_GLOO_ERROR = re.compile(
-    r"^(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|^Application timeout caused pair closure"
+_PLAIN_ERROR = re.compile(
+    r"(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|Application timeout caused pair closure"
+    r"|(Watchdog caught [^:]*: |Failed to \w+ )?NCCL (communicator|operation|[\w ]+ failed)"
 )
 
 
@@ -174,8 +175,13 @@ def flight_record() -> bytes:
     """Return NCCL's latest operations and their progress, pickled as in torch's own dump.
 
     torch's analyzer (``torchfrtrace``) reads this form. (torch itself writes it only after a hang.)
+    Each backend has a recorder. That of nccl2 exists since torch 2.15.
     """
-    return bytes(cast(Any, torch._C._distributed_c10d)._dump_nccl_trace())
+    names: Any = torch._C._distributed_c10d
+    records = [bytes(names._dump_nccl_trace())]
+    if binds_device():
+        records.append(bytes(names._dump_fr_trace(backend="nccl2")))
+    return max(records, key=len)
 
 
 def abort_process_groups() -> None:
@@ -185,11 +191,11 @@ def abort_process_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def is_communication_error(error: BaseException) -> bool:
+def is_communication_error(error: BaseException | None) -> bool:
     """Return True if torch's communication failed.
 
-    The error has a class of torch's own, except that gloo's errors are recognized only by their
-    text."""
+    The error has a class of torch's own, except that errors of gloo and nccl2 are recognized only
+    by their text."""
     return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and _GLOO_ERROR.match(str(error)) is not None
+        type(error) is RuntimeError and _PLAIN_ERROR.match(str(error)) is not None
     )
