@@ -39,6 +39,7 @@ __all__ = [
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
+Backend = Literal["nccl", "gloo"]
 FiniteAction = Literal["raise", "skip"]
 CheckpointFormat = Literal["auto", "file", "folder"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
@@ -202,7 +203,7 @@ class PTDPConfig(Degrees):
     check_finite: FiniteAction | None = None
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"
-    process_group_backend: str | None = None
+    process_group_backend: Backend | None = None
     on_damage: OnDamage = "previous"
     async_save: bool = False
     checkpoint_format: CheckpointFormat = "auto"

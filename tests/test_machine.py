@@ -7,10 +7,14 @@ import multiprocessing
 import os
 import resource
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.checks.device import check_other_gpus
 from lightning_ptdp.strategy.checks.machine_limits import check_machine
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
@@ -71,3 +75,41 @@ def test_missing_loopback_interface_is_refused_before_launch(
         match=r"cannot connect to 127\.0\.0\.1: Network is unreachable\. .*ip link set lo up",
     ):
         make_trainer(Place(world_size=2)).fit(LitNet(), loader())
+
+
+def _gpu(uuid: str, name: str = "NVIDIA H100") -> Any:
+    return SimpleNamespace(uuid=uuid, name=name)
+
+
+def test_gpus_of_all_ranks() -> None:
+    store = dist.HashStore()
+    for rank in range(4):
+        check_other_gpus(store, rank=rank, tensor_ranks=(rank // 2 * 2, 1), gpu=_gpu(f"{rank}"))
+    # Tensor groups may differ from each other.
+    check_other_gpus(store, rank=4, tensor_ranks=(4,), gpu=_gpu("4", "NVIDIA A100"))
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    store = dist.HashStore()
+    check_other_gpus(store, rank=2, tensor_ranks=(2,), gpu=_gpu("GPU-1"))
+    with pytest.raises(
+        ValueError, match=r"^ranks 2 and 5 use the same NVIDIA H100 \(GPU-1\).*devices="
+    ):
+        check_other_gpus(store, rank=5, tensor_ranks=(5,), gpu=_gpu("GPU-1"))
+
+
+def test_different_gpus_in_a_tensor_group_are_refused() -> None:
+    store = dist.HashStore()
+    check_other_gpus(store, rank=1, tensor_ranks=(0, 1), gpu=_gpu("GPU-1"))
+    with pytest.raises(
+        ValueError, match=r"^tensor_parallel_size=2: .*NVIDIA H100 and NVIDIA A100 .*ranks 0, 1"
+    ):
+        check_other_gpus(store, rank=0, tensor_ranks=(0, 1), gpu=_gpu("GPU-0", "NVIDIA A100"))
+
+
+def test_an_unknown_backend_and_nccl_without_gpus_are_refused() -> None:
+    with pytest.raises((TypeError, ValueError), match=r"process_group_backend='ncll'.*'nccl'"):
+        PTDPStrategy(process_group_backend="ncll")
+    place = Place(world_size=2, layout={"process_group_backend": "nccl"})
+    with pytest.raises(ValueError, match=r"process_group_backend='nccl'.*accelerator='cpu'"):
+        make_trainer(place).fit(LitNet(), loader())

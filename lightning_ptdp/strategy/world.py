@@ -15,7 +15,7 @@ from lightning_ptdp.base.random import derive_seed, seed_process
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.glibc import return_large_blocks
 from lightning_ptdp.shims.lightning import Launcher
-from lightning_ptdp.strategy.checks.device import check_device
+from lightning_ptdp.strategy.checks.device import check_device, check_other_gpus
 from lightning_ptdp.strategy.checks.machine_limits import check_machine
 from lightning_ptdp.strategy.checks.started_processes import check_processes
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
@@ -117,8 +117,13 @@ class World(RunningStrategy):
         """Check that this machine lets the ranks start, if this process starts all of them.
 
         Raises:
-            ValueError: A limit of the machine is too low.
+            ValueError: A limit of the machine is too low, or NCCL has no GPU.
         """
+        if self.config.process_group_backend == "nccl" and self.root_device.type == "cpu":
+            raise ValueError(
+                "process_group_backend='nccl' needs GPUs, but accelerator='cpu': leave the option "
+                "out, or use 'gloo'"
+            )
         size, environment = self.layout.world_size, self.cluster_environment
         if 1 < size == self.num_processes and not environment.creates_processes_externally:
             check_machine(
@@ -226,6 +231,13 @@ class World(RunningStrategy):
         def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
             if self.root_device.type == "cuda":
                 torch.cuda.set_device(self.root_device)  # each thread has its own
+            if backend == "nccl":
+                check_other_gpus(
+                    store,
+                    rank=crowd.rank,
+                    tensor_ranks=layout.group_of("tensor", crowd.rank),
+                    gpu=torch.cuda.get_device_properties(self.root_device),
+                )
             options = default_group_options(backend, self.root_device, limit)
             self._names.init_process_group(
                 environment, backend, crowd.rank, layout.world_size, store=store, **options

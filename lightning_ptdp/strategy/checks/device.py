@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["check_device", "check_gpu"]
+__all__ = ["check_device", "check_gpu", "check_other_gpus"]
 
 _BF16 = (8, 0)
 
@@ -57,6 +59,37 @@ def check_gpu(
             "float32 in its place and is slow: "
             f"precision={precision.replace('bf16', '16')!r} is fast there",
             stacklevel=2,
+        )
+
+
+def check_other_gpus(
+    store: dist.Store, *, rank: int, tensor_ranks: Sequence[int], gpu: Any
+) -> None:
+    """Compare the GPU of this rank with those of the ranks that came before.
+
+    NCCL's own error names neither ranks nor GPUs. No rank waits here.
+
+    Args:
+        store: Store of all ranks.
+        rank: This rank.
+        tensor_ranks: Ranks of its tensor-parallel group.
+        gpu: Properties of its GPU.
+
+    Raises:
+        ValueError: Another rank uses the same GPU, or the tensor-parallel group has different GPUs.
+    """
+    other = store.compare_set(f"gpu/{gpu.uuid}", "", str(rank)).decode()
+    if other != str(rank):
+        raise ValueError(
+            f"ranks {other} and {rank} use the same {gpu.name} ({gpu.uuid}): NCCL needs one GPU "
+            "per process. Use other devices=..., or CUDA_VISIBLE_DEVICES"
+        )
+    first = store.compare_set(f"gpus/{tensor_ranks[0]}", "", gpu.name).decode()
+    if first != gpu.name:
+        raise ValueError(
+            f"tensor_parallel_size={len(tensor_ranks)}: a layer is split over {first} and "
+            f"{gpu.name} (ranks {', '.join(map(str, tensor_ranks))}), and would wait for the "
+            "slower one. Use devices of one kind, or split the model by pipeline_parallel_size"
         )
 
 
