@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import lightning_ptdp
+from lightning_ptdp.forward import fused
 
 __all__ = ["Wait", "Waits", "fake_cuda"]
 
@@ -341,6 +342,8 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
             stack.enter_context(mock.patch.object(torch, name, _made_on_host(getattr(torch, name))))
         for name in ("broadcast_object_list", "all_gather_object"):
             stack.enter_context(mock.patch.object(dist, name, _noted(name, memory.waits)))
+        # A compiler would look for a real device.
+        stack.enter_context(mock.patch.object(fused, "_compiled", lambda function: function))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(_Notes(memory))
         yield memory.waits
