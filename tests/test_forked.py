@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -44,12 +45,20 @@ def _follows() -> None:
     in_child(torch.ones((), requires_grad=True).backward)
 
 
+class _SharesTheParentsObjects(Callback):
+    """Fails in a rank whose garbage collector would write to, and so copy, all pages."""
+
+    def on_train_start(self, *_: Any) -> None:
+        assert gc.get_freeze_count() > 10_000
+
+
 def _fits(*, returns_weights: bool = True, **options: Any) -> nn.Module:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
         strategy=PTDPStrategy(start_method="fork", **options),
         max_steps=1,
+        callbacks=[_SharesTheParentsObjects()],
         logger=False,
         enable_checkpointing=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import time
@@ -179,6 +180,9 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 raise
 
         def _wrapping_function(self, process_idx: int, trainer: Trainer, *call: Any) -> None:
+            # The garbage collector writes to every object that it inspects, and a written page is
+            # copied.
+            gc.freeze()
             not_handing_on()
             survive_closed_output()
             try:
