@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,9 @@ os.environ["PYTHONPATH"] = (
 
 from tests.pool import Pool
 
+# For this process too, which Python has started without the folder.
+runpy.run_path(str(Path(__file__).with_name("starts") / "sitecustomize.py"))
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
@@ -36,3 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("thorough") is None:
             item.add_marker(pytest.mark.quick)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the collected modules and tests from every later garbage collection.
+
+    A collection writes to every object that it inspects, and so copies the pages of forked ranks.
+    """
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free everything; else extension modules report leaks at its end."""
+    gc.unfreeze()
