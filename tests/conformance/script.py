@@ -137,6 +137,7 @@ def main() -> None:
         "strategy": type(trainer.strategy).__name__,
         "environment": type(trainer.strategy.cluster_environment).__name__,
         "parameters": sum(p.numel() for p in module.parameters()),
+        "libraries": sorted({name.partition(".")[0] for name in sys.modules}),
         "weights": {name: value.tolist() for name, value in module.state_dict().items()},
     }
     if SETTINGS.get("evaluate"):

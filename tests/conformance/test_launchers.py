@@ -19,6 +19,26 @@ from tests.processes import Session, listening
 
 pytestmark = pytest.mark.thorough
 
+UNUSED = {
+    "accelerate",
+    "datasets",
+    "jsonargparse",
+    "litdata",
+    "matplotlib",
+    "mlflow",
+    "onnx",
+    "pandas",
+    "peft",
+    "scipy",
+    "sentencepiece",
+    "sklearn",
+    "torchao",
+    "torchvision",
+    "transformers",
+    "wandb",
+}
+"""Libraries that a rank imports only if it logs, exports or reads data with them."""
+
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 
@@ -48,6 +68,8 @@ def test_popen_by_name_without_importing_the_package(tmp_path: Path) -> None:
     ranks = run(tmp_path, {"strategy": "ptdp"})
     assert_trained(ranks, "LightningEnvironment")
     assert ranks[0]["weights"] == ranks[1]["weights"]
+    for rank in ranks:
+        assert not UNUSED.intersection(rank["libraries"]), "a rank imports what it does not use"
 
 
 def test_torchrun_in_the_other_namespace(tmp_path: Path) -> None:
