@@ -13,15 +13,16 @@ from lightning_ptdp.checkpoint.checksums import BLOCK
 __all__ = ["as_bytes", "pieces_of", "rows_at_once"]
 
 _PIECE = 1 << 20
+_STAGED = 32 << 20  # bytes that a GPU copies at a time: enough for the speed of its bus
 
 
-def rows_at_once(row_bytes: int) -> int:
-    """Return the number of rows of ``row_bytes`` bytes that are about one piece.
+def rows_at_once(row_bytes: int, nbytes: int = _PIECE) -> int:
+    """Return the number of rows of ``row_bytes`` bytes that are about ``nbytes``.
 
     They end at the end of a block if the first of them begins at the beginning of one.
     """
     whole = BLOCK // math.gcd(BLOCK, row_bytes)
-    return whole * max(1, _PIECE // (whole * row_bytes))
+    return whole * max(1, nbytes // (whole * row_bytes))
 
 
 def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
@@ -32,11 +33,14 @@ def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
     if not values.numel():
         return
     if values.is_cpu and values.is_contiguous():
-        content = as_bytes(values)
-        for begin in range(0, len(content), _PIECE):
-            yield content[begin : begin + _PIECE]
+        yield from _cut(values)
         return
-    count = rows_at_once(values[0].numel() * values.element_size())
+    row_bytes = values[0].numel() * values.element_size()
+    if values.is_cuda:
+        for part in _staged(values, rows_at_once(row_bytes, _STAGED)):
+            yield from _cut(part)
+        return
+    count = rows_at_once(row_bytes)
     buffer = torch.empty_like(values[:count], device="cpu", memory_format=torch.contiguous_format)
     for rows in values.split(count):
         part = buffer[: len(rows)]
@@ -45,6 +49,35 @@ def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
         else:
             part.copy_(rows)
         yield as_bytes(part)
+
+
+def _cut(values: torch.Tensor) -> Iterator[memoryview]:
+    content = as_bytes(values)
+    for begin in range(0, len(content), _PIECE):
+        yield content[begin : begin + _PIECE]
+
+
+def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """Yield ``count`` rows of a GPU's tensor at a time, while it copies the next ones.
+
+    Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
+    """
+    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
+    copied: torch.Tensor | None = None
+    event = torch.cuda.Event()
+    for place, rows in enumerate(values.split(count)):
+        if len(buffers) < 2:
+            buffers.append(torch.empty(shape, dtype=values.dtype, pin_memory=True))
+        if copied is not None:
+            event.synchronize()
+        part = buffers[place % 2][: len(rows)].copy_(rows, non_blocking=True)
+        event.record()
+        if copied is not None:
+            yield copied
+        copied = part
+    event.synchronize()
+    assert copied is not None
+    yield copied
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:

@@ -7,18 +7,21 @@ import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_ptdp.checkpoint import CheckpointError, files, save_checkpoint
+from lightning_ptdp.checkpoint import CheckpointError, files, raw_values, save_checkpoint
 from lightning_ptdp.checkpoint.checksums import BLOCK, SummedFile, open_summed, parse_sums
 from lightning_ptdp.checkpoint.data_files import write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
-from lightning_ptdp.checkpoint.raw_values import rows_at_once
+from lightning_ptdp.checkpoint.raw_values import pieces_of, rows_at_once
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 from lightning_ptdp.parameters.placement import Placement
+from tests.fake_cuda import fake_cuda
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "contiguous, many pieces": lambda: torch.randn(700, 1024),
@@ -143,3 +146,29 @@ def test_a_disk_that_fails_while_a_file_is_being_written(
     with pytest.raises(CheckpointError, match="the disk is gone"):
         save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 65])
+def test_a_gpu_copies_the_next_rows_while_the_last_ones_are_written(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two buffers in turn; no row is read before its copy has ended."""
+    monkeypatch.setattr(raw_values, "_STAGED", 2 * BLOCK)
+    expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
+    empty = torch.empty
+    made = list[torch.Tensor]()
+
+    def pinned(*args: Any, pin_memory: bool, **kwargs: Any) -> torch.Tensor:
+        assert pin_memory
+        made.append(empty(*args, **kwargs))
+        return made[-1]
+
+    with fake_cuda(0) as waits:
+        values = expected.to("cuda")
+        waits.batches.append([])
+        with mock.patch.object(torch, "empty", pinned):
+            content = b"".join(bytes(piece) for piece in pieces_of(values))
+    assert content == expected.numpy().tobytes()
+    copies = -(-rows // 2)
+    assert len(made) == min(2, copies)
+    assert [wait.what for wait in waits.batches[-1]] == ["synchronize"] * copies
