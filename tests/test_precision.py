@@ -132,3 +132,26 @@ def test_half_precision_alone_scales_its_loss_too(pool: Pool) -> None:
     for scales, moved in pool.run(_overflow, world_size=2, args=(2, {Z: True}, "16-true")):
         assert not moved[1]
         assert scales[1] == scales[0] / 2
+
+
+class LitFused(LitNet):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def test_gradients_of_a_fused_optimizer_are_clipped() -> None:
+    """Lightning's plugin refuses that in the first step, even in bfloat16, where no scale is."""
+    trainer = L.Trainer(
+        strategy=PTDPStrategy(),
+        accelerator="cpu",
+        devices=1,
+        max_steps=2,
+        precision="bf16-mixed",
+        gradient_clip_val=1e-3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LitFused(), loader())
+    assert trainer.global_step == 2

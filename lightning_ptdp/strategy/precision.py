@@ -31,6 +31,8 @@ def prepare_loss_scaling(
 ) -> None:
     """Let all ranks agree on a scaler's decisions, and give "16-true" a dynamic loss scale.
 
+    Any optimizer's gradients are unscaled before its step, and so can be clipped.
+
     Lightning's plugin for "16-true" has no loss scale. The optimizers must step on gradients in
     float32: their parameters, or the masters of these, must be in float32.
 
@@ -45,6 +47,10 @@ def prepare_loss_scaling(
             plugin.scaler.state_dict,
             plugin.scaler.load_state_dict,
         )
+    for optimizer in optimizers:
+        # Otherwise clipping and the other ranks would not see that. Lightning would refuse to clip
+        # the gradients of a fused optimizer, even where nothing is scaled.
+        unscale_before_step(optimizer)
     scaler = getattr(plugin, "scaler", None)
     if scaler is None:
         return
@@ -54,8 +60,6 @@ def prepare_loss_scaling(
             f"{device.type}: gradients below 6e-8 would become "
             "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
         )
-    for optimizer in optimizers:
-        unscale_before_step(optimizer)  # otherwise clipping and the other ranks would not see it
     if not isinstance(scaler.unscale_, partial):
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)
 
