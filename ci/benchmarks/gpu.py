@@ -2,6 +2,7 @@
 Hugging Face, on one GPU.
 
 Run: python ci/benchmarks/gpu.py [--budget 520] [--only TEXT] [--set compile=blocks] [--toy]
+    [--first-hour FOLDER]
 
 Each engine trains each model (gpu_cases.py, the most telling first) in a process of its own: random
 tokens, the same precision and optimizer, gradients clipped. tokens/s, MFU with half of the
@@ -25,7 +26,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 import host_time
 import torch
+from first_hour import first_hour, write
 from gpu_cases import CASES, PEERS, Case, Engine, Job, flops, jobs, toy
 from gpu_engines import contestant, preload
 from gpu_measure import Measured, measure
@@ -253,8 +255,17 @@ def main() -> None:
         help="ours with these options, too",
     )
     parser.add_argument("--toy", action="store_true", help="small sizes on the CPU")
+    parser.add_argument(
+        "--first-hour",
+        type=Path,
+        metavar="FOLDER",
+        help="before the models: layouts beside a CPU's losses, waits, and saves (first_hour.py)",
+    )
     options = parser.parse_args()
-    began = time.monotonic()
+    began, hour = time.monotonic(), dict[str, Any]()
+    if options.first_hour is not None:
+        gpus = 0 if options.toy else torch.cuda.device_count()
+        hour = first_hour(options.first_hour, gpus=gpus, budget_s=options.budget / 2)
     preload(CASES)
     context, machine = (
         (multiprocessing.get_context("fork"), Machine()) if options.toy else start_method()
@@ -287,6 +298,8 @@ def main() -> None:
             told += of_host_time
         else:
             print(f"{HOST}: {of_host_time or f'no answer in {of_host:.0f} s'}")
+    if options.first_hour is not None:
+        write(options.first_hour, {**hour, "models": list(map(asdict, told))})
     report(f"GPU: {machine.name or 'none'}", told)
 
 
