@@ -225,7 +225,7 @@ def _reason(text: str, name: str) -> str:
     """Return a refusal without the text that all refusals share."""
     for opening in ("cannot run this model: ", "of this model: ", "into pipeline stages: "):
         text = text.partition(opening)[2] or text
-    text = text.partition("; or use")[0].partition("; use ")[0]
+    text = text.partition("; or use")[0].partition("; use ")[0].partition(". Use ")[0]
     if "nothing says which modules to shard" in text:
         text = "nothing says which modules to shard: give a plan"
     return text.replace(ARCHITECTURES[name].model, "the model")

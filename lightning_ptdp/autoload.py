@@ -68,10 +68,9 @@ def register(strategies: ModuleType) -> None:
 
 def _refuse_fabric(**_: object) -> StrategyBase:
     raise ValueError(
-        "strategy='ptdp' does not work with Fabric: the schedule runs a LightningModule's "
-        "training_step once a microbatch on every stage, "
-        "and in Fabric the loop around the model is yours. Use "
-        "lightning.pytorch.Trainer(strategy='ptdp')"
+        "strategy='ptdp' does not work with Fabric. The schedule calls training_step of a "
+        "LightningModule once per microbatch on every stage, but with Fabric the training "
+        "loop is user code. Use lightning.pytorch.Trainer(strategy='ptdp')"
     )
 
 

@@ -215,29 +215,29 @@ class PTDPConfig(Degrees):
         if self.num_microbatches is not None and self.micro_batch_size is not None:
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} and "
-                f"micro_batch_size={self.micro_batch_size}: give one of them, the other "
-                "follows from the batch (replica's batch = micro_batch_size * num_microbatches)"
+                f"micro_batch_size={self.micro_batch_size} are both set. Set only one of them. "
+                "The other follows from the batch size of a replica, micro_batch_size * "
+                "num_microbatches"
             )
         for field, most in _MOST.items():
             if (value := getattr(self, field)) is not None and not 0 < value <= most:
                 raise ValueError(f"{field}={value!r} must be greater than 0 and at most {most:g}")
         if self.channel_ctas is not None and self.pipeline_parallel_size == 1:
             raise ValueError(
-                f"channel_ctas={self.channel_ctas} is for messages between stages, but "
-                "pipeline_parallel_size=1: leave it out"
+                f"channel_ctas={self.channel_ctas} applies to messages between stages, but "
+                "pipeline_parallel_size=1. Leave it out"
             )
         if self.inter_node_reduce_dtype is not None and self.data_parallel_replicas == 1:
             raise ValueError(
-                f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} is for sums between "
-                "nodes, but data_parallel_replicas=1: set "
-                "it to the number of nodes, or use reduce_dtype"
+                f"inter_node_reduce_dtype={self.inter_node_reduce_dtype!r} applies to sums "
+                "between nodes, but data_parallel_replicas=1. Set data_parallel_replicas to "
+                "the number of nodes, or use reduce_dtype"
             )
         if self.partition is not None and len(self.partition) != self.num_stages:
             raise ValueError(
                 f"partition={list(self.partition)} has {len(self.partition)} entries, but "
-                "pipeline_parallel_size * "
-                f"virtual_pipeline_size = {self.num_stages}; give the number of layers of each "
-                "stage"
+                f"pipeline_parallel_size * virtual_pipeline_size = {self.num_stages}. Give the "
+                "number of layers of each stage"
             )
         self._check_overlap()
         self._check_distribution()
@@ -344,29 +344,31 @@ class PTDPConfig(Degrees):
         is_ours = isinstance(self.schedule, str) and schedule_microbatches(self.schedule) is None
         if is_ours and may_split_backward(self.schedule):
             return (
-                f"schedule={self.schedule!r}: weight gradients of compiled blocks are not put "
-                "off, of which it lives. Use schedule='1f1b' "
-                "or 'interleaved_1f1b'"
+                f"schedule={self.schedule!r}, which defers weight gradients. Compiled blocks "
+                "cannot defer them. Use schedule='1f1b' or 'interleaved_1f1b'"
             )
         return (
-            "keyed_dropout=True, which follows every call. Use keyed_dropout=False"
+            "keyed_dropout=True, which intercepts single function calls. Use keyed_dropout=False"
             if self.keyed_dropout
             else ""
         )
 
     def _check_compilation(self) -> None:
         if self.compile == "blocks" and self._why_not_compiled:
-            raise ValueError(f"compile='blocks' with {self._why_not_compiled}, or compile='none'")
+            raise ValueError(
+                "compile='blocks' cannot be combined with "
+                f"{self._why_not_compiled}, or compile='none'"
+            )
         if self.compile_options is not None and self.compile == "none":
             raise ValueError(
-                "compile_options is for compiled blocks, but compile='none': use "
-                "compile='blocks', or leave it out"
+                "compile_options is set, but compile='none'. Use compile='blocks', or leave "
+                "compile_options out"
             )
         known = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
         unknown = [name for name in self.compile_options or () if name not in known]
         if unknown:
             raise ValueError(
-                f"compile_options has {unknown[0]!r}, but torch.compile takes "
+                f"compile_options has the unknown key {unknown[0]!r}. torch.compile accepts "
                 f"{', '.join(sorted(known))}"
             )
 
@@ -375,16 +377,15 @@ class PTDPConfig(Degrees):
             return
         if not self.sequence_parallel:
             raise ValueError(
-                f"tensor_overlap={self.tensor_overlap!r} is for what is gathered and summed along "
-                "the sequence, but "
-                "sequence_parallel=False: use sequence_parallel=True with tensor_parallel_size > "
-                "1, or tensor_overlap=1"
+                f"tensor_overlap={self.tensor_overlap!r} overlaps collectives along the "
+                "sequence, but sequence_parallel=False. Use sequence_parallel=True with "
+                "tensor_parallel_size > 1, or tensor_overlap=1"
             )
         if self.fp8 is not None:
             raise ValueError(
-                f"tensor_overlap={self.tensor_overlap!r} multiplies a piece of the sequence at a "
-                f"time, but fp8={self.fp8!r} scales all of "
-                "it: use tensor_overlap=1, or fp8=None"
+                f"tensor_overlap={self.tensor_overlap!r} multiplies the sequence in pieces, "
+                f"but fp8={self.fp8!r} needs one scale for the full sequence. Use "
+                "tensor_overlap=1 or fp8=None"
             )
 
     def _check_distribution(self) -> None:
@@ -397,11 +398,11 @@ class PTDPConfig(Degrees):
             needed.append("tensor_parallel_size > 1 (it is 1)")
         if self.sequence_parallel:
             needed.append(
-                "sequence_parallel=False (with it, inputs are split already, and the option can "
-                "be left out)"
+                "sequence_parallel=False (sequence parallelism already splits these inputs, "
+                "so the option can be left out)"
             )
         if needed:
             raise ValueError(
-                "distribute_saved_activations=True splits the inputs of recomputed blocks, which "
-                "all tensor ranks hold: it needs " + " and ".join(needed)
+                "distribute_saved_activations=True splits the inputs of recomputed blocks "
+                "over the tensor-parallel ranks. It needs " + " and ".join(needed)
             )

@@ -95,10 +95,10 @@ class ParallelModel:
         unknown = [name for name, parameter in held if parameter not in self.parameters]
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: made or replaced "
-                "after the model was laid out over the "
-                "ranks, so nothing would sum or save it. Make parameters in __init__ or "
-                "configure_model, before the optimizer"
+                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: created or "
+                "replaced after the model was distributed over the ranks. It would be neither "
+                "reduced nor saved. Create parameters in __init__ or configure_model, before "
+                "the optimizer"
             )
 
     @cached_property

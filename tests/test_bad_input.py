@@ -193,7 +193,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
         {P: 2, "recompute": "full", "recompute_layers": 9},
         LitNet,
         8,
-        ["recompute_layers=9", "4 or less"],
+        ["recompute_layers=9", "at most 4"],
     ),
     "batch": (
         2,
@@ -379,7 +379,7 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
                 T: 2,
                 "sequence_parallel": True,
             },
-            ["needs sequence_parallel=False", "split already"],
+            ["needs sequence_parallel=False", "already splits"],
         ),
     ],
 )

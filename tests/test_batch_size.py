@@ -155,7 +155,7 @@ def test_the_strategy_follows_the_batch() -> None:
         ({"micro_batch_size": 0}, "micro_batch_size=0 must be a positive integer"),
         (
             {"micro_batch_size": 2, "num_microbatches": 4},
-            "num_microbatches=4 and micro_batch_size=2: give one of them",
+            "num_microbatches=4 and micro_batch_size=2 are both set. Set only one of them",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_note_of_a_pass_is_kept() -> None:
     module = nn.Sequential(nn.Linear(16, 16))
     (first, note) = applied(module, compile="none", fp8="rowwise").notes
     assert first == "first"
-    assert "fp8='rowwise' multiplies in float8" in note
+    assert "fp8='rowwise' computes in float8" in note
 
 
 def test_a_run_without_float8_undoes_that_of_an_earlier_one() -> None:

@@ -228,21 +228,21 @@ def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         PTDPConfig(compile="block")
     with pytest.raises(
         ValueError,
-        match=r"compile='blocks' with schedule='zb_h1': weight gradients .* Use schedule='1f1b'",
+        match=r"compile='blocks' cannot be combined with schedule='zb_h1', which .* Use schedule='1f1b'",
     ):
         PTDPConfig(compile="blocks", schedule="zb_h1", pipeline_parallel_size=2)
     with pytest.raises(
-        ValueError, match="compile='blocks' with keyed_dropout=True, which follows every call"
+        ValueError,
+        match="compile='blocks' cannot be combined with keyed_dropout=True, which intercepts",
     ):
         PTDPConfig(compile="blocks", keyed_dropout=True)
     assert PTDPConfig(compile="auto", keyed_dropout=True).compiles == "none"
     with pytest.raises(
-        ValueError, match=r"compile_options has 'bakend', but torch.compile takes backend, "
+        ValueError,
+        match=r"compile_options has the unknown key 'bakend'. torch.compile accepts backend, ",
     ):
         PTDPConfig(compile="blocks", compile_options={"bakend": "inductor"})
-    with pytest.raises(
-        ValueError, match="compile_options is for compiled blocks, but compile='none'"
-    ):
+    with pytest.raises(ValueError, match="compile_options is set, but compile='none'"):
         PTDPConfig(compile_options={})
     with pytest.raises(ValueError, match="no repeated container found in _Model"):
         PTDPStrategy(compile="blocks").check(_Model(count=1))
@@ -253,13 +253,13 @@ def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"compiled blocks need a C\+\+ compiler, and there is no g\+\+: install it, or use",
+        match=r"compile='blocks' needs a C\+\+ compiler \(g\+\+\), which was not found. Install it, or use",
     ):
         trainer.fit(_Model())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(
         UserWarning,
-        match=r"compile='auto' compiles nothing: compiled blocks need .*triton.* a C compiler",
+        match=r"compile='auto' does not compile: compile='blocks' needs .*triton.* a C compiler",
     ):
         assert (
             _compiled(_Model(), policy="auto", device=torch.device("cuda"), options={})

@@ -89,7 +89,7 @@ def test_a_linear_layer_computes_what_torchaos_does(scaling: Any, shape: tuple[i
     blocks = nn.ModuleList([plain, turned])
     exact = F.linear(x, plain.weight, plain.bias)
     note = apply_fp8(blocks, scaling=scaling, blocks="", device=CPU)
-    assert note.startswith(f"fp8='{scaling}' multiplies in float8: ")
+    assert note.startswith(f"fp8='{scaling}' computes in float8: ")
     for layer in blocks:
         found = results(layer, x)
         found[2] = found[2].t() if layer is turned else found[2]
@@ -225,7 +225,7 @@ def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
     [
         ([(32, 40)], 1, ["'h.0.0'", "40 x 32", "multiples of 16", "fp8=None"]),
         ([(32, 32), (32, 48)], 2, ["'h.1.0'", "24 x 32", "smaller tensor_parallel_size"]),
-        ([(32, 8)], 1, ["there is none"]),
+        ([(32, 8)], 1, ["there are none"]),
     ],
 )
 def test_sizes_are_refused_before_launch(
@@ -267,7 +267,7 @@ def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(
         ValueError,
-        match=r"capability 8\.9.* this NVIDIA A100 has 8\.0: use fp8=None with "
+        match=r"capability 8\.9.* this NVIDIA A100 has 8\.0. Use fp8=None with "
         r"precision='bf16-mixed'",
     ):
         apply_fp8(
@@ -276,5 +276,5 @@ def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cpu_says_that_it_emulates() -> None:
-    with pytest.warns(UserWarning, match="fp8 on a CPU is emulated"):
+    with pytest.warns(UserWarning, match="fp8 is emulated on a CPU"):
         apply_fp8(blocks_of((32, 32)), scaling="rowwise", blocks="h", device=CPU)

@@ -444,7 +444,8 @@ def test_the_first_layers_of_each_stage(layers: Any, expected: str) -> None:
     ranges = ((0, 1), (1, 5), (5, 7)) if layers != 2 else ((0, 3), (3, 5), (5, 7))
     if layers == (3, 0, 0):
         with pytest.raises(
-            ValueError, match=r"asks for 3 layers of stage 0, which has 1; use at most \[1, 0, 0\]"
+            ValueError,
+            match=r"recomputes 3 layers of stage 0, which has 1. Use at most \[1, 0, 0\]",
         ):
             apply_recomputation(container, policy="full", blocks="h", ranges=ranges, layers=layers)
         return
@@ -566,7 +567,7 @@ def test_options_that_cannot_be(options: tuple[Any, ...], words: list[str]) -> N
             ["'blocks.*.atention.core'", "inside 'blocks'", "attention.core"],
         ),
         ({"policy": "selective", "selective": ("head",)}, ["'head'", "inside 'blocks'"]),
-        ({"policy": "full", "layers": 4}, ["recompute_layers=4", "1, 3 layers", "use 3 or less"]),
+        ({"policy": "full", "layers": 4}, ["recompute_layers=4", "1, 3 layers", "Use at most 3"]),
         ({"policy": "full", "layers": (1, 4)}, ["recompute_layers=[1, 4]", "stage 1", "[1, 3]"]),
         ({"policy": "full", "blocks": None}, []),
         ({"policy": "selective", "selective": PLAN.selective, "layers": 3}, []),

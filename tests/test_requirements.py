@@ -80,7 +80,7 @@ def test_version_in_range(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.10.1", "3.0.0", "2.9.1+cu128"])
 def test_problem_names_the_versions_and_the_command(version: str) -> None:
     expected = (
-        f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3: pip install "
+        f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3. Run: pip install "
         "'torch>=2.11,<3'"
     )
     assert find_problem(TORCH, has(version)) == expected
@@ -89,14 +89,14 @@ def test_problem_names_the_versions_and_the_command(version: str) -> None:
 def test_missing_library() -> None:
     assert (
         find_problem(TORCH, has_nothing)
-        == "torch is not installed; lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+        == "torch is not installed. lightning-ptdp needs >=2.11,<3. Run: pip install 'torch>=2.11,<3'"
     )
 
 
 def test_interpreter_outside_the_range() -> None:
     check_python()
     with pytest.raises(
-        RequirementError, match=r"Python 3\.10\.4 runs this, but lightning-ptdp needs >=3\.11"
+        RequirementError, match=r"This is Python 3\.10\.4, but lightning-ptdp needs >=3\.11"
     ):
         check_python("3.10.4")
 
@@ -158,7 +158,7 @@ def test_import_with_an_old_torch_is_refused(old_torch: dict[str, str]) -> None:
     done = run(["-c", "import lightning_ptdp"], old_torch)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
-        "torch 2.9.1 is installed, but lightning-ptdp needs >=2.11,<3: pip install 'torch>=2.11,<3'"
+        "torch 2.9.1 is installed, but lightning-ptdp needs >=2.11,<3. Run: pip install 'torch>=2.11,<3'"
     )
 
 

@@ -51,11 +51,11 @@ def test_a_name_that_stays_inside_is_taken_unless_a_link_is_on_its_way(tmp_path:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"[" * 100_000, "64 deep"),
-        (b"[" * 65 + b"]" * 65, "64 deep"),
-        (b"1" * 5000, "not JSON"),
-        (b"\xff", "not JSON"),
-        (b"", "not JSON"),
+        (b"[" * 100_000, "64 levels deep"),
+        (b"[" * 65 + b"]" * 65, "64 levels deep"),
+        (b"1" * 5000, "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"", "not valid JSON"),
         (b"[" + b"[]," * 1_100_000 + b"1]", "values"),
     ],
 )

@@ -89,8 +89,8 @@ def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
     """Return which keys are visible; torch's masks mark hidden keys with True or -inf."""
     if mask.dtype is not torch.bool and bool(((mask != 0) & (mask != -torch.inf)).any()):
         raise ContextParallelError(
-            "nn.MultiheadAttention with a mask that adds other numbers than 0 and -inf cannot be "
-            "split over context ranks"
+            "nn.MultiheadAttention cannot be split over context ranks, because its mask has "
+            "values other than 0 and -inf"
         )
     seen = ~mask if mask.dtype is torch.bool else mask == 0
     return torch.unflatten(seen, 0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
@@ -98,18 +98,17 @@ def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
 
 def _check_plain(given: dict[str, Any], x: Tensor) -> None:
     unsupported = {
-        "need_weights=True (call the attention with need_weights=False)": given["need_weights"],
+        "need_weights=True (call it with need_weights=False)": given["need_weights"],
         "cross-attention": given["key"] is not x or given["value"] is not x,
         "separate projections (kdim, vdim)": given["use_separate_proj_weight"],
         "add_bias_kv": given["bias_k"] is not None or given["bias_v"] is not None,
         "add_zero_attn": given["add_zero_attn"],
         "static keys or values": given["static_k"] is not None or given["static_v"] is not None,
-        "a batch dimension left out": x.dim() != 3,
+        "an input without a batch dimension": x.dim() != 3,
     }
     found = [name for name, present in unsupported.items() if present]
     if found:
         raise ContextParallelError(
-            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context ranks; "
-            "use plain self-attention, or "
-            "context_parallel_size=1"
+            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context "
+            "ranks. Use plain self-attention, or context_parallel_size=1"
         )

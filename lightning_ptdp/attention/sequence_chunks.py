@@ -59,9 +59,9 @@ def check_sequence(
             else ""
         )
         raise ValueError(
-            f"a sequence of {length} tokens cannot be cut for "
-            f"context_parallel_size={context_parallel_size}{tensor}: every rank takes "
-            f"two equal chunks, so the length must be a multiple of {unit}; cut or pad it to "
+            f"a sequence of {length} tokens cannot be split for "
+            f"context_parallel_size={context_parallel_size}{tensor}. Every rank takes two "
+            f"equal chunks, so the length must be a multiple of {unit}. Pad or truncate it to "
             f"{works} tokens"
         )
 

@@ -66,12 +66,12 @@ def read_mask(
     else:
         if is_causal:
             raise ContextParallelError(
-                "scaled_dot_product_attention takes attn_mask or is_causal=True, not both"
+                "scaled_dot_product_attention accepts attn_mask or is_causal=True, but not both"
             )
         if mask.requires_grad:
             raise ContextParallelError(
-                "context parallelism does not compute gradients of an attention mask or bias; use "
-                "context_parallel_size=1"
+                "context parallelism does not compute gradients of an attention mask or bias. "
+                "Use context_parallel_size=1"
             )
         mask = mask[(None,) * (4 - mask.dim())]
         if mask.size(-1) == local_length * group.size and mask.size(-2) in (1, local_length):
@@ -86,10 +86,9 @@ def read_mask(
         )
     if keys is not None and not bool(keys.all()):
         raise ContextParallelError(
-            "the model masks some tokens as padding, but the batch has no padding mask that every "
-            "rank could know of it from: hand it in "
-            "the batch under 'attention_mask', 'key_padding_mask' or 'padding_mask' (batch, "
-            "sequence)"
+            "the model masks some tokens as padding, but the batch has no padding mask, so "
+            "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
+            "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
         )
     return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
 
@@ -121,9 +120,9 @@ def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
     lowest = torch.finfo(mask.dtype).min / 2
     if not bool((seen | (mask < lowest)).all()):
         raise ContextParallelError(
-            "the attention mask adds other numbers than 0 and -inf to the scores (a bias that "
-            "depends on positions?), which a slice of the "
-            "sequence knows only for its own tokens; " + _refusal(mask, length, group)
+            "the attention mask has values other than 0 and -inf, for example a "
+            "position-dependent bias. A rank knows them only for its own slice of the "
+            "sequence; " + _refusal(mask, length, group)
         )
     return seen
 
@@ -142,9 +141,9 @@ def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
     kinds = set(told.tolist()) - {_EITHER}
     if len(kinds) > 1:
         raise ContextParallelError(
-            "some ranks of a context group gave causal attention and others bidirectional in the "
-            "same call: the model decides from the "
-            "values of its slice; pass is_causal explicitly"
+            "in the same attention call, some ranks of a context group used causal attention "
+            "and others bidirectional attention, because the model decides by the values of "
+            "its slice. Pass is_causal explicitly"
         )
     whole = unshard_sequence(list(parts[..., :length].bool()), 1)
     mask = None if bool(whole.all()) else whole[:, None, None]
@@ -154,10 +153,8 @@ def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
 def _refusal(mask: Tensor, length: int, group: Group) -> str:
     return (
         f"an attention mask of shape {tuple(mask.shape)} cannot be used under context "
-        f"parallelism: each of {group.size} ranks holds "
-        f"{length} of {length * group.size} tokens, and only a causal mask, a padding mask, or "
-        "both can be told from a slice. Let the "
-        "model use is_causal=True instead of a mask of its own, or put the mask into the batch as "
-        "(batch, 1, sequence, sequence), which "
-        "is cut along its queries only"
+        f"parallelism. Each of {group.size} ranks has {length} of {length * group.size} "
+        "tokens, from which only causal and padding masks can be derived. Use is_causal=True "
+        "instead of a mask, or add the mask to the batch as (batch, 1, sequence, sequence), "
+        "which is split along its queries only"
     )

@@ -75,25 +75,22 @@ class SlicedAttention:
         local = self.length // size
         if query.dim() not in (3, 4):
             raise ContextParallelError(
-                f"attention on queries of shape {tuple(query.shape)} cannot be split over context "
-                "ranks: it takes (batch, heads, "
-                "sequence, channels)"
+                f"attention with queries of shape {tuple(query.shape)} cannot be split over "
+                "context ranks. It must be (batch, heads, sequence, channels)"
             )
         lengths = (query.size(-2), key.size(-2), value.size(-2))
         if lengths != (local, local, local):
             raise ContextParallelError(
-                f"attention on {lengths[0]} queries and {lengths[1]} keys, while each of "
-                f"{size} context ranks holds {local} "
-                f"of {self.length} tokens: only self-attention over the batch's sequence can be "
-                "split. A key/value cache, "
-                "cross-attention, or tokens that the model adds to the sequence need "
-                "context_parallel_size=1"
+                f"attention with {lengths[0]} queries and {lengths[1]} keys cannot be split: "
+                f"each of {size} context ranks has {local} of {self.length} tokens, and only "
+                "self-attention over the batch's sequence can be split. Use "
+                "context_parallel_size=1 for a key/value cache, cross-attention, or tokens "
+                "that the model adds to the sequence"
             )
         if self.differentiates and not torch.is_grad_enabled():
             raise ContextParallelError(
-                "attention runs with gradients disabled inside a forward that has them enabled, "
-                "as under a reentrant checkpoint, whose "
-                "recomputation could not be intercepted: use PTDPStrategy(recompute=...) or "
-                "use_reentrant=False; compute parts of the "
-                "model that are frozen by requires_grad=False, not under no_grad"
+                "attention runs with gradients disabled inside a forward with gradients "
+                "enabled, as under a reentrant checkpoint. Its recomputation could not be "
+                "intercepted. Use PTDPStrategy(recompute=...) or use_reentrant=False, and "
+                "freeze parts of the model by requires_grad=False instead of no_grad"
             )

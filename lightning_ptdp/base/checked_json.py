@@ -55,7 +55,7 @@ def integer(least: int = 0, most: int = 2**62) -> Check[int]:
 
     def check(value: Json) -> int:
         if type(value) is not int or not least <= value <= most:
-            raise Misfit(f"is {_shown(value)}, not a whole number from {least} to {most}")
+            raise Misfit(f"is {_shown(value)}, but must be an integer from {least} to {most}")
         return value
 
     return check
@@ -66,7 +66,7 @@ def number(least: float, most: float) -> Check[float]:
 
     def check(value: Json) -> float:
         if type(value) not in (int, float) or not least <= value <= most:
-            raise Misfit(f"is {_shown(value)}, not a number from {least:g} to {most:g}")
+            raise Misfit(f"is {_shown(value)}, but must be a number from {least:g} to {most:g}")
         return float(value)
 
     return check
@@ -75,7 +75,7 @@ def number(least: float, most: float) -> Check[float]:
 def flag(value: Json) -> bool:
     """Check that a value is true or false."""
     if type(value) is not bool:
-        raise Misfit(f"is {_shown(value)}, neither true nor false")
+        raise Misfit(f"is {_shown(value)}, but must be true or false")
     return value
 
 
@@ -85,7 +85,7 @@ def text(pattern: str = r".{0,4096}", called: str = "text") -> Check[str]:
 
     def check(value: Json) -> str:
         if type(value) is not str or compiled.fullmatch(value) is None or value in (".", ".."):
-            raise Misfit(f"is {_shown(value)}, not {called}")
+            raise Misfit(f"is {_shown(value)}, but must be {called}")
         return value
 
     return check
@@ -96,7 +96,7 @@ def one_of(known: Mapping[str, T], called: str) -> Check[T]:
 
     def check(value: Json) -> T:
         if type(value) is not str or value not in known:
-            raise Misfit(f"is {_shown(value)}, not {called}")
+            raise Misfit(f"is {_shown(value)}, but must be {called}")
         return known[value]
 
     return check
@@ -113,7 +113,8 @@ def list_of(check: Check[T], *, most: int = 2**62) -> Check[tuple[T, ...]]:
     def check_list(value: Json) -> tuple[T, ...]:
         if not isinstance(value, list | tuple) or len(value) > most:
             raise Misfit(
-                f"is {_shown(value)}, not a list" + (f" of at most {most}" if most < 2**62 else "")
+                f"is {_shown(value)}, but must be a list"
+                + (f" of at most {most} items" if most < 2**62 else "")
             )
         return tuple(_inside(check, item, index) for index, item in enumerate(value))
 
@@ -125,7 +126,7 @@ def map_of(check: Check[T], *, key: Check[str] = lambda key: key) -> Check[dict[
 
     def check_map(value: Json) -> dict[str, T]:
         if not isinstance(value, dict):
-            raise Misfit(f"is {_shown(value)}, not an object")
+            raise Misfit(f"is {_shown(value)}, but must be an object")
         return {
             _inside(key, name, name): _inside(check, item, name) for name, item in value.items()
         }
@@ -145,9 +146,9 @@ def record(others: bool = False, **fields: Check[Json]) -> Check[dict[str, Json]
 
     def check(value: Json) -> dict[str, Json]:
         if not isinstance(value, dict):
-            raise Misfit(f"is {_shown(value)}, not an object")
+            raise Misfit(f"is {_shown(value)}, but must be an object")
         if not others and (unknown := value.keys() - fields.keys()):
-            raise Misfit(f"has the field {_shown(min(unknown))}, which is not known")
+            raise Misfit(f"has the unknown field {_shown(min(unknown))}")
         return {
             name: _inside(field, value.get(name), name, missing=name not in value)
             for name, field in fields.items()
@@ -169,5 +170,5 @@ def _inside(check: Check[T], value: Json, key: str | int, *, missing: bool = Fal
 
 def _shown(value: Json) -> str:
     if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)} items"
     return "missing or null" if value is None else f"{value!r:.{_SHOWN}}"

@@ -154,13 +154,13 @@ def batch_size(batch: Nested) -> int:
     sizes = sizes - {1} or sizes
     if len(sizes) != 1:
         found = (
-            f"tensors of first dimensions {sorted(sizes)}"
+            f"tensors whose first dimensions are {sorted(sizes)}"
             if sizes
             else "no tensor with a first dimension"
         )
         raise ValueError(
-            f"the batch holds {found}; to cut it into microbatches every tensor needs the samples "
-            "along dimension 0. "
-            "Change the collate function, or use pipeline_parallel_size=1 and num_microbatches=1"
+            f"the batch has {found}. To split it into microbatches, every tensor needs the "
+            "samples along dimension 0. Change the collate function, or use "
+            "pipeline_parallel_size=1 and num_microbatches=1"
         )
     return sizes.pop()

@@ -57,7 +57,7 @@ class Outcome:
                 f"{_ranks(behind)} {'hangs' if len(behind) == 1 else 'hang'} in "
                 f"{self._at(behind[0])}"
             )
-            said += [f"rank {rank} waits in {self._at(rank)}" for rank in others]
+            said += [f"rank {rank} is waiting in {self._at(rank)}" for rank in others]
         return "; ".join(said)
 
     def _at(self, rank: int) -> str:

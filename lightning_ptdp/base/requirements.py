@@ -69,7 +69,9 @@ class Declared:
     @property
     def missing(self) -> str:
         """Return the message for a library that is not installed."""
-        return f"{self.name} is not installed; {DISTRIBUTION} needs {self.range}: {self.command}"
+        return (
+            f"{self.name} is not installed. {DISTRIBUTION} needs {self.range}. Run: {self.command}"
+        )
 
     def allows(self, version: str) -> bool:
         """Return True if ``version`` is in the range; nightly builds count as releases."""
@@ -114,8 +116,8 @@ def find_problem(declared: Declared, installed: Callable[[str], str] | None = No
     if declared.allows(version):
         return None
     return (
-        f"{declared.name} {version} is installed, but {DISTRIBUTION} needs {declared.range}: "
-        f"{declared.command}"
+        f"{declared.name} {version} is installed, but {DISTRIBUTION} needs {declared.range}. "
+        f"Run: {declared.command}"
     )
 
 
@@ -147,7 +149,7 @@ def check_python(version: str | None = None) -> None:
         return
     if not SpecifierSet(needed).contains(version, prereleases=True):
         raise RequirementError(
-            f"Python {version} runs this, but {DISTRIBUTION} needs {needed}: "
+            f"This is Python {version}, but {DISTRIBUTION} needs {needed}. Run: "
             f"python{needed.lstrip('>=')} -m venv .venv"
         )
 
@@ -197,14 +199,14 @@ def check_url(path: object) -> None:
     except ImportError as error:
         name = getattr(error.__cause__, "name", None) or getattr(error, "name", None) or protocol
         raise RequirementError(
-            f"{path} is read by {name}, which is not installed: pip install "
+            f"reading {path} needs {name}, which is not installed. Run: pip install "
             f"{name.partition('.')[0]}",
             name=name,
         ) from error
     except ValueError as error:
         raise RequirementError(
-            f"{path}: fsspec knows no URLs that begin with {protocol}://. Copy the file, and give "
-            "its path"
+            f"{path}: fsspec does not support URLs with the protocol {protocol}://. Copy the "
+            "file, and give the path of the copy"
         ) from error
 
 

@@ -46,12 +46,12 @@ def inside(folder: str | Path, name: object) -> Path:
         ValueError: The name is not a relative path that stays inside, or the path contains a link.
     """
     if not isinstance(name, str) or not _is_relative(name):
-        raise ValueError(f"{_short(name)} is not the name of a file inside of the folder")
+        raise ValueError(f"{_short(name)} is not the name of a file inside the folder")
     path = Path(folder)
     for part in name.split("/"):
         path = path / part
         if path.is_symlink():
-            raise ValueError(f"{path} is a link: put the file itself there")
+            raise ValueError(f"{path} is a link. Replace it with the file itself")
     return path
 
 
@@ -85,7 +85,10 @@ def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> i
             target.parent == Path(os.path.realpath(folder))
             for folder in (Path(path).parent, *linked)
         ):
-            what = f"it is a link to {target}, outside of its folder: put the file itself there"
+            what = (
+                f"it is a link to {target}, which is outside its folder. Replace it with "
+                "the file itself"
+            )
             raise OSError(errno.EINVAL, what, str(path))
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -146,7 +149,7 @@ def check_values(data: bytes, most_values: int) -> None:
     """
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > most_values:
-        raise ValueError(f"it holds about {values} values, at most {most_values} are read")
+        raise ValueError(f"it has about {values} values, more than the limit of {most_values}")
 
 
 def parse_json(
@@ -161,16 +164,16 @@ def parse_json(
     try:
         content = json.loads(data)
     except RecursionError:
-        raise ValueError(f"its brackets are more than {most_depth} deep") from None
+        raise ValueError(f"its brackets are nested more than {most_depth} levels deep") from None
     except ValueError as error:
-        raise ValueError(f"not JSON ({_short(error)})") from error
+        raise ValueError(f"it is not valid JSON ({_short(error)})") from error
     level = [content]
     for _ in range(most_depth):
         if not level:
             break
         level = [entry for value in level for entry in _entries(value)]
     if any(isinstance(value, dict | list) for value in level):
-        raise ValueError(f"its brackets are more than {most_depth} deep")
+        raise ValueError(f"its brackets are nested more than {most_depth} levels deep")
     return content
 
 
@@ -186,7 +189,7 @@ def reason(error: Exception) -> str:
 def _check_size(path: str | Path, most_bytes: int, linked: Sequence[Path] | None) -> None:
     size = regular_size(path, linked=linked)
     if size > most_bytes:
-        raise ValueError(f"{Path(path).name} has {size} bytes, at most {most_bytes} are read")
+        raise ValueError(f"{Path(path).name} has {size} bytes, more than the limit of {most_bytes}")
 
 
 def _is_relative(name: str) -> bool:

@@ -86,7 +86,7 @@ def compile_blocks(
     except ValueError as error:
         if policy == "blocks":
             raise
-        warnings.warn(f"compile='auto' compiles nothing: {error}", stacklevel=2)
+        warnings.warn(f"compile='auto' does not compile: {error}", stacklevel=2)
         return
     for block in held:
         if not is_compiled(block.module):
@@ -107,6 +107,6 @@ def check_compiler(device: torch.device, options: Mapping[str, Any]) -> None:
         return
     if missing := missing_compiler(device):
         raise ValueError(
-            f"compiled blocks need {missing}: install it, or use "
-            f"compile_options={{'backend': 'aot_eager'}} or compile='none'"
+            f"compile='blocks' needs {missing}, which was not found. Install it, "
+            "or use compile_options={'backend': 'aot_eager'} or compile='none'"
         )

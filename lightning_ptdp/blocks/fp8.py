@@ -158,7 +158,7 @@ def check_fp8(
         found = True
     if not found:
         raise ValueError(
-            "fp8 is for the linear layers of the repeated blocks, but there is none: use fp8=None"
+            "fp8 applies to linear layers of the repeated blocks, but there are none. Use fp8=None"
         )
 
 
@@ -191,7 +191,7 @@ def apply_fp8(
             vars(layer).setdefault("weight_gradients", None)
             replace_forward(layer, Float8Linear, products=products)
         names[_INDEX.sub(".*.", name)] = None
-    return f"fp8={scaling!r} multiplies in float8: {', '.join(names) or 'nothing on this rank'}"
+    return f"fp8={scaling!r} computes in float8: {', '.join(names) or 'no layer on this rank'}"
 
 
 def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.Module]]:
@@ -220,16 +220,17 @@ def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.
 def _check_sizes(name: str, *sizes: int) -> None:
     if any(size % _UNIT for size in sizes):
         raise ValueError(
-            f"fp8: '{name}' multiplies by a matrix of {sizes[0]} x {sizes[1]} on a rank, but "
-            f"float8 products take multiples of {_UNIT}; "
-            "choose such sizes, a smaller tensor_parallel_size, or fp8=None"
+            f"fp8: the weight of '{name}' has {sizes[0]} x {sizes[1]} elements on a rank, but "
+            f"float8 products need multiples of {_UNIT}. Change these sizes, use a smaller "
+            "tensor_parallel_size, or use fp8=None"
         )
 
 
 def _check_device(device: torch.device) -> None:
     if device.type == "cpu":
         warnings.warn(
-            "fp8 on a CPU is emulated: as exact as on a GPU, and slower than without it",
+            "fp8 is emulated on a CPU: the results are as exact as on a GPU, but it is slower "
+            "than no fp8",
             stacklevel=2,
         )
     elif (
@@ -242,9 +243,9 @@ def _check_device(device: torch.device) -> None:
             torch.cuda.get_device_capability(device),
         )
         raise ValueError(
-            "fp8 needs a GPU that multiplies in float8 (compute capability "
-            f"{'.'.join(map(str, _LEAST_CAPABILITY))}), but this {name} has "
-            f"{major}.{minor}: use fp8=None with precision='bf16-mixed' or 'bf16-true'"
+            "fp8 needs a GPU with float8 products (compute capability "
+            f"{'.'.join(map(str, _LEAST_CAPABILITY))}), but this {name} has {major}.{minor}. "
+            "Use fp8=None with precision='bf16-mixed' or 'bf16-true'"
         )
 
 

@@ -69,16 +69,15 @@ def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: i
         return
     if policy == "none":
         raise ValueError(
-            f"recompute_layers={_shown(layers)} has no effect with recompute='none'; use "
-            "recompute='full', 'selective' or 'offload', or "
-            "leave recompute_layers out"
+            f"recompute_layers={_shown(layers)} has no effect with recompute='none'. Use "
+            "recompute='full', 'selective' or 'offload', or leave recompute_layers out"
         )
     counts = list(layers) if isinstance(layers, Sequence) else [layers]
     if not isinstance(layers, int) and len(counts) != num_stages:
         raise ValueError(
-            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size * "
-            f"virtual_pipeline_size = {num_stages}; "
-            "give one a stage, or one number for all"
+            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size "
+            f"* virtual_pipeline_size = {num_stages}. Give one number per stage, or one number "
+            "for all stages"
         )
 
 
@@ -108,9 +107,9 @@ def check_recomputation(
         return
     if not selective:
         raise ValueError(
-            "recompute='selective', but the plan does not say which modules to recompute: give "
-            f'ParallelPlan(selective=("{names[0]}.*.attention.core",)) with patterns of your '
-            "own names, or use recompute='full'"
+            "recompute='selective', but the plan does not name the modules to recompute. Add "
+            "patterns of your module names, such as "
+            f"ParallelPlan(selective=(\"{names[0]}.*.attention.core\",)), or use recompute='full'"
         )
     inside = {
         name: child
@@ -123,8 +122,8 @@ def check_recomputation(
         if not any(matches(name, pattern) for name in inside):
             shown = " and ".join(f"'{name}'" for name in names)
             raise ValueError(
-                f"the plan's selective pattern {pattern!r} matches no module inside {shown}; "
-                f"{nearest_names(pattern, inside)}"
+                f"the pattern {pattern!r} in the plan's selective matches no module inside "
+                f"{shown}; {nearest_names(pattern, inside)}"
             )
 
 
@@ -292,16 +291,16 @@ def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:
         if layers > max(sizes):
             held = ", ".join(map(str, sizes))
             raise ValueError(
-                f"recompute_layers={layers}, but the stages have {held} layers; use {max(sizes)} "
-                "or less, or None for all layers"
+                f"recompute_layers={layers}, but the stages have {held} layers. Use at most "
+                f"{max(sizes)}, or None for all layers"
             )
         return [min(layers, size) for size in sizes]
     for stage, (count, size) in enumerate(zip(layers, sizes, strict=True)):
         if count > size:
             fits = [min(count, size) for count, size in zip(layers, sizes, strict=True)]
             raise ValueError(
-                f"recompute_layers={_shown(layers)} asks for {count} layers of stage {stage}, "
-                f"which has {size}; use at most {fits}"
+                f"recompute_layers={_shown(layers)} recomputes {count} layers of stage "
+                f"{stage}, which has {size}. Use at most {fits}"
             )
     return list(layers)
 

@@ -27,7 +27,7 @@ def check_python(version: str | None = None) -> Check:
     try:
         requirements.check_python(version)
     except RequirementError as error:
-        found, _, mend = str(error).partition(": ")
+        found, _, mend = str(error).partition(". Run: ")
         return failed("python", found, mend)
     return ok("python", version or platform.python_version())
 
@@ -49,7 +49,7 @@ def check_packages(
         elif problem == declared.missing and declared.extra:
             yield ok(name, f"not installed; optional: {declared.command}")
         else:
-            found, _, mend = problem.rpartition(": ")
+            found, _, mend = problem.rpartition(". Run: ")
             yield (warning if declared.extra else failed)(name, found, mend)
 
 

@@ -49,9 +49,7 @@ def missing_compiler(device: torch.device) -> str:
     names = (os.environ[chosen],) if chosen in os.environ else usual
     missing = []
     if on_gpu and importlib.util.find_spec("triton") is None:
-        missing.append("the package triton, which is not installed")
+        missing.append("the package triton")
     if not any(map(shutil.which, names)):
-        missing.append(
-            f"a C{'' if on_gpu else '++'} compiler, and there is no {' or '.join(names)}"
-        )
+        missing.append(f"a C{'' if on_gpu else '++'} compiler ({' or '.join(names)})")
     return " and ".join(missing)

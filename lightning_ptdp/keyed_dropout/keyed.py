@@ -125,9 +125,9 @@ class KeyedDropout(Surrounding):
             count = batch_size(batch)
         except ValueError as error:
             raise KeyedDropoutError(
-                "keyed_dropout=True drops by sample, but the batch has no samples along dimension "
-                "0 of its tensors, as a batch of graphs. "
-                "Use keyed_dropout=False"
+                "keyed_dropout=True needs the samples along dimension 0 of the batch's "
+                "tensors, but this batch has none (as a batch of graphs). Use "
+                "keyed_dropout=False"
             ) from error
         samples = sample_keys(iterate_tensors(batch), count)
         seed = derive_seed(self._seed, forward.hook, forward.step)
@@ -183,9 +183,9 @@ class KeyedDropout(Surrounding):
         if self._context.size > 1:
             raise KeyedDropoutError(
                 f"keyed_dropout=True with attention dropout of {p} and "
-                f"context_parallel_size={self._context.size}: no rank "
-                "holds the attention weights of a whole row; set the attention's dropout "
-                "to 0, or use keyed_dropout=False"
+                f"context_parallel_size={self._context.size} is not supported, because no rank "
+                "has a full row of attention weights. Set the attention's dropout to 0, or "
+                "use keyed_dropout=False"
             )
         return self._kept(weights, p)
 
@@ -202,9 +202,9 @@ class KeyedDropout(Surrounding):
             return torch.zeros_like(x)
         if x.dim() < 2 or x.size(0) != samples.numel():
             raise KeyedDropoutError(
-                f"keyed_dropout=True: dropout on {tuple(x.shape)} in '{caller[0]}', where a "
-                f"microbatch has {samples.numel()} "
-                "samples: samples must be along dimension 0; use keyed_dropout=False"
+                f"keyed_dropout=True: dropout in '{caller[0]}' has an input of shape "
+                f"{tuple(x.shape)}, but a microbatch has {samples.numel()} samples, which must "
+                "be along dimension 0. Use keyed_dropout=False"
             )
         key = derive_seed(running.seed, *caller)
         indices = [
@@ -260,9 +260,8 @@ def _without_dropout(*args: Any, **kwargs: Any) -> object:
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     if given.get("training", True) and given["dropout_p"]:
         raise KeyedDropoutError(
-            "keyed_dropout=True does not see the dropout inside of nn.MultiheadAttention on one "
-            "process; build it with dropout=0, or "
-            "use keyed_dropout=False"
+            "keyed_dropout=True does not support dropout inside nn.MultiheadAttention on one "
+            "process. Build it with dropout=0, or use keyed_dropout=False"
         )
     return F.multi_head_attention_forward(*args, **kwargs)
 
@@ -270,6 +269,6 @@ def _without_dropout(*args: Any, **kwargs: Any) -> object:
 def _unknown(function: Callable[..., object], *args: object, **kwargs: object) -> object:
     if kwargs.get("training", True):
         raise KeyedDropoutError(
-            f"keyed_dropout=True does not know {function.__name__}; use keyed_dropout=False"
+            f"keyed_dropout=True does not support {function.__name__}. Use keyed_dropout=False"
         )
     return function(*args, **kwargs)

@@ -64,9 +64,9 @@ def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
         keys = part if keys is None else mix(keys, part)
     if keys is None:
         raise ValueError(
-            "keyed_dropout=True tells samples apart by their content, but the batch holds no "
-            f"tensor of {samples} samples; use a batch of "
-            "tensors with samples along dimension 0, or keyed_dropout=False"
+            "keyed_dropout=True identifies samples by their content, but the batch has no "
+            f"tensor of {samples} samples. Use tensors with samples along dimension 0, or "
+            "keyed_dropout=False"
         )
     return keys
 

@@ -46,10 +46,9 @@ class TokenAccuracy(Metric):
             predictions = predictions.argmax(-1)
         if predictions.shape != labels.shape:
             raise ValueError(
-                f"predictions of shape {tuple(predictions.shape)} do not fit labels of shape "
-                f"{tuple(labels.shape)}: pass token "
-                "ids of the same shape, or logits with the vocabulary as one more dimension at "
-                "the end"
+                f"predictions of shape {tuple(predictions.shape)} do not match labels of shape "
+                f"{tuple(labels.shape)}. Pass token ids of the same shape, or logits with the "
+                "vocabulary as an additional last dimension"
             )
         counted = labels != self.ignore_index
         self.correct += ((predictions == labels) & counted).sum()

@@ -109,8 +109,9 @@ def why_without_values(name: str, module: nn.Module) -> str:
     """Return the message about a module without an initializer."""
     who = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
     return (
-        f"{who} was built on the meta device but has no reset_parameters() method that gives it "
-        "values; add one, build the model in __init__, or set PTDPStrategy(meta_init=False)"
+        f"{who} was built on the meta device, but it has no reset_parameters() method that "
+        "sets its values. Add this method, build the model in __init__, or use "
+        "PTDPStrategy(meta_init=False)"
     )
 
 
@@ -177,9 +178,8 @@ def _check_set(module: nn.Module, name: str, others: Collection[str]) -> None:
         mark = _mark(tensor.dtype)
         if bool((tensor.isnan() if mark != mark else tensor == mark).any()):
             raise ValueError(
-                f"'{name}.{key}' ({type(module).__name__}) was built on the meta device, and "
-                "neither reset_parameters() nor the "
-                "model's _init_weights(module) gives it a value; set it there, build the model in "
-                "__init__, or set "
+                f"'{name}.{key}' ({type(module).__name__}) was built on the meta device, but "
+                "neither reset_parameters() nor the model's _init_weights(module) sets its "
+                "values. Set them there, build the model in __init__, or use "
                 "PTDPStrategy(meta_init=False)"
             )

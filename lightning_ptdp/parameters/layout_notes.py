@@ -33,20 +33,20 @@ def layout_notes(
     if differing:
         shown = ", ".join([*differing][:3]) + (", ..." if len(differing) > 3 else "")
         yield (
-            f"{len(differing)} tensors ({shown}) were built with different values on different "
-            "ranks; rank 0's were broadcast"
+            f"{len(differing)} tensors ({shown}) had different initial values on different "
+            "ranks. The values of rank 0 were broadcast"
         )
     for name, placement in placements.items():
         rows, full = placement.local_shape[0] * size if name in padded else 0, placement.full_shape
         if rows and rows > full[0]:
             yield (
-                f"'{name}': vocabulary of {full[0]} is not divisible by "
-                f"tensor_parallel_size={size} and is padded to {rows} rows"
+                f"'{name}': the vocabulary of {full[0]} is not divisible by "
+                f"tensor_parallel_size={size}, so it is padded to {rows} rows"
             )
     for name in everywhere:
         yield (
-            f"'{name}' is used without being called (its parameters alone are), so every pipeline "
-            "stage keeps it"
+            f"'{name}' is never called, and only its parameters are used, so every pipeline "
+            "stage keeps a copy"
         )
     if size > 1:
         yield from _whole_note(placements, size)
@@ -67,8 +67,8 @@ def _whole_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
         names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield (
-            f"{whole / total:.0%} of the elements of the layers' matrices are not split by "
-            f"tensor_parallel_size={size}, and every rank "
-            f"computes with them whole: {', '.join(names[:_SHOWN])}{more}. Split them with "
-            f"PTDPStrategy(plan=ParallelPlan(tensor={{...}}))"
+            f"tensor_parallel_size={size} leaves {whole / total:.0%} of the elements of the "
+            "layers' matrices replicated, and every rank computes with all of them: "
+            f"{', '.join(names[:_SHOWN])}{more}. Split them with "
+            "PTDPStrategy(plan=ParallelPlan(tensor={...}))"
         )

@@ -109,7 +109,9 @@ class Placement:
                 (piece.in_full, self.full_shape),
             ):
                 whole = Rectangle.at((0,) * len(shape), shape)
-                assert whole.common(rectangle) == rectangle, f"{rectangle} is outside of {shape}"
+                assert whole.common(rectangle) == rectangle, (
+                    f"{rectangle} is outside the shape {shape}"
+                )
 
     @classmethod
     def replicated(cls, shape: Sequence[int], *, partial: tuple[str, ...] = ()) -> Placement:

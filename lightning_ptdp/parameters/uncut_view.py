@@ -189,9 +189,8 @@ class _WholeShapes(PartialValues):
 
 def _refusal(name: str, function: str) -> PartialModelError:
     return PartialModelError(
-        f"configure_optimizers computes a number from the values of '{name}' ({function}), of "
-        "which a rank holds a part or nothing under "
-        "tensor and pipeline parallelism. Make it depend on names, shapes or positions of "
-        "parameters, compute the number before fit, or "
-        "use tensor_parallel_size=1 and pipeline_parallel_size=1"
+        f"configure_optimizers computes a number from the values of '{name}' ({function}), but "
+        "under tensor and pipeline parallelism a rank has only a shard of them or none. Use "
+        "names, shapes or positions of parameters, compute the number before fit, or use "
+        "tensor_parallel_size=1 and pipeline_parallel_size=1"
     )

@@ -101,9 +101,9 @@ def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | No
             ):
                 if not isinstance(init, bool) and init != "gaussian":
                     raise ValueError(
-                        f"init_lora_weights={init!r} looks at weights that are not there yet: use "
-                        "True or 'gaussian', or build the model "
-                        "in __init__, or set PTDPStrategy(meta_init=False)"
+                        f"init_lora_weights={init!r} reads weights that have no values yet. "
+                        "Use True or 'gaussian', build the model in __init__, or set "
+                        "PTDPStrategy(meta_init=False)"
                     )
             return lambda: _initialize(layer, chain[-1], configs)
     return None

@@ -164,8 +164,8 @@ def nccl_options(
     if max_ctas is not None:
         if not hasattr(getattr(options, "config", None), "max_ctas"):
             raise ValueError(
-                f"channel_ctas={max_ctas}: this torch has an NCCL that is too old for it; leave "
-                "the option out"
+                f"channel_ctas={max_ctas} is not supported by the NCCL of this torch, which is "
+                "too old. Leave it out"
             )
         options.config.max_ctas = max_ctas
     return options

@@ -69,9 +69,9 @@ class BatchPlan:
             < 2
         ):
             raise ValueError(
-                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} and "
-                f"num_microbatches={num_microbatches}: "
-                "give two of them, the third follows from global_batch_size = micro_batch_size * "
+                f"global_batch_size={global_batch_size}, micro_batch_size={micro_batch_size} "
+                f"and num_microbatches={num_microbatches} do not determine the batch. Set two "
+                "of them. The third follows from global_batch_size = micro_batch_size * "
                 "num_microbatches * data_parallel_size"
             )
         if global_batch_size is None:
@@ -79,10 +79,10 @@ class BatchPlan:
             global_batch_size = micro_batch_size * num_microbatches * data_parallel_size
             if global_batch_size > _MOST_SAMPLES:
                 raise ValueError(
-                    f"micro_batch_size={micro_batch_size} * num_microbatches={num_microbatches} * "
-                    f"data_parallel_size={data_parallel_size} "
-                    f"is a global batch of {global_batch_size} samples; at most {_MOST_SAMPLES} "
-                    "can be counted"
+                    f"micro_batch_size={micro_batch_size} * "
+                    f"num_microbatches={num_microbatches} * "
+                    f"data_parallel_size={data_parallel_size} is a global batch of "
+                    f"{global_batch_size} samples, more than the limit of {_MOST_SAMPLES}"
                 )
         if micro_batch_size is None:
             assert num_microbatches is not None
@@ -96,10 +96,9 @@ class BatchPlan:
             product = micro_batch_size * num_microbatches * data_parallel_size
             raise ValueError(
                 f"global_batch_size={global_batch_size} is not micro_batch_size * "
-                "num_microbatches * data_parallel_size = "
-                f"{micro_batch_size} * {num_microbatches} * {data_parallel_size} = {product}; "
-                "leave one out, or use "
-                f"num_microbatches={derived}"
+                f"num_microbatches * data_parallel_size = {micro_batch_size} * "
+                f"{num_microbatches} * {data_parallel_size} = {product}. Leave one of them "
+                f"out, or use num_microbatches={derived}"
             )
         return cls(
             micro_batch_size=micro_batch_size,
@@ -114,12 +113,12 @@ def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> 
     if global_batch_size % unit == 0:
         return global_batch_size // unit
     sizes = sorted({global_batch_size // unit * unit, -(-global_batch_size // unit) * unit} - {0})
-    mend = f"use global_batch_size={' or '.join(map(str, sizes))}"
+    mend = f"Use global_batch_size={' or '.join(map(str, sizes))}"
     if global_batch_size % replicas == 0:
         mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
     raise ValueError(
-        f"global_batch_size={global_batch_size} is not divisible by {field} * data_parallel_size "
-        f"= {value} * {replicas}; {mend}"
+        f"global_batch_size={global_batch_size} is not divisible by {field} * "
+        f"data_parallel_size = {value} * {replicas}. {mend}"
     )
 
 
@@ -152,22 +151,21 @@ class RampUp:
         check_types(self)
         if self.stop < self.start:
             raise ValueError(
-                f"stop={self.stop} is smaller than start={self.start}; the global batch can only "
-                "grow"
+                f"stop={self.stop} is smaller than start={self.start}, but the global batch "
+                "can only grow"
             )
         if (self.stop - self.start) % self.increment:
             near = nearest_divisors(self.stop - self.start, self.increment)
             raise ValueError(
                 f"increment={self.increment} does not divide stop - start = {self.stop} - "
-                f"{self.start}; use increment="
-                f"{' or '.join(map(str, near))}"
+                f"{self.start}. Use increment={' or '.join(map(str, near))}"
             )
         if self._growths > _MOST_GROWTHS:
             raise ValueError(
-                f"increment={self.increment} makes {self._growths} steps from start={self.start} "
-                f"to stop={self.stop}: use at most "
-                f"{_MOST_GROWTHS}, so an increment of "
-                f"{-(-(self.stop - self.start) // _MOST_GROWTHS)} or more"
+                f"increment={self.increment} makes {self._growths} steps from "
+                f"start={self.start} to stop={self.stop}, more than the limit of "
+                f"{_MOST_GROWTHS}. Use an increment of at least "
+                f"{-(-(self.stop - self.start) // _MOST_GROWTHS)}"
             )
 
     @property

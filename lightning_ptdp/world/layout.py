@@ -105,29 +105,28 @@ class ParallelLayout(Degrees, Stages):
             works = " or ".join(str(n) for n in (lower, upper) if n)
             raise ValueError(
                 f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = "
-                f"{' * '.join(map(str, sizes))} = {model}; use "
-                f"{works} processes, or degrees whose product is one of "
-                f"{nearest_divisors(self.world_size, model)}"
+                f"{' * '.join(map(str, sizes))} = {model}. Use {works} processes, or sizes "
+                f"whose product is one of {nearest_divisors(self.world_size, model)}"
             )
         for axis in self.blocked:
             self._check_blocks(axis)
         if self.expert_tensor_parallel_size not in (1, self.tensor_parallel_size):
             raise ValueError(
-                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each "
-                "expert over some of the ranks of "
-                f"tensor_parallel_size={self.tensor_parallel_size}: use "
-                f"{self.tensor_parallel_size} (all of them) or 1 (whole experts)"
+                f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} must be "
+                f"{self.tensor_parallel_size} (each expert is split over all ranks of "
+                f"tensor_parallel_size={self.tensor_parallel_size}) or 1 (experts are not "
+                "split)"
                 if self.tensor_parallel_size > 1
-                else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits each "
-                "expert over the tensor-parallel ranks, "
-                "but tensor_parallel_size=1: set that, too, or use 1"
+                else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits "
+                "each expert over the tensor-parallel ranks, but tensor_parallel_size=1. "
+                "Increase tensor_parallel_size, or use expert_tensor_parallel_size=1"
             )
         check_interleaving(self.pipeline_parallel_size, self.virtual_pipeline_size)
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             raise ValueError(
-                "sequence_parallel=True splits activations over the tensor-parallel ranks, but "
-                "tensor_parallel_size=1: "
-                "set tensor_parallel_size to 2 or more, or sequence_parallel=False"
+                "sequence_parallel=True splits activations over the tensor-parallel ranks, "
+                "but tensor_parallel_size=1. Use tensor_parallel_size=2 or more, or "
+                "sequence_parallel=False"
             )
 
     @classmethod
@@ -228,7 +227,7 @@ class ParallelLayout(Degrees, Stages):
             ValueError: There is no such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank={rank} is outside the world of {self.world_size} processes")
+            raise ValueError(f"rank={rank} is not a rank of {self.world_size} processes")
         values = {}
         for name in reversed(self._order):
             rank, values[name] = divmod(rank, self.size(name))
@@ -337,7 +336,7 @@ class ParallelLayout(Degrees, Stages):
         if whole % size:
             of = [row.name for row in self._dimensions if row.reads in SETS[axis.within]]
             raise ValueError(
-                f"{axis.name}_parallel_size={size} takes its ranks from the {whole} of "
-                f"{' and '.join(of)} parallelism, which it does not "
-                f"divide; use one of {nearest_divisors(whole, size)}, or other degrees"
+                f"{axis.name}_parallel_size={size} does not divide {whole}, the ranks of "
+                f"{' and '.join(of)} parallelism. Use one of {nearest_divisors(whole, size)}, "
+                "or other sizes"
             )

@@ -43,7 +43,7 @@ def meeting_store(
         listening = socket.create_server((LOOPBACK, port), backlog=4096)
     except OSError as error:
         raise dist.DistNetworkError(
-            f"{LOOPBACK}:{port} cannot be listened at: {error.strerror}"
+            f"cannot listen at {LOOPBACK}:{port}: {error.strerror}"
         ) from None
     return dist.TCPStore(
         LOOPBACK,

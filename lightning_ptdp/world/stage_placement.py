@@ -60,7 +60,7 @@ def check_interleaving(pipeline_parallel_size: int, virtual_pipeline_size: int) 
     """
     if virtual_pipeline_size > 1 and pipeline_parallel_size == 1:
         raise ValueError(
-            f"virtual_pipeline_size={virtual_pipeline_size} needs a pipeline to interleave: set "
-            "pipeline_parallel_size to 2 or more, or "
+            f"virtual_pipeline_size={virtual_pipeline_size} needs a pipeline, but "
+            "pipeline_parallel_size=1. Use pipeline_parallel_size=2 or more, or "
             "virtual_pipeline_size=1"
         )

@@ -183,5 +183,5 @@ def _too_few_heads(rank: int) -> str:
 
 def test_all_to_all_needs_heads_for_all(pool: Pool) -> None:
     (message, _) = pool.run(_too_few_heads, world_size=2)
-    assert "shares out 3 heads" in message
-    assert "use a context_parallel_size of 1, 3" in message
+    assert "the 3 heads of" in message
+    assert "Use a context_parallel_size of 1, 3" in message

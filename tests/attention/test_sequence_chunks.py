@@ -46,7 +46,7 @@ def test_a_shard_is_differentiable() -> None:
 @pytest.mark.parametrize(
     ("length", "size", "tensor", "message"),
     [
-        (10, 4, 1, "multiple of 8; cut or pad it to 8 or 16"),
+        (10, 4, 1, "multiple of 8. Pad or truncate it to 8 or 16"),
         (3, 2, 1, "to 4 tokens"),
         (8, 2, 4, None),
         (12, 2, 4, "over 4 ranks"),

@@ -245,7 +245,7 @@ def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
         "'NoneType'>\n  - Expected a <class 'NoneType'>"
     )
     absent = own.replace("Group 'config' does not accept option 'x'", "No module named 'peft'")
-    assert readable(absent, []).startswith("peft is not installed; lightning-ptdp needs >=")
+    assert readable(absent, []).startswith("peft is not installed. lightning-ptdp needs >=")
     assert readable(of_a_field, []) == "r=0 must be a positive integer"
 
 
@@ -337,7 +337,7 @@ def test_which_errors_are_the_users() -> None:
     assert explain(RuntimeError("broken")) is None
     said = explain(ModuleNotFoundError("No module named 'transformers'", name="transformers"))
     assert said is not None
-    assert said.startswith("transformers is not installed; lightning-ptdp needs >=")
+    assert said.startswith("transformers is not installed. lightning-ptdp needs >=")
     assert explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 
 

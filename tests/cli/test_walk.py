@@ -226,10 +226,10 @@ BAD = [
     (f"ptdp fit {NANO} {S}context_parallel_size 3", "world_size=4 is not divisible by .* = 12"),
     (
         f"ptdp fit {NANO} {S}expert_parallel_size 2",
-        "expert_parallel_size=2 takes its ranks from the 1 of",
+        "expert_parallel_size=2 does not divide 1, the ranks of",
     ),
     (f"ptdp fit {NANO} {S}num_microbatches 0", "num_microbatches=0 must be a positive integer"),
-    (f"ptdp fit {NANO} {S}micro_batch_size 2 {S}num_microbatches 2", "give one of them"),
+    (f"ptdp fit {NANO} {S}micro_batch_size 2 {S}num_microbatches 2", "Set only one of them"),
     (f"ptdp fit {NANO} {S}schedule nowhere.csv", "nowhere.csv cannot be read as a schedule"),
     (f"ptdp fit {NANO} {S}recompute some", "recompute: Expected 'none'"),
     (

@@ -89,7 +89,7 @@ def _fit_late(rank: int, place: Place, trains: bool) -> str:
 def test_a_parameter_that_was_not_laid_out_is_named(place: Place, trains: bool, pool: Pool) -> None:
     for told in pool.run(_fit_late, world_size=place.world_size, args=(place, trains)):
         assert told.startswith(
-            "teacher.weight, teacher.bias: made or replaced after the model was laid out"
+            "teacher.weight, teacher.bias: created or replaced after the model was distributed"
         )
 
 

@@ -489,10 +489,10 @@ def test_places_that_other_ranks_do_not_see_are_refused(place: Place) -> None:
     [
         (
             "s3://bucket/last.ckpt",
-            "s3://bucket/last.ckpt is read by s3fs, which is not installed: pip install s3fs",
+            "s3://bucket/last.ckpt needs s3fs, which is not installed. Run: pip install s3fs",
         ),
-        ("gs://bucket/last.ckpt", "is read by gcsfs, which is not installed: pip install gcsfs"),
-        ("tape://7/last.ckpt", "fsspec knows no URLs that begin with tape://"),
+        ("gs://bucket/last.ckpt", "needs gcsfs, which is not installed. Run: pip install gcsfs"),
+        ("tape://7/last.ckpt", "fsspec does not support URLs with the protocol tape://"),
     ],
 )
 def test_a_checkpoint_at_a_url_without_its_library_is_refused(

@@ -295,16 +295,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "positions not asked": (CountsItself, "called none of the modules that take position_ids"),
     "window": (
         partial(Mixed, window),
-        r"mask of shape \(1, 1, 8, 8\).*each of 2 ranks holds 8 of 16 tokens",
+        r"mask of shape \(1, 1, 8, 8\).*Each of 2 ranks has 8 of 16 tokens",
     ),
-    "bias": (partial(Mixed, slopes), "adds other numbers than 0 and -inf"),
+    "bias": (partial(Mixed, slopes), "has values other than 0 and -inf"),
     "whole mask": (
         partial(Mixed, lambda length: local_causal_mask(2 * length)),
         r"mask of shape \(1, 1, 16, 16\)",
     ),
     "hidden padding": (
         partial(Mixed, lambda length: (torch.arange(length) < 3)[None]),
-        "under 'attention_mask'",
+        "as 'attention_mask'",
     ),
     "trained bias": (
         partial(Mixed, lambda length: torch.zeros(1, length, requires_grad=True)),
@@ -315,13 +315,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         partial(Picks, 3),
         r"picks token 3 out of a hidden state.*only the first \(0\)",
     ),
-    "prefix": (WithPrefix, "attention on 9 queries and 9 keys"),
+    "prefix": (WithPrefix, "attention with 9 queries and 9 keys"),
     "no_grad": (Frozen, "gradients disabled inside a forward.*recompute="),
     "reentrant": (
         lambda: Toy(is_causal=True, recompute={"use_reentrant": True}),
         "use_reentrant=False",
     ),
-    "weights": (Weights, r"need_weights=True \(call the attention with need_weights=False\)"),
+    "weights": (Weights, r"need_weights=True \(call it with need_weights=False\)"),
 }
 
 

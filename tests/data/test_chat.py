@@ -284,7 +284,7 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1: not JSON"),
+        ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1: it is not valid JSON"),
         ("", {}, r"path=.*bad.jsonl holds no row"),
         ("\n\n", {}, r"path=.*bad.jsonl holds no row"),
         ('{"mesages": []}\n', {}, r"no column messages.*did you mean 'mesages'"),
@@ -586,7 +586,7 @@ def test_deep_brackets_are_refused_with_their_line(
     )
     with pytest.raises(
         CorpusError,
-        match=rf"path=.*{name} cannot be read: line 2: its brackets are more than 64 deep",
+        match=rf"path=.*{name} cannot be read: line 2: its brackets are nested more than 64 levels deep",
     ):
         data(model, tmp_path / name, tmp_path / "store").prepare_data()
 
@@ -617,7 +617,7 @@ def test_a_row_may_lack_what_later_rows_have(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("[3]", "entry 1 of its list is a int"), ("[{]", "not JSON")]
+    ("text", "said"), [("[3]", "entry 1 of its list is a int"), ("[{]", "it is not valid JSON")]
 )
 def test_a_list_that_is_none_is_named(model: Path, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.json").write_text(text)

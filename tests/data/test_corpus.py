@@ -72,7 +72,7 @@ def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": ', ["rows.jsonl:2", "not JSON"]),
+        ('{"text": ', ["rows.jsonl:2", "not valid JSON"]),
         ('{"body": "x", "id": 1}', ["rows.jsonl:2", "text_field='text'", "body"]),
         ('{"text": 3}', ["rows.jsonl:2", "int"]),
         ('["text"]', ["rows.jsonl:2", "list"]),

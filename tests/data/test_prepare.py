@@ -271,13 +271,13 @@ def test_damaged_folders_are_refused_until_overwritten(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "not a JSON object"),
         ('{"format": 99}', "of format 99, and this version reads format 3: prepare the data again"),
         ('{"format": true}', "of format True"),
         ('{"format": 2, "files": 3}', "of format 2.*ptdp prepare"),
         ('{"format": 3, "files": 3}', "does not have the sha256"),
-        ("[" * 100_000, "64 deep"),
+        ("[" * 100_000, "64 levels deep"),
     ],
 )
 def test_damaged_manifests_are_named(tmp_path: Path, text: str, words: str) -> None:

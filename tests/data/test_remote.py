@@ -79,7 +79,7 @@ def test_nothing_is_written_outside_of_the_copy(
     (tmp_path / "user").mkdir()
     with pytest.raises(
         StoreError,
-        match=r"manifest\.json: .* is not the name of a file inside of the folder",
+        match=r"manifest\.json: .* is not the name of a file inside the folder",
     ):
         fetch(f"local:{store}", tmp_path / "user" / "copy")
     assert os.listdir(tmp_path / "user") == [".copy.preparing"]

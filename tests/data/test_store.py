@@ -159,7 +159,7 @@ def link_chunk(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "index.json").write_text("{"), "not JSON"),
+        (lambda folder: (folder / "index.json").write_text("{"), "not valid JSON"),
         (lambda folder: (folder / "index.json").write_text("[]"), "TypeError"),
         (lambda folder: (folder / "index.json").write_text("[" * 10**6), "damaged"),
         (

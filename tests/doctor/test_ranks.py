@@ -41,7 +41,7 @@ def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
     [
         (
             "hangs",
-            "rank 1 hangs in the start; rank 0 waits in the meeting; rank 2 waits in the meeting",
+            "rank 1 hangs in the start; rank 0 is waiting in the meeting; rank 2 is waiting in the meeting",
         ),
         ("dies", "rank 1 failed in the start: the process died"),
         ("raises", "rank 1 failed in the start: ValueError: no"),

@@ -30,6 +30,6 @@ def test_the_hubs_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:
     (snapshot / "model.safetensors").symlink_to(tmp_path / "4567")
     with pytest.raises(
         CheckpointError,
-        match=r"model\.safetensors cannot be read: it is a link to .*/4567, outside of its folder",
+        match=r"model\.safetensors cannot be read: it is a link to .*/4567, which is outside its folder",
     ):
         open_huggingface(snapshot)

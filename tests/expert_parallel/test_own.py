@@ -168,11 +168,11 @@ def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(
     [
         (
             {T: 4, ET: 2},
-            r"expert_tensor_parallel_size=2 .* tensor_parallel_size=4: use 4 \(all of them\) or 1",
+            r"expert_tensor_parallel_size=2 must be 4 \(.* tensor_parallel_size=4\) or 1",
         ),
         (
             {ET: 2},
-            r"expert_tensor_parallel_size=2 .* tensor_parallel_size=1: set that, too, or use 1",
+            r"expert_tensor_parallel_size=2 .* tensor_parallel_size=1. Increase tensor_parallel_size",
         ),
     ],
 )

@@ -118,7 +118,7 @@ def test_replicas_that_evaluate_unequally_often_are_refused(pool: Pool) -> None:
             4,
             {E: 4, P: 2},
             True,
-            r"expert_parallel_size=4 takes its ranks from the 2 of context and data parallelism.* "
+            r"expert_parallel_size=4 does not divide 2, the ranks of context and data parallelism.* "
             r"\[1, 2\]",
         ),
         (

@@ -53,7 +53,7 @@ def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
         limit_val_batches=0,
     )
     trainer.fit(module(Run(model="llama")), DataLoader(Samples("llama"), batch_size=4))
-    return [note for note in strategy.summary().notes if "not split" in note]
+    return [note for note in strategy.summary().notes if "replicated" in note]
 
 
 def test_what_stays_whole_is_noted(pool: Pool) -> None:
@@ -61,5 +61,5 @@ def test_what_stays_whole_is_noted(pool: Pool) -> None:
         assert len(notes) == 1
         assert "self_attn" in notes[0]
         assert "model.model.layers.*." in notes[0]
-        assert "not split by tensor_parallel_size=2" in notes[0]
+        assert "tensor_parallel_size=2 leaves" in notes[0]
     assert pool.run(_notes, world_size=2, args=(LitHuggingFace,)) == [[], []]

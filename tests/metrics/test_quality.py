@@ -73,7 +73,7 @@ def test_accuracy_from_ids_and_from_logits() -> None:
 
 
 def test_accuracy_of_shapes_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"\(2, 3\) do not fit labels of shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"\(2, 3\) do not match labels of shape \(3, 2\)"):
         TokenAccuracy().update(
             torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
         )

@@ -231,7 +231,7 @@ def test_the_result_is_cached() -> None:
             ["virtual_pipeline_size=2", "interleaved_1f1b", "virtual_pipeline_size=1"],
         ),
         ("interleaved_1f1b", 2, 1, 4, ["virtual_pipeline_size=1", "2 or more", "'1f1b'"]),
-        ("auto", 1, 2, 4, ["virtual_pipeline_size=2", "pipeline_parallel_size to 2"]),
+        ("auto", 1, 2, 4, ["virtual_pipeline_size=2", "pipeline_parallel_size=2"]),
         ("auto", 2, 1, 0, ["num_microbatches=0", "positive"]),
         (
             "zb_h1",

@@ -99,7 +99,7 @@ def test_replicated_scalar() -> None:
 
 
 def test_a_piece_outside_of_its_tensor_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"\[2:5\] is outside of \(4,\)"):
+    with pytest.raises(AssertionError, match=r"\[2:5\] is outside the shape \(4,\)"):
         Placement(
             full_shape=(4,), local_shape=(3,), pieces=(Piece(local=(0,), full=(2,), size=(3,)),)
         )
