@@ -60,9 +60,9 @@ _REST = 4  # steps of the last attempt
 _PLACES = 40
 _PRINTED = "\nIt printed:\n"
 # Ranks blamed by the last words of a rank. A table that lists all ranks blames none.
-_TABLE = "What each rank did last:"
+_TABLE = "Last action of each rank:"
 _BLAMED = re.compile(
-    r"rank (\d+): (?:last heard|has told nothing)|rank (\d+), which keeps the store"
+    r"rank (\d+): (?:last reported|has not reported)|rank (\d+) \(or torchrun\), which hosts"
     r"|(?:[Nn]o answer from|did not hear from|without) ranks? ([\d, ]+)"
     r"|ranks? ([\d, ]+?) (?:did not come|came and was lost|does not answer|do not answer|is "
     r"gone|are gone|was lost|has ended|was killed)"

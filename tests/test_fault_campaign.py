@@ -13,10 +13,10 @@ CI = Path(__file__).parents[1] / "ci"
 
 TABLE = """\
 rank 3 (d1) lost another rank (step 7): Connection closed by peer
-What each rank did last:
-  rank 0: step 7 since 0.3 s (told 0.0 s ago)
-  rank 1: step 6, waits in F2.1 for rank 2 since 0.1 s (told 0.0 s ago)
-  rank 2: step 6 since 0.2 s (told 0.1 s ago)
+Last action of each rank:
+  rank 0: step 7 since 0.3 s (reported 0.0 s ago)
+  rank 1: step 6, waits in F2.1 for rank 2 since 0.1 s (reported 0.0 s ago)
+  rank 2: step 6 since 0.2 s (reported 0.1 s ago)
   rank 3: step 7 since 0.4 s (this rank)"""
 
 
@@ -31,7 +31,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (TABLE, set()),
         (f"{TABLE}\nNo answer from rank 2, for 0.8 s: step 6", {2}),
-        (TABLE.replace("rank 2: step 6", "rank 2: last heard 17 s ago: step 6"), {2}),
+        (TABLE.replace("rank 2: step 6", "rank 2: last reported 17 s ago: step 6"), {2}),
         (
             TABLE.replace(
                 "rank 1: step 6",

@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) ->
     started = time.monotonic()
     said = lose(together, doomed, signal.SIGKILL)
     whom = (
-        "rank 0, which keeps the store"
+        "rank 0 (or torchrun), which hosts the store"
         if doomed == 0
         else f"rank {doomed} came and was lost (the process has ended), "
     )
@@ -214,10 +214,7 @@ def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
     other.connection.send("go on")
     said = other.says()
     assert said.startswith("rank 1 (pipeline 1, "), said
-    assert (
-        "rank 0, which keeps the store where ranks tell what they do (or torchrun does), does not "
-        "answer" in said
-    )
+    assert "rank 0 (or torchrun), which hosts the store for these reports, has not answered" in said
 
 
 def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:

@@ -202,7 +202,7 @@ class Boundary:
             raise StageError(
                 f"block '{name}' was called before any block of the first pipeline stage"
                 if run.received is None
-                else f"block '{name}' was called before the blocks in front of it, which are on "
+                else f"block '{name}' was called before the preceding blocks, which are on "
                 f"pipeline stage {run.stage}"
             )
         collected, extras = run.collected, dict(run.known_extras())

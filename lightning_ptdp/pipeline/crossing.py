@@ -284,10 +284,9 @@ def describe(value: object, index: Callable[[Tensor], int | None], block: str) -
         if item is None or type(item) in (bool, int, float, str):
             return item
         raise StageError(
-            f"block '{block}' returned a {type(item).__name__}, which cannot be built again on "
-            "the next pipeline stage. What blocks return "
-            "may be tensors, None, numbers and strings, in plain tuples, lists and dictionaries "
-            "with int or str keys; keep other objects "
+            f"block '{block}' returned a {type(item).__name__}, which cannot be rebuilt on the "
+            "next pipeline stage. Blocks may return tensors, None, numbers and strings, in "
+            "plain tuples, lists and dictionaries with int or str keys. Keep other objects "
             "inside the block (a Hugging Face model: use_cache=False), or use "
             "pipeline_parallel_size=1"
         )

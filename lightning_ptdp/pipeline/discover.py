@@ -44,19 +44,17 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     sizes = {name: sum(count) for name, count in counts.items() if sum(c > 0 for c in count) > 1}
     if not sizes:
         raise ValueError(
-            f"no repeated container found in {type(model).__name__}: looked for an nn.ModuleList "
-            "or nn.Sequential with at least two "
-            "members that have parameters. Name it with "
-            "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without one trains "
-            "with pipeline_parallel_size=1"
+            f"no repeated container found in {type(model).__name__}: it has no nn.ModuleList "
+            "or nn.Sequential with at least two members that have parameters. Name the "
+            "container with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
+            "pipeline_parallel_size=1"
         )
     best = max(sizes, key=lambda name: sizes[name])
     if _is_detail(model, best, sizes[best]):
         raise ValueError(
-            f"no repeated container found in {type(model).__name__}: its largest list of modules, "
-            f"'{best}', is a small part of it. Name "
-            "another with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')); a model without "
-            "one trains with "
+            f"no repeated container found in {type(model).__name__}: its largest list of "
+            f"modules, '{best}', is a small part of the model. Name the container with "
+            "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
             "pipeline_parallel_size=1"
         )
     beside = [
@@ -223,9 +221,9 @@ def _called_at(
             return {otherwise}
         if called != layers:
             raise ValueError(
-                f"'{container}' looks like the repeated container of {type(model).__name__}, but "
-                "its forward does not call its "
-                f"{len(layers)} members once each and in order; name the container with "
+                f"'{container}' looks like the repeated container of {type(model).__name__}, "
+                f"but its forward does not call its {len(layers)} members once each and in "
+                "order. Name the container with "
                 "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
                 "pipeline_parallel_size=1"
             )
@@ -234,8 +232,8 @@ def _called_at(
         if stop > start:
             raise ValueError(
                 f"blocks={tuple(blocks)!r}, but the forward of {type(model).__name__} does not "
-                f"call all of '{first}' before '{second}'; "
-                "name containers in the order of their calls, or one only"
+                f"call all of '{first}' before '{second}'. Name the containers in the order of "
+                "their calls, or only one of them"
             )
     calls = [
         place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")
@@ -245,9 +243,9 @@ def _called_at(
     if is_inside or (len(blocks) in sides and len(sides) > 1):
         containers = " and ".join(f"'{container}'" for container in blocks)
         raise ValueError(
-            f"'{name}' is called more than once, before, between or behind the layers of "
-            f"{containers}; a pipeline keeps it at one end. "
-            "Use two modules with a tied weight, or pipeline_parallel_size=1"
+            f"'{name}' is called more than once, before, between or after the layers of "
+            f"{containers}, but a pipeline holds it on one stage only. Use two modules with a "
+            "tied weight, or pipeline_parallel_size=1"
         )
     return sides or {otherwise}
 
@@ -276,9 +274,8 @@ def _check_container(model: nn.Module, blocks: str) -> None:
     container = _named(model, blocks, "blocks")
     if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         raise ValueError(
-            f"blocks='{blocks}' is a {type(container).__name__}; the repeated container must be "
-            "an nn.ModuleList, nn.Sequential or "
-            "nn.ModuleDict"
+            f"blocks='{blocks}' is a {type(container).__name__}, but the repeated container "
+            "must be an nn.ModuleList, nn.Sequential or nn.ModuleDict"
         )
     unpacked = [
         key
@@ -287,9 +284,9 @@ def _check_container(model: nn.Module, blocks: str) -> None:
     ]
     if unpacked:
         raise ValueError(
-            f"blocks='{blocks}' holds lists of modules, such as '{blocks}.{unpacked[0]}', which "
-            "the model unpacks and does not call, so "
-            "that no stage can begin at one. Put the members of each into a module with a "
+            f"blocks='{blocks}' has lists of modules as members, such as "
+            f"'{blocks}.{unpacked[0]}'. The model unpacks them instead of calling them, so no "
+            "stage can begin at one. Put the modules of each list into a module with a "
             "forward, or use pipeline_parallel_size=1"
         )
 
@@ -299,7 +296,7 @@ def _named(model: nn.Module, name: str, field: str) -> nn.Module:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
         raise ValueError(
-            f"{field}='{name}' names no module of {type(model).__name__}; nearest: "
+            f"{field}='{name}' is not a module of {type(model).__name__}; nearest: "
             f"{', '.join(near)}"
         )
     return model.get_submodule(name)

@@ -104,7 +104,7 @@ class HangJudge:
         )
         if seen.failed:
             return (
-                "it failed, and does not come to its end"
+                "it failed, but does not end"
                 if stuck > self._limit_s and not self._waits_raise
                 else ""
             )
@@ -129,7 +129,7 @@ class HangJudge:
         # shorter than the limit.
         least = self._limit_s / 2 if ends else self._limit_s
         if silent := [who for who, time_s in silences.items() if time_s > least]:
-            return f"{silent[0]} has told nothing for {duration(silences[silent[0]])}"
+            return f"{silent[0]} has not reported for {duration(silences[silent[0]])}"
         return f"it has been in one call for {duration(call_s)}" if ends else ""
 
     def _unchanged(self, what: object, value: object) -> float:
@@ -171,7 +171,7 @@ class HangJudge:
         store = min(self._unchanged("store", seen.answered_at), seen.unanswered_s)
         return {
             **silences,
-            "rank 0, which keeps the store (or torchrun does),": store if seen.watched else 0.0,
+            "rank 0 (or torchrun), which hosts the store,": store if seen.watched else 0.0,
         }
 
 

@@ -342,11 +342,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _changed(what: str, before: Form, now: Form) -> str:
-    detail = f"have shape {now}, but a microbatch of the same input shapes gave {before} before"
+    detail = (
+        f"have shape {now}, but had {before} in an earlier microbatch with the same input shapes"
+    )
     if str(before) == str(now):
-        detail = "have another structure than those of a microbatch of the same input shapes before"
+        detail = "have another structure than in an earlier microbatch with the same input shapes"
     return (
-        f"{what}: the tensors that cross {detail}; under a pipeline what passes between blocks "
-        "may depend on the shapes in the batch, "
-        "not on its values"
+        f"{what}: the tensors sent to the next stage {detail}. Under a pipeline, the values "
+        "that pass between blocks may depend on the shapes in the batch, but not on its values"
     )

@@ -57,9 +57,9 @@ class Placeholder(nn.Module):
     def _running(self) -> StageRun:
         if self._ptdp_boundary.run is None:
             raise StageError(
-                f"block '{self._ptdp_name}' lives on another pipeline stage, and the model was "
-                "called outside of a step of the Trainer; "
-                "under a pipeline only trainer.fit, validate, test and predict can run it"
+                f"block '{self._ptdp_name}' is on another pipeline stage, and the model was "
+                "called outside of a step of the Trainer. Under a pipeline, only trainer.fit, "
+                "validate, test and predict can run the model"
             )
         return self._ptdp_boundary.run
 
@@ -67,11 +67,9 @@ class Placeholder(nn.Module):
         name = self.__dict__.get("_ptdp_name", "?")
         check_kept(self, key)
         raise AttributeError(
-            f"'{name}' lives on another pipeline stage, and its attribute '{key}' with it. A "
-            "module whose weight is used "
-            f"without calling the module must be tied instead (head.weight = {name}.weight), or "
-            "be kept by every stage: "
-            f"ParallelPlan(everywhere=('{name}',))"
+            f"'{name}' and its attribute '{key}' are on another pipeline stage. If the weight "
+            f"is used without calling the module, tie it (head.weight = {name}.weight), or "
+            f"keep the module on every stage: ParallelPlan(everywhere=('{name}',))"
         )
 
 
@@ -93,10 +91,9 @@ class EarlierBlock(Placeholder):
             passes[layer.container] += 1
             if passes[layer.container] > 1:
                 raise StageError(
-                    "one step calls the repeated blocks more than once; a pipeline stage sends "
-                    "one hidden state a microbatch. "
-                    "Concatenate the inputs along the batch dimension and call the model once, or "
-                    "use pipeline_parallel_size=1"
+                    "one step calls the repeated blocks more than once, but a pipeline stage "
+                    "sends one hidden state per microbatch. Concatenate the inputs along the "
+                    "batch dimension and call the model once, or use pipeline_parallel_size=1"
                 )
         returned = self._ptdp_boundary.earlier_output(layer)
         self._replay_hooks(args)
@@ -123,8 +120,7 @@ class Absent(Placeholder):
         """Raise a ``StageError``."""
         raise StageError(
             f"'{self._ptdp_name}' belongs to the last pipeline stage but was called before the "
-            "repeated blocks; list "
-            "it in the plan: ParallelPlan(before=(...,))"
+            "repeated blocks. Add it to the plan: ParallelPlan(before=(...,))"
         )
 
 
@@ -147,12 +143,10 @@ class Stub(Placeholder):
         if run is not None and run.is_behind:
             raise StageError(
                 f"'{self._ptdp_name}' belongs to the first pipeline stage but was called after "
-                "the repeated blocks. If it "
-                "stands behind them, list it in the plan: ParallelPlan(after=(...,)), or "
-                "between=(...,) if it stands in front of "
-                "further ones; if the step calls the model more than once, concatenate the inputs "
-                "along the batch dimension and call "
-                "it once"
+                "the repeated blocks. If it follows the blocks, add it to the plan: "
+                "ParallelPlan(after=(...,)), or between=(...,) if it precedes a further "
+                "container. If the step calls the model more than once, concatenate the "
+                "inputs along the batch dimension and call it once"
             )
         self._replay_hooks((x, *args))
         return self._ptdp_boundary.mark(self._ptdp_shape(x))

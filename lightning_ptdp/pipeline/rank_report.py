@@ -51,26 +51,25 @@ class RankReport:
         """Return one line per rank, then the ranks that do not answer, and the cause if known."""
         lines = {rank: self._sentence(rank) for rank in self.heard}
         if self.store_answers:
-            lines |= {rank: "has told nothing yet" for rank in self.asked if rank not in self.heard}
+            lines |= {rank: "has not reported yet" for rank in self.asked if rank not in self.heard}
         own = replace(self.own, failure="", ended=False)
         lines[self.rank] = own.sentence(silence_s=None, silent_after_s=self.silent_after_s)
         shown = sorted([self.rank, *self._suspects(lines.keys() - {self.rank})])
-        text = ["What each rank did last:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
+        text = ["Last action of each rank:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
         if self.store_answers is False:
             known = (
-                "the lines above are of before"
+                "the lines above are older"
                 if self.heard
-                else "what the others did last is not known"
+                else "the last actions of the other ranks are unknown"
             )
             text.append(
-                "  rank 0, which keeps the store where ranks tell what they do (or torchrun "
-                "does), does not answer for "
-                f"{duration(time.monotonic() - self.as_of)}: {known}"
+                "  rank 0 (or torchrun), which hosts the store for these reports, has not "
+                f"answered for {duration(time.monotonic() - self.as_of)}: {known}"
             )
         elif len(shown) < self.world_size:
             text.append(f"  … and {self.world_size - len(shown)} other ranks")
         for rank in sorted(self.missing)[:_MOST_LINES]:
-            known = "which has told nothing yet"
+            known = "which has not reported yet"
             if rank in self.heard:
                 known = (
                     f"for {duration(time.monotonic() - self.heard[rank].at)}: "

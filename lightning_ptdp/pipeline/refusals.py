@@ -14,20 +14,17 @@ __all__ = [
 ]
 
 LOST = (
-    "something is computed between the repeated blocks or behind them (a sum around a block, a "
-    "loss, a log) from what modules of an "
-    "earlier pipeline stage computed before them. Only what blocks are given and return crosses "
-    "to the later stages: move it into the "
-    "blocks, compute it anew behind them, or use pipeline_parallel_size=1"
+    "the code between or after the repeated blocks (a sum around a block, a loss, a log) uses "
+    "values that modules of an earlier pipeline stage computed before the blocks. Only inputs "
+    "and outputs of blocks are sent to later stages. Move this code into the blocks, compute "
+    "the values again after the blocks, or use pipeline_parallel_size=1"
 )
 NOT_PASSED = (
-    "a tensor that a block on an earlier pipeline stage returned is used, but the model does not "
-    "pass it on to the next block, so it "
-    "does not cross. Where the model collects over its blocks what they return (all hidden "
-    "states, losses of routers, attention "
-    "weights), let all of it cross with ParallelPlan(collects=True), carry a sum through the "
-    "blocks (x, total = block(x, total)), or use "
-    "pipeline_parallel_size=1"
+    "the step uses a tensor that a block on an earlier pipeline stage returned, but the model "
+    "does not pass it to the next block, so it is not sent. If the model collects outputs of "
+    "its blocks (all hidden states, losses of routers, attention weights), send all of them "
+    "with ParallelPlan(collects=True), carry a sum through the blocks (x, total = block(x, "
+    "total)), or use pipeline_parallel_size=1"
 )
 
 
@@ -37,10 +34,9 @@ def lost_argument(name: str, path: Path, place: str) -> StageError:
     ``place`` is the list of the plan that fixes it.
     """
     return StageError(
-        f"block '{name}' is given a tensor ({_place(path)}) that modules of another pipeline "
-        "stage computed. Name these in "
-        f"the plan as ones that run in front of it: ParallelPlan({place}=(...,)), or use "
-        "pipeline_parallel_size=1"
+        f"block '{name}' has an input ({_place(path)}) that modules of another pipeline stage "
+        "computed. Name these modules in the plan as ones that run before the block: "
+        f"ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
     )
 
 
@@ -50,22 +46,19 @@ def unsent_argument(name: str, path: Path) -> StageError:
     The argument comes from before the blocks.
     """
     return StageError(
-        f"block '{name}' is given a tensor ({_place(path)}) that was computed before the repeated "
-        "blocks, but no "
-        "block up to the first one of the next pipeline stage is given it there, so it does not "
-        "cross. Give it to every "
-        "block, or use pipeline_parallel_size=1"
+        f"block '{name}' has an input ({_place(path)}) that was computed before the repeated "
+        "blocks, but no block up to the first one of the next pipeline stage receives it "
+        "there, so it is not sent. Pass it to every block, or use pipeline_parallel_size=1"
     )
 
 
 def changed_argument(name: str, path: Path) -> StageError:
     """Return the error for an outside argument that differs from the previous block's."""
     return StageError(
-        f"block '{name}' is given another tensor ({_place(path)}) than the block before it, "
-        "computed outside the blocks; what "
-        "crosses a pipeline boundary beside the blocks' own results must be one tensor for all of "
-        "them. Compute it inside the "
-        "blocks, or use pipeline_parallel_size=1"
+        f"block '{name}' has another input ({_place(path)}) than the block before it, computed "
+        "outside the blocks. Apart from the outputs of blocks, an input that crosses a stage "
+        "boundary must be the same tensor for all blocks. Compute it inside the blocks, or "
+        "use pipeline_parallel_size=1"
     )
 
 
@@ -76,7 +69,7 @@ def _place(path: Path) -> str:
 def computed_between(name: str) -> StageError:
     """Return the error for a block whose input is not the previous block's output."""
     return StageError(
-        f"something is computed between the repeated blocks, before block '{name}': its input is "
-        "not what the block before it "
-        "returned. Move it into the blocks, or use pipeline_parallel_size=1"
+        f"the model computes something before block '{name}': the input of the block is not "
+        "the output of the previous block. Move the computation into the blocks, or use "
+        "pipeline_parallel_size=1"
     )

@@ -99,8 +99,7 @@ def _why(error: Exception, parts: ModelParts, first: str) -> str:
         return str(error)
     reason = re.split(r"\n|\. ", str(error))[0]
     return (
-        f"the stage that begins with block '{first}' fails ({type(error).__name__}: {reason}). Of "
-        f"the blocks of {parts.shown} a stage is "
-        "given only what the last one before it returned, so that skip connections are lost. Use "
-        "pipeline_parallel_size=1"
+        f"the stage that begins with block '{first}' fails ({type(error).__name__}: {reason}). "
+        f"A stage receives only the output of the last block of {parts.shown} before it, so "
+        "skip connections are lost. Use pipeline_parallel_size=1"
     )

@@ -67,18 +67,16 @@ def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
     graded = [tensor for tensor in tensors if tensor.requires_grad]
     if any(tensor.numel() == 1 for tensor in graded):
         raise StageError(
-            f"'{name}' is a number with a gradient that a block keeps in its forward, as a loss "
-            "to be summed over the "
-            "blocks; under a pipeline a stage finds only those of its own blocks. Let the blocks "
-            "return it (x, loss = block(x), with "
-            "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, total)), "
-            "or use pipeline_parallel_size=1"
+            f"'{name}' is a number with a gradient that a block stores in its forward, as a "
+            "loss to be summed over the blocks. Under a pipeline, a stage sees only those of "
+            "its own blocks. Return it from the blocks (x, loss = block(x), with "
+            "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, "
+            "total)), or use pipeline_parallel_size=1"
         )
     if graded:
         warnings.warn(
-            f"'{name}' is kept by a block in its forward; under a pipeline a stage finds only "
-            "what its own blocks "
-            "keep: what is used behind the blocks must be returned by them "
+            f"'{name}' is stored by a block in its forward, but under a pipeline a stage sees "
+            "only its own blocks. Return values that are used after the blocks from them "
             "(ParallelPlan(collects=True))",
             stacklevel=2,
         )
@@ -106,8 +104,7 @@ class _Shell:
     def __getattr__(self, key: str) -> NoReturn:
         check_kept(self, key)
         raise AttributeError(
-            f"a module of another pipeline stage is asked for its attribute '{key}', which lives "
-            "there with it"
+            f"the code reads the attribute '{key}' of a module that is on another pipeline stage"
         )
 
 
@@ -148,8 +145,7 @@ def check_kept(shell: object, key: str) -> None:
     path = vars(shell).get("_ptdp_forgotten", {}).get(key)
     if path is not None:
         raise StageError(
-            f"'{path}' of a block of another pipeline stage is read, but blocks keep a tensor "
-            "there in their forward, which does not "
-            "cross. Let the blocks return it (x, loss = block(x), with "
-            "ParallelPlan(collects=True)), or use pipeline_parallel_size=1"
+            f"'{path}' of a block on another pipeline stage is read, but blocks store a tensor "
+            "there in their forward, which is not sent. Return it from the blocks (x, loss = "
+            "block(x), with ParallelPlan(collects=True)), or use pipeline_parallel_size=1"
         )

@@ -42,10 +42,9 @@ from lightning_ptdp.shims.transformers import install_capture
 __all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
 
 _WHOLE_MODEL_ONCE = (
-    "every step, in evaluation too, must run the whole model once: what needs no model belongs "
-    "into a hook such as "
-    "on_validation_epoch_end, and a batch that shall teach nothing returns its loss times zero. "
-    "Or use pipeline_parallel_size=1"
+    "every step, also in evaluation, must run the whole model once. Move code that needs no "
+    "model into a hook such as on_validation_epoch_end, return the loss times zero to skip a "
+    "batch, or use pipeline_parallel_size=1"
 )
 
 
@@ -234,12 +233,11 @@ class PipelineCut:
         if stage != self.num_stages - 1:
             raise StageError(
                 f"the step returned on pipeline stage {stage} of {self.num_stages} without "
-                "calling the next block of "
-                f"{self.parts.shown}; {_WHOLE_MODEL_ONCE}"
+                f"calling the next block of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )
         if received is not None and not behind:
             raise StageError(
-                f"the step did not call the blocks of {self.parts.shown}; {_WHOLE_MODEL_ONCE}"
+                f"the step did not call the blocks of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )
         return known(output), True
 
@@ -271,9 +269,8 @@ class PipelineCut:
             for tensor, flag in zip(form.tensors, kept, strict=True)
         ):
             raise StageError(
-                f"a tensor that leaves pipeline stage {stage} needs a gradient, but needed none "
-                "when such tensors first crossed; what "
-                "blocks detach may not change during training"
+                f"a tensor that leaves pipeline stage {stage} needs a gradient, but did not in "
+                "the first step. Blocks must detach the same tensors during the whole training"
             )
         tensors = tuple(
             dataclasses.replace(t, differentiable=flag)

@@ -124,10 +124,10 @@ class RankStatus:
                 f"{self.place()}"
             )
         if self.ended:
-            return f"had come to its end {duration(silence)} ago"
+            return f"ended normally {duration(silence)} ago"
         if silence > silent_after_s:
-            return f"last heard {duration(silence)} ago: {self.place()}"
-        told = " (this rank)" if silence_s is None else f" (told {duration(silence)} ago)"
+            return f"last reported {duration(silence)} ago: {self.place()}"
+        told = " (this rank)" if silence_s is None else f" (reported {duration(silence)} ago)"
         return f"{self.place()} since {duration(self.age_s + silence)}{told}"
 
 

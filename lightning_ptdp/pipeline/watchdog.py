@@ -368,16 +368,16 @@ class Watchdog(StepObserver):
         del frame
         self._progress.raised_at = self._progress.raised_at or place
         _say(
-            f"{text}: {reason}.\n{self.explain()}{self._recorded()}\nThis rank stands in {place}; "
-            "it gives up and ends."
+            f"{text}: {reason}.\n{self.explain()}{self._recorded()}\nThis rank is at {place}. "
+            "Its process ends now."
         )
         give_up()
 
     def _recorded(self) -> str:
         path = "" if self.waits_raise else keep_flight_record(self.rank)
         return (
-            "\nWhat NCCL was asked for last, by torch's flight recorder (torchfrtrace reads it): "
-            f"{path}"
+            "\nThe last NCCL operations, recorded by torch's flight recorder (torchfrtrace "
+            f"reads the file): {path}"
             if path
             else ""
         )

@@ -180,7 +180,7 @@ class AloneUNet(LitSeries):
             [
                 "no repeated container",
                 "'attention.queries'",
-                "trains with pipeline_parallel_size=1",
+                "or use pipeline_parallel_size=1",
             ],
         ),
     ],

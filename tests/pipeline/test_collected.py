@@ -180,8 +180,8 @@ class Read(Base):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Keeping, r"'layers.0.loss' is a number with a gradient|'loss' of a block of"),
-        (Read, "'own.seen' of a block of another"),
+        (Keeping, r"'layers.0.loss' is a number with a gradient|'loss' of a block on"),
+        (Read, "'own.seen' of a block on another"),
     ],
 )
 def test_what_blocks_keep_in_attributes_is_not_missed_silently(

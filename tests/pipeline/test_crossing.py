@@ -317,15 +317,15 @@ class SealedBlock(Block):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (EachItsOwn, "one tensor for all"),
-        (OnlyAtTheEnd, "Give it to every block"),
-        (AroundTheBlocks, "between the repeated blocks or behind"),
-        (Residual, "computed between the repeated blocks"),
-        (SecondComputed, "computed between the repeated blocks|does not pass it on"),
+        (EachItsOwn, "same tensor for all"),
+        (OnlyAtTheEnd, "Pass it to every block"),
+        (AroundTheBlocks, "between or after the repeated blocks"),
+        (Residual, "computes something before block"),
+        (SecondComputed, "computes something before block|does not pass it to"),
         (Collected, r"x, total = block\(x, total\)"),
-        (Opaque, "returned a object, which cannot be built again"),
-        (Returned, "between the repeated blocks or behind"),
-        (Sealed, "between the repeated blocks or behind"),
+        (Opaque, "returned a object, which cannot be rebuilt"),
+        (Returned, "between or after the repeated blocks"),
+        (Sealed, "between or after the repeated blocks"),
     ],
 )
 def test_refused_instead_of_wrong(model: type[Base], words: str, training: bool) -> None:

@@ -119,7 +119,7 @@ def test_what_is_used_without_being_called_is_kept_by_every_stage() -> None:
     model.example_input_array = None
     assert find_parts(model).everywhere == ()
     assert find_parts(model, everywhere=("memory",)).everywhere == ("memory",)
-    with pytest.raises(ValueError, match="everywhere='memories' names no module"):
+    with pytest.raises(ValueError, match="everywhere='memories' is not a module"):
         find_parts(model, everywhere=("memories",))
 
 
@@ -159,7 +159,7 @@ def test_lists_that_the_model_unpacks_are_refused() -> None:
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
     with pytest.raises(
         ValueError,
-        match=r"blocks='layers' holds lists of modules, such as 'layers.0', which the model "
+        match=r"blocks='layers' has lists of modules as members, such as 'layers.0'. The model "
         r"unpacks",
     ):
         find_parts(nn.ModuleDict({"layers": model}), blocks="layers")

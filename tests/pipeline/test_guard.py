@@ -127,19 +127,19 @@ def computing(second: float) -> dict[str, Any]:
         ),
         (
             silent_from(20),
-            (121, "rank 1 has told nothing for 101 s"),
-            (121, "rank 1 has told nothing for 101 s"),
+            (121, "rank 1 has not reported for 101 s"),
+            (121, "rank 1 has not reported for 101 s"),
         ),
         (
             nobody_answers_from(20),
-            (121, "rank 0, which keeps the store (or torchrun does), has told nothing for 101 s"),
-            (121, "rank 0, which keeps the store (or torchrun does), has told nothing for 101 s"),
+            (121, "rank 0 (or torchrun), which hosts the store, has not reported for 101 s"),
+            (121, "rank 0 (or torchrun), which hosts the store, has not reported for 101 s"),
         ),
         (in_one_call, (111, "it has been in one call for 111 s"), None),
         (computing, None, None),
         (
             lambda second: {"failed": second > 10},
-            (112, "it failed, and does not come to its end"),
+            (112, "it failed, but does not end"),
             None,
         ),
     ],
@@ -175,7 +175,7 @@ def test_the_failure_of_another_is_told_whatever_else_is_seen(
 
 @pytest.mark.parametrize(
     ("silent", "why"),
-    [(40, "rank 1 has told nothing for 71 s"), (80, "it has been in one call for 111 s")],
+    [(40, "rank 1 has not reported for 71 s"), (80, "it has been in one call for 111 s")],
 )
 def test_who_falls_silent_later_is_told(silent: int, why: str) -> None:
     falls_silent = silent_from(silent)
@@ -296,13 +296,13 @@ def _ends(
 @pytest.mark.parametrize(
     ("victim", "how", "why"),
     [
-        (1, "stop", r"rank 1 has told nothing for [\d.]+ s"),
+        (1, "stop", r"rank 1 has not reported for [\d.]+ s"),
         (
             0,
             "stop",
-            r"rank 0, which keeps the store \(or torchrun does\), has told nothing for [\d.]+ s",
+            r"rank 0 \(or torchrun\), which hosts the store, has not reported for [\d.]+ s",
         ),
-        (1, "kill", r"rank 1 has told nothing for [\d.]+ s"),
+        (1, "kill", r"rank 1 has not reported for [\d.]+ s"),
         (1, "raise", r"rank 1 failed \(ValueError: a bad batch\)"),
         (1, "wait", r"it has been in one call for [\d.]+ s"),
     ],
@@ -318,15 +318,15 @@ def test_a_rank_that_hangs_ends_and_says_why(
         rf"rank {survivor} \(.*\) is stuck: {place} since [\d.]+ s, limit 4\.0 s: {why}\.", said
     ), said
     assert re.search(
-        rf"What each rank did last:\n(.*\n)?  rank {survivor}: {place} since [\d.]+ s \(this "
+        rf"Last action of each rank:\n(.*\n)?  rank {survivor}: {place} since [\d.]+ s \(this "
         r"rank\)",
         said,
     ), said
     assert re.search(rf"  rank {victim}: \S", said), said
-    assert re.search(r"This rank stands in \w+\.py, line \d+; it gives up and ends\.", said), said
-    (record,) = re.findall(r"by torch's flight recorder \(torchfrtrace reads it\): (\S+)\n", said)[
-        -1:
-    ]
+    assert re.search(r"This rank is at \w+\.py, line \d+\. Its process ends now\.", said), said
+    (record,) = re.findall(
+        r"by torch's flight recorder \(torchfrtrace reads the file\): (\S+)\n", said
+    )[-1:]
     assert pickle.loads(Path(record).read_bytes())["version"]
     if how in ("stop", "kill"):
         assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: \S", said), said

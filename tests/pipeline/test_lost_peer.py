@@ -227,7 +227,7 @@ def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> N
     heard = r"\d+\.\d s: step 12, in F" + f"{victim}.3"
     assert re.search(rf"  rank {victim}: .*step 12, in F{victim}\.3", said)
     assert re.search(rf"No answer from rank {victim}, for {heard}", said)
-    assert (victim == 0) == ("rank 0, which keeps the store" in said)
+    assert (victim == 0) == ("rank 0 (or torchrun), which hosts the store" in said)
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
@@ -236,13 +236,13 @@ def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_
     assert re.match(
         r"PeerError: rank 0 \(.*\) waited in action B0\.\d for rank 1, which did not answer:", said
     )
-    assert "What each rank did last:" in said
+    assert "Last action of each rank:" in said
     assert re.search(r"rank 0: step 1, waits in B0\.\d for rank 1 since \d", said)
     # How far it came since it last told is not known: it does so once in a while.
     assert re.search(
-        r"rank 1: last heard \d+.* ago: "
+        r"rank 1: last reported \d+.* ago: "
         if how == signal.SIGSTOP
-        else r"rank 1: .* since .* \(told ",
+        else r"rank 1: .* since .* \(reported ",
         said,
     )
 

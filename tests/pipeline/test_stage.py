@@ -173,11 +173,11 @@ class Peeking(Net):
         (Late, 2, "after="),
         (Early, 0, "before="),
         (Twice, 2, "more than once"),
-        (Between, 1, "computed between the repeated blocks"),
-        (Between, 0, "computed between the repeated blocks"),
-        (Scaled, 0, "computed between the repeated blocks"),
-        (Scaled, 1, "computed between the repeated blocks"),
-        (Scaled, 2, "computed between the repeated blocks"),
+        (Between, 1, "between or after the repeated blocks"),
+        (Between, 0, "computes something before block"),
+        (Scaled, 0, "computes something before block"),
+        (Scaled, 1, "computes something before block"),
+        (Scaled, 2, "computes something before block"),
         (Never, 1, "belongs to the last pipeline stage"),
         (Never, 2, "did not call the blocks"),
     ],
@@ -194,7 +194,8 @@ def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
     part = Peeking()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
     with pytest.raises(
-        AttributeError, match=r"'embedding' lives on another pipeline stage.*'weight'"
+        AttributeError,
+        match=r"'embedding' and its attribute 'weight' are on another pipeline stage",
     ):
         cut.run(
             2,

@@ -219,9 +219,9 @@ class UsedBehind(EncoderDecoder):
         (
             EmbeddedFirst,
             {"before": ("target",)},
-            r"block 'decoder.0' is given a tensor \(argument 0\).*between=",
+            r"block 'decoder.0' has an input \(argument 0\).*between=",
         ),
-        (UsedBehind, {}, "computed between the repeated blocks or behind them"),
+        (UsedBehind, {}, "between or after the repeated blocks"),
         (EncoderDecoder, {"blocks": ("decoder", "encoder")}, "'.*' was called before"),
         (
             Examined,

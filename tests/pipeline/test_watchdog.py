@@ -82,16 +82,16 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
         ranks[2].finished(Action.parse("F2.1"))
         assert all(rank.publish() for rank in ranks)
         lines = re.sub(r"since [\d.]+ s", "since", ranks[0].explain())
-        lines = re.sub(r" \(told [\d.]+ s ago\)", "", lines).splitlines()
+        lines = re.sub(r" \(reported [\d.]+ s ago\)", "", lines).splitlines()
     assert lines == [
-        "What each rank did last:",
+        "Last action of each rank:",
         "  rank 0: step 12, in F0.3 since (this rank)",
         "  rank 1: step 12, waits in B1.2 for rank 2 since",
         "  rank 2: step 12, after F2.1 since",
         "  rank 3: before its first step since",
-        "  rank 4: has told nothing yet",
+        "  rank 4: has not reported yet",
         "  … and 1 other ranks",
-        "No answer from rank 4, which has told nothing yet",
+        "No answer from rank 4, which has not reported yet",
     ]
     assert re.search(
         r"rank 0: failed [\d.]+ s ago \(lost another rank: no answer from rank 4\)",
@@ -145,7 +145,9 @@ def test_an_error_from_outside_gets_a_note(opened: Callable[..., Watchdog]) -> N
     lost, other = dist.DistNetworkError("Connection reset by peer"), KeyError("mine")
     for error in (lost, other):
         opened(HashStore()).annotate(error)
-    assert lost.__notes__[0].startswith("What each rank did last:\n  rank 0: before its first step")
+    assert lost.__notes__[0].startswith(
+        "Last action of each rank:\n  rank 0: before its first step"
+    )
     assert not hasattr(other, "__notes__")
 
 
@@ -183,13 +185,14 @@ def test_silence_is_told_from_work() -> None:
     status = RankStatus.decode(live.status().encode())
     since = r"step 3, in F2\.3 since [\d.]+ s"
     assert re.fullmatch(
-        rf"{since} \(told 0\.0 s ago\)", status.sentence(silence_s=0.0, silent_after_s=4)
+        rf"{since} \(reported 0\.0 s ago\)", status.sentence(silence_s=0.0, silent_after_s=4)
     )
     assert re.fullmatch(
         rf"{since} \(this rank\)", status.sentence(silence_s=None, silent_after_s=4)
     )
     assert (
-        status.sentence(silence_s=17.0, silent_after_s=4) == "last heard 17 s ago: step 3, in F2.3"
+        status.sentence(silence_s=17.0, silent_after_s=4)
+        == "last reported 17 s ago: step 3, in F2.3"
     )
     assert status != RankStatus.decode(live.status().encode())
 
@@ -208,7 +211,7 @@ def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -
     assert len(lines) == 21
     assert lines[-4:-2] == [
         "  … and 24 other ranks",
-        "No answer from rank 39, which has told nothing yet",
+        "No answer from rank 39, which has not reported yet",
     ]
     cause = (
         r"The cause is on rank 30: ZeroDivisionError: nothing\nmore \(test_watchdog.py, line \d+\)"
@@ -238,7 +241,7 @@ def test_without_a_store_the_own_place_is_known(opened: Callable[..., Watchdog])
     rank = opened(None)
     with rank.during("step 4"):
         assert re.fullmatch(
-            r"What each rank did last:\n  rank 0: step 4 since [\d.]+ s \(this rank\)\n  … and 1 "
+            r"Last action of each rank:\n  rank 0: step 4 since [\d.]+ s \(this rank\)\n  … and 1 "
             r"other ranks",
             rank.explain(),
         )
@@ -291,8 +294,8 @@ def test_errors_of_communication_are_named(
 ) -> None:
     rank = opened(HashStore(), where="pipeline rank 0", interval_s=0.01)
     words = (
-        r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)What each "
-        r"rank did last:\n  rank 0: step 7, in"
+        r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)Last action "
+        r"of each rank:\n  rank 0: step 7, in"
     )
     with pytest.raises(PeerError, match=words) as caught:
         fail(rank, "step 7", "B0.1", error)
@@ -335,8 +338,8 @@ def test_a_frozen_store_does_not_hold_anybody_up(monkeypatch: pytest.MonkeyPatch
     rank = watchdog(store)
     assert store.asked.wait(HANGS_S)
     assert not rank.publish()
-    assert "rank 0, which keeps the store" in rank.explain()
-    assert "is not known" in rank.explain()
+    assert "rank 0 (or torchrun), which hosts the store" in rank.explain()
+    assert "are unknown" in rank.explain()
     assert all(thread.daemon for thread in threads())
     rank.close()
     store.thaw.set()
@@ -457,8 +460,8 @@ def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
         for each in (rank, quiet):
             each.started(Action.parse("F0.1"))
         words = (
-            r"rank 0 is stuck: step 8, in F0\.1 since [\d.]+ s, limit 0\.0 s\.\nWhat each rank "
-            r"did last:\n"
+            r"rank 0 is stuck: step 8, in F0\.1 since [\d.]+ s, limit 0\.0 s\.\nLast action of "
+            r"each rank:\n"
         )
         assert re.match(words, said(rank))
         assert said(rank) == "" == said(quiet)
