@@ -126,9 +126,8 @@ class Action:
             or (match[1] == ActionKind.REDUCE) != (match[3] is None)
         ):
             raise ValueError(
-                f"{text!r} is not an action: write one of {', '.join(kinds)} followed by "
-                "stage.microbatch, such as F3.1, "
-                "or R followed by the stage alone, such as R3"
+                f"{text!r} is not an action. Write one of {', '.join(kinds)} followed by "
+                "stage.microbatch, such as F3.1, or R followed by the stage alone, such as R3"
             )
         return cls(kinds[match[1]], int(match[2]), None if match[3] is None else int(match[3]))
 

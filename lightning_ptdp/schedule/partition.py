@@ -38,8 +38,7 @@ def check_num_layers(
         fits.append(f"pipeline_parallel_size={num_layers} with virtual_pipeline_size=1")
     raise ValueError(
         f"num_layers={num_layers} cannot fill pipeline_parallel_size * virtual_pipeline_size = "
-        f"{p} * {v} = {p * v} stages of at "
-        f"least one layer each: use {' or '.join(fits)}"
+        f"{p} * {v} = {p * v} stages with at least one layer each. Use {' or '.join(fits)}"
     )
 
 
@@ -73,10 +72,9 @@ def partition_layers(
         raise ValueError(f"num_stages={num_stages} must be a positive integer")
     if len(costs) < num_stages:
         raise ValueError(
-            f"num_layers={len(costs)} cannot fill num_stages={num_stages} (pipeline_parallel_size "
-            "* virtual_pipeline_size) with at "
-            f"least one layer each: use at least {num_stages} layers, or at most {len(costs)} "
-            "stages"
+            f"num_layers={len(costs)} cannot fill num_stages={num_stages} "
+            "(pipeline_parallel_size * virtual_pipeline_size) with at least one layer each. "
+            f"Use at least {num_stages} layers, or at most {len(costs)} stages"
         )
     for name, values in {
         "costs": costs,
@@ -85,7 +83,9 @@ def partition_layers(
     }.items():
         for value in values:
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} holds {value!r}: a cost is a finite number, 0 or more")
+                raise ValueError(
+                    f"{name} has the cost {value!r}, but costs must be finite and not negative"
+                )
     first, last, *layers = _as_integers([first_cost, last_cost, *costs])
     sums = [0, *accumulate(layers)]
     # The extra cost of each end is part of its end layer: no split can separate the two.
@@ -116,13 +116,14 @@ def explicit_partition(
     """
     if len(partition) != num_stages:
         raise ValueError(
-            f"partition={list(partition)} has {len(partition)} entries for num_stages={num_stages} "
-            "(pipeline_parallel_size * virtual_pipeline_size): give one a stage"
+            f"partition={list(partition)} has {len(partition)} entries for "
+            f"num_stages={num_stages} (pipeline_parallel_size * virtual_pipeline_size). Give "
+            "one entry per stage"
         )
     named = [isinstance(entry, str) for entry in partition]
     if any(named) and not all(named):
         raise ValueError(
-            f"partition={list(partition)} mixes numbers and names: give numbers of layers, or "
+            f"partition={list(partition)} mixes numbers and names. Give numbers of layers, or "
             "names of first layers"
         )
     bounds = (
@@ -137,13 +138,13 @@ def _counted_bounds(counts: Sequence[Any], num_layers: int) -> list[int]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(
-                f"partition={list(counts)} holds {count!r}: every stage needs at least one layer"
+                f"partition={list(counts)} has {count!r}, but every stage needs at least one layer"
             )
     if sum(counts) != num_layers:
         raise ValueError(
             f"the layers of partition={list(counts)} sum to {sum(counts)}, but "
-            f"num_layers={num_layers}: "
-            f"{'add' if sum(counts) < num_layers else 'take away'} {abs(num_layers - sum(counts))}"
+            f"num_layers={num_layers}. {'Add' if sum(counts) < num_layers else 'Remove'} "
+            f"{abs(num_layers - sum(counts))}"
         )
     return list(accumulate(counts, initial=0))
 
@@ -152,17 +153,16 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
     starts = [_find_layer(name, layers, names) for name in names]
     if starts[0] != 0:
         raise ValueError(
-            f"partition={list(names)} starts with layer {layers[starts[0]]!r}, so that no stage "
-            "has the layers before it; start with "
-            f"{layers[0]!r}"
+            f"partition={list(names)} starts with layer {layers[starts[0]]!r}, so no stage has "
+            f"the layers before it. Start with {layers[0]!r}"
         )
     for stage, (start, following) in enumerate(pairwise(starts)):
         if following <= start:
             raise ValueError(
                 f"partition={list(names)} is out of order: stage {stage + 1} starts with "
-                f"{names[stage + 1]!r}, which does not come after "
-                f"{names[stage]!r}, the first layer of stage {stage}; name the first layer of "
-                "each stage in the model's order"
+                f"{names[stage + 1]!r}, which does not come after {names[stage]!r}, the first "
+                f"layer of stage {stage}. Name the first layer of each stage in the model's "
+                "order"
             )
     return [*starts, len(layers)]
 
@@ -180,16 +180,15 @@ def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
         return found[0]
     if found:
         raise ValueError(
-            f"partition={list(names)} holds {name!r}, which is {layers[found[0]]!r} or "
-            f"{layers[found[1]]!r}: write the whole name"
+            f"partition={list(names)} has {name!r}, which may be {layers[found[0]]!r} or "
+            f"{layers[found[1]]!r}. Write the full name"
         )
     depth = name.count(".") + 1
     tails = [".".join(layer.split(".")[-depth:]) for layer in layers]
     near = difflib.get_close_matches(name, tails, n=3, cutoff=0.4) or tails[:3]
     raise ValueError(
-        f"partition={list(names)} holds {name!r}, which is no layer; nearest: {', '.join(near)} "
-        f"(the {len(layers)} layers are "
-        f"{layers[0]!r} to {layers[-1]!r})"
+        f"partition={list(names)} has {name!r}, which is not a layer; nearest: "
+        f"{', '.join(near)} (the {len(layers)} layers are {layers[0]!r} to {layers[-1]!r})"
     )
 
 

@@ -64,8 +64,7 @@ def why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
     if (action.kind is ActionKind.REDUCE) != (action.microbatch is None) or (
         action.microbatch or 0
     ) not in range(last + 1):
-        return f"{action} does not exist: microbatches are 0 to {last}, and only R has none"
-    return (
-        f"{action} has no rank to talk to: the neighbouring stage does not exist or is on the "
-        "same rank"
-    )
+        return (
+            f"{action} does not exist: microbatches are 0 to {last}, and only R has no microbatch"
+        )
+    return f"{action} has no peer: the neighbouring stage does not exist or is on the same rank"

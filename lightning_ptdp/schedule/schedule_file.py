@@ -69,7 +69,7 @@ def load_schedule(path: str | Path) -> Schedule:
         )
         drawing = str(error).partition("\n")[2]
         message = (
-            f"{path}, {at}: {error.reason}; move what is waited for to an earlier cell\n{drawing}"
+            f"{path}, {at}: {error.reason}. Move the awaited action to an earlier cell\n{drawing}"
         )
         raise ScheduleError(message, reason=error.reason, marks=error.marks) from None
     verify_schedule(schedule, training=True)
@@ -107,7 +107,7 @@ def _read(path: Path) -> list[_Line]:
         if actions:
             lines.append(_Line(number, actions))
     if not lines:
-        raise ValueError(f"{path} has no computation: write one line a rank, such as F0.0,B0.0")
+        raise ValueError(f"{path} has no computation. Write one line per rank, such as F0.0,B0.0")
     return lines
 
 
@@ -118,8 +118,8 @@ def _action(path: Path, number: int, cell: str) -> Action:
         raise ValueError(f"{path}, line {number}: {error}") from None
     if action.kind not in COMPUTE:
         raise ValueError(
-            f"{path}, line {number}: {cell} is not a computation: leave it out, communication and "
-            "reductions are added by themselves"
+            f"{path}, line {number}: {cell} is not a computation. Remove it: communication and "
+            "reductions are added automatically"
         )
     return action
 
@@ -130,8 +130,8 @@ def _check_once(path: str | Path, lines: list[_Line]) -> None:
         for action in line.actions:
             if action in first:
                 raise ValueError(
-                    f"{path}, line {line.number}: {action} is also in line {first[action]}: "
-                    "remove one of them"
+                    f"{path}, line {line.number}: {action} is also in line {first[action]}. "
+                    "Remove one of them"
                 )
             first[action] = line.number
 
@@ -146,8 +146,8 @@ def _count_stages(path: str | Path, lines: list[_Line]) -> int:
     if len(named) <= highest.stage:
         gap = next(stage for stage in range(highest.stage) if stage not in named)
         raise ValueError(
-            f"{path}, line {line.number}: {highest} has a stage too far: nothing names stage "
-            f"{gap}; add it, or correct the cell"
+            f"{path}, line {line.number}: {highest} is beyond the last stage, because stage "
+            f"{gap} is missing. Add stage {gap}, or correct the cell"
         )
     return highest.stage + 1
 
@@ -157,9 +157,9 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
     p = len(lines)
     if stages % p:
         raise ValueError(
-            f"{path} names the stages 0 to {stages - 1} on {p} lines: every line is a rank, and "
-            "each holds as many stages; "
-            f"add the stages up to {-(-stages // p) * p - 1}, or write one line a rank"
+            f"{path} has the stages 0 to {stages - 1} on {p} lines. Every line is a rank, and "
+            "all ranks have the same number of stages. Add the stages up to "
+            f"{-(-stages // p) * p - 1}, or write one line per rank"
         )
     faults = []
     for placement in PLACEMENTS if stages == 2 * p else PLACEMENTS[:1]:
@@ -171,11 +171,12 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
         rank, line, action = wrong
         held = f"stage{'s' * (stages > p)} {' and '.join(map(str, placed.stages_of(rank)))}"
         faults.append(
-            f"line {line.number} has {action}, but placed in a {placement} this rank holds {held}"
+            f"line {line.number} has {action}, but in the placement {placement} this rank has "
+            f"{held}"
         )
     raise ValueError(
-        f"{path}: the stages of the ranks fit no placement: {'; '.join(faults)}. Move it to the "
-        "line of its rank"
+        f"{path}: the stages of the ranks match no placement: {'; '.join(faults)}. Move the "
+        "action to the line of its rank"
     )
 
 
@@ -191,7 +192,7 @@ def _check_complete(path: str | Path, lines: list[_Line], order: Schedule) -> No
     if missing is not None:
         line = lines[order.rank_of(missing.stage)].number
         raise ValueError(
-            f"{path}, line {line}: {missing} is missing: add it (there are {stages} stages and "
+            f"{path}, line {line}: {missing} is missing. Add it (there are {stages} stages and "
             f"{microbatches} microbatches"
             + (", and the backward is split)" if order.splits_backward else ")")
         )

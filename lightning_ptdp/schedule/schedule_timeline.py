@@ -115,7 +115,7 @@ def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Fi
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "drawing a timeline needs matplotlib: pip install matplotlib", name=error.name
+            "drawing a timeline needs matplotlib. Run: pip install matplotlib", name=error.name
         ) from error
     under = (_GAP_INCHES, _CURVE_INCHES) if memory else ()
     parts = [

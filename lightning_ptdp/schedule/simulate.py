@@ -62,8 +62,8 @@ class Costs:
             costs[kind] = tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
             if len(costs[kind]) != num_stages:
                 raise ValueError(
-                    f"{name} has {len(costs[kind])} costs for {num_stages} stages: give one "
-                    "number, or one a stage"
+                    f"{name} has {len(costs[kind])} costs for {num_stages} stages. Give one "
+                    "number for all stages, or one per stage"
                 )
         return costs
 

@@ -195,7 +195,9 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
     """
     if len(order.programs) != order.pipeline_parallel_size:
         raise schedule_error(
-            order, {}, f"there are {len(order.programs)} compute orders: one a rank is needed"
+            order,
+            {},
+            f"there are {len(order.programs)} compute orders, but there must be one per rank",
         )
     microbatches = range(order.num_microbatches)
     existing = bytearray(len(times.ends))
@@ -211,7 +213,7 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
             block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
             if block is None or microbatch is None or microbatch not in microbatches:
                 why = (
-                    f"{action} is not a computation: communication and reductions are added by "
+                    f"{action} is not a computation. Communication and reductions are added by "
                     "lowering"
                 )
                 why = why_illegal(order, action, rank) if action.kind in COMPUTE else why

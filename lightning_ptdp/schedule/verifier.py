@@ -65,7 +65,8 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
         training = schedule.training
     if len(schedule.programs) != schedule.pipeline_parallel_size:
         raise ScheduleError(
-            f"{schedule.describe()} has {len(schedule.programs)} programs: one a rank is needed"
+            f"{schedule.describe()} has {len(schedule.programs)} programs, but there must be "
+            "one per rank"
         )
     proof = _check_each_rank(schedule)
     _check_complete(schedule, proof, training)
@@ -243,7 +244,9 @@ def _check_complete(schedule: Schedule, proof: _Proof, training: bool) -> None:
         end = {rank: len(schedule.programs[rank])}
         if found > wanted:
             raise schedule_error(
-                schedule, end, f"stage {stage} has {kind} actions, but this is not training"
+                schedule,
+                end,
+                f"stage {stage} has {kind} actions, but this schedule is not for training",
             )
         absent = proof.of.action(proof.happened.index(0, rule.number))
         raise schedule_error(schedule, end, f"{absent} is missing")
@@ -311,6 +314,6 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
         raise schedule_error(
             schedule,
             stuck,
-            "deadlock where sends wait for their receive, and receives for the message before "
+            "deadlock if sends wait for their receives, and receives for the message before "
             f"theirs: {what}",
         )

@@ -195,7 +195,7 @@ def test_stages_next_to_each_other_on_a_rank_hand_over_locally() -> None:
         ("F0.0 F1.0\nB1.0", "F1.0 is on rank 0, but stage 1 is on rank 1"),
         ("F0.0 F2.0\nB1.0", "F2.0 does not exist: stages are 0 to 1"),
         ("F0.0 F0.2\nB1.0", "F0.2 does not exist"),
-        ("F0.0", "one a rank"),
+        ("F0.0", "one per rank"),
         (
             "F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1",
             "rank 0 at B0.0 waits for B1.0, rank 1 at F1.1 waits for F0.1",
@@ -207,7 +207,7 @@ def test_orders_that_cannot_run_are_named(text: str, words: str) -> None:
         lower(order_of(text, 2, 1, 2))
     assert words in str(error.value)
     assert words in error.value.reason
-    assert "-->" in str(error.value) or "one a rank" in words
+    assert "-->" in str(error.value) or "one per rank" in words
 
 
 def test_the_placement_decides_who_sends() -> None:

@@ -127,9 +127,7 @@ def test_names_are_taken_whole() -> None:
 
 def test_a_name_of_two_layers_is_refused() -> None:
     layers = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-    with pytest.raises(
-        ValueError, match=r"'encoder.block.1' or 'decoder.block.1': write the whole"
-    ):
+    with pytest.raises(ValueError, match=r"'encoder.block.1' or 'decoder.block.1'. Write the full"):
         explicit_partition(["encoder.block.0", "block.1"], layers=layers, num_stages=2)
     whole = ["encoder.block.0", "decoder.block.1"]
     assert explicit_partition(whole, layers=layers, num_stages=2) == ((0, 3), (3, 4))
@@ -138,27 +136,27 @@ def test_a_name_of_two_layers_is_refused() -> None:
 @pytest.mark.parametrize(
     ("partition", "num_layers", "words"),
     [
-        ([1, 2], 3, ["partition=[1, 2]", "num_stages=3", "one a stage"]),
-        ([1, 0, 2], 3, ["holds 0", "at least one"]),
-        ([1, True, 2], 4, ["holds True"]),
-        ([1, 2, 2], 6, ["sum to 5", "num_layers=6", "add 1"]),
-        ([1, 2, 5], 6, ["sum to 8", "take away 2"]),
+        ([1, 2], 3, ["partition=[1, 2]", "num_stages=3", "one entry per stage"]),
+        ([1, 0, 2], 3, ["has 0", "at least one"]),
+        ([1, True, 2], 4, ["has True"]),
+        ([1, 2, 2], 6, ["sum to 5", "num_layers=6", "Add 1"]),
+        ([1, 2, 5], 6, ["sum to 8", "Remove 2"]),
         (["0", 2, 1], 4, ["mixes numbers and names"]),
         (["blocks.0", "blocks.3"], 6, ["['blocks.0', 'blocks.3'] has 2 entries", "num_stages=3"]),
         (
             ["blocks.0", "block.2", "blocks.3"],
             6,
-            ["'block.2', which is no layer", "nearest: blocks.2", "'model.blocks.5'"],
+            ["'block.2', which is not a layer", "nearest: blocks.2", "'model.blocks.5'"],
         ),
         (
             ["0", "2", "6"],
             6,
-            ["'6', which is no layer", "the 6 layers are 'model.blocks.0' to 'model.blocks.5'"],
+            ["'6', which is not a layer", "the 6 layers are 'model.blocks.0' to 'model.blocks.5'"],
         ),
         (
             ["blocks.1", "blocks.3", "blocks.4"],
             6,
-            ["starts with layer 'model.blocks.1'", "start with 'model.blocks.0'"],
+            ["starts with layer 'model.blocks.1'", "Start with 'model.blocks.0'"],
         ),
         (["0", "4", "2"], 6, ["out of order", "stage 2 starts with '2'", "after '4'"]),
         (["0", "2", "blocks.2"], 6, ["out of order", "stage 2 starts with 'blocks.2'"]),
@@ -271,8 +269,11 @@ def test_too_few_layers_for_the_stages(num_layers: int, p: int, v: int, words: l
     ("kwargs", "words"),
     [
         ({"costs": [1, 1], "num_stages": 3}, ["num_layers=2", "num_stages=3", "at most 2 stages"]),
-        ({"costs": [1, -1], "num_stages": 1}, ["costs holds -1"]),
-        ({"costs": [1], "num_stages": 1, "last_cost": float("inf")}, ["last_cost holds inf"]),
+        ({"costs": [1, -1], "num_stages": 1}, ["costs has the cost -1"]),
+        (
+            {"costs": [1], "num_stages": 1, "last_cost": float("inf")},
+            ["last_cost has the cost inf"],
+        ),
         ({"costs": [1], "num_stages": 0}, ["num_stages=0"]),
     ],
 )

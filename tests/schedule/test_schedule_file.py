@@ -112,28 +112,28 @@ def test_the_placement_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["no computation", "one line a rank"]),
+        ("", ["no computation", "one line per rank"]),
         ("F0.0,B0.0,X1.0\nF1.0,B1.0", ["line 1", "'X1.0'", "such as F3.1"]),
-        ("# two\nF0.0,B0.0\nRF1.0,F1.0,B1.0", ["line 3", "RF1.0", "leave it out"]),
-        ("F0.0,B0.0,R0\nF1.0,B1.0", ["line 1", "R0", "leave it out"]),
-        ("F0.0,B0.0\nF1.0", ["line 2", "B1.0 is missing: add it"]),
+        ("# two\nF0.0,B0.0\nRF1.0,F1.0,B1.0", ["line 3", "RF1.0", "Remove it"]),
+        ("F0.0,B0.0,R0\nF1.0,B1.0", ["line 1", "R0", "Remove it"]),
+        ("F0.0,B0.0\nF1.0", ["line 2", "B1.0 is missing. Add it"]),
         ("F0.0,B0.0,W0.0\nF1.0,B1.0", ["line 2", "W1.0 is missing", "backward is split"]),
         (
             "F0.0,B0.0,F0.2,B0.2\nF1.0,B1.0,F1.2,B1.2",
             ["line 1", "F0.1 is missing", "3 microbatches"],
         ),
-        ("F0.0,B0.0\n\nF1.0,B1.0,F1.0", ["line 3", "F1.0 is also in line 3", "remove one"]),
+        ("F0.0,B0.0\n\nF1.0,B1.0,F1.0", ["line 3", "F1.0 is also in line 3", "Remove one"]),
         ("F0.0,B0.0,B1.0\nF1.0,B1.0", ["line 2", "B1.0 is also in line 1"]),
         ("F0.0,B0.0\nF1.0,F2.0,B2.0,B1.0", ["stages 0 to 2 on 2 lines", "up to 3"]),
         (
             "F0.0,B0.0\nF1.0,F99999999999.0,B1.0",
-            ["line 2", "F99999999999.0", "nothing names stage 2"],
+            ["line 2", "F99999999999.0", "stage 2 is missing"],
         ),
         (
             "F0.0,F3.0,F2.0,B3.0,B2.0,B0.0\nF1.0,B1.0",
-            ["line 1 has F3.0", "placed in a loop", "line 1 has F2.0", "placed in a v"],
+            ["line 1 has F3.0", "the placement loop", "line 1 has F2.0", "the placement v"],
         ),
-        ("F1.0,B1.0\nF0.0,B0.0", ["line 1 has F1.0", "holds stage 0", "Move it"]),
+        ("F1.0,B1.0\nF0.0,B0.0", ["line 1 has F1.0", "has stage 0", "Move the action"]),
         (
             "F0.0,B0.0\nB1.0,F1.0",
             ["line 2 at B1.0", "B1.0 needs F1.0 before it", "earlier cell", "--> B1.0"],
@@ -168,9 +168,9 @@ def test_a_file_is_for_its_own_sizes_only(tmp_path: Path) -> None:
     assert schedule_microbatches(path) == 2
     check_schedule(path, pipeline_parallel_size=2)
     cases = [
-        ((4, 1, 2), ["pipeline_parallel_size=2, not 4", "set pipeline_parallel_size=2"]),
+        ((4, 1, 2), ["pipeline_parallel_size=2, not 4", "Use pipeline_parallel_size=2"]),
         ((2, 2, 2), ["virtual_pipeline_size=1, not 2"]),
-        ((2, 1, 3), ["num_microbatches=2, not 3", "set num_microbatches=2"]),
+        ((2, 1, 3), ["num_microbatches=2, not 3", "Use num_microbatches=2"]),
         ((2, 1, 1), ["num_microbatches=2, not 1", "drop_last=True"]),
     ]
     for sizes, words in cases:
@@ -178,7 +178,7 @@ def test_a_file_is_for_its_own_sizes_only(tmp_path: Path) -> None:
             build(path, *sizes)
         for word in (path, *words):
             assert word in str(error.value)
-    with pytest.raises(ValueError, match="has no groups"):
+    with pytest.raises(ValueError, match="applies to schedule='interleaved_1f1b' only"):
         check_schedule(path, pipeline_parallel_size=2, group_size=2)
 
 
@@ -229,7 +229,7 @@ def test_a_schedule_of_ones_own_in_a_v() -> None:
         assert build(mine, 3, 2, m, training=False).placement == "v"
     for v in (1, 3):
         with pytest.raises(
-            ValueError, match=r"virtual_pipeline_size=.: set virtual_pipeline_size=2"
+            ValueError, match=r"virtual_pipeline_size=.. Use virtual_pipeline_size=2"
         ):
             check_schedule(mine, pipeline_parallel_size=3, virtual_pipeline_size=v)
 
@@ -247,7 +247,7 @@ def test_mistakes_of_ones_own_schedule() -> None:
         CustomSchedule("mine", all_forwards_first, "w")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name=''"):
         CustomSchedule("", all_forwards_first)
-    with pytest.raises(ValueError, match="has no groups"):
+    with pytest.raises(ValueError, match="applies to schedule='interleaved_1f1b' only"):
         build_schedule(
             CustomSchedule("mine", all_forwards_first),
             pipeline_parallel_size=2,

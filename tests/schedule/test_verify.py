@@ -316,11 +316,11 @@ GOOD = ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")
         ),
         (
             ("RF0.0 F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"),
-            "RF0.0 has no rank to talk to",
+            "RF0.0 has no peer",
         ),
         (
             ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 SF1.0 B1.0 SB1.0 R1"),
-            "SF1.0 has no rank to talk to",
+            "SF1.0 has no peer",
         ),
         (("F0.1 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"), "F0.1 does not exist"),
         (
@@ -402,9 +402,9 @@ def test_several_stages_on_the_only_rank_hand_over_locally() -> None:
 
 
 def test_backwards_in_an_evaluation_and_missing_programs() -> None:
-    with pytest.raises(ScheduleError, match="not training"):
+    with pytest.raises(ScheduleError, match="not for training"):
         verify_schedule(build("1f1b", 2, 1, 2), training=False)
-    with pytest.raises(ScheduleError, match="one a rank"):
+    with pytest.raises(ScheduleError, match="one per rank"):
         verify_schedule(from_text("short", 2, 1, 1, "F0.0"))
 
 

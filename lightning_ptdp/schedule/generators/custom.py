@@ -47,4 +47,4 @@ class CustomSchedule:
     def __post_init__(self) -> None:
         check_types(self)
         if not self.name:
-            raise ValueError(f"name={self.name!r} must be a word, for logs and plots")
+            raise ValueError(f"name={self.name!r} must be a word, because logs and plots use it")

@@ -173,11 +173,10 @@ def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
         return _loaded(name)
     if name not in SCHEDULES:
         nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(
-            f"schedule={name!r:.100} is unknown: {hint}The schedules are "
-            f"{', '.join(map(repr, SCHEDULES))}; or give a CustomSchedule, or "
-            "the path of a .csv file"
+            f"schedule={name!r:.100} is unknown. {hint}Use one of "
+            f"{', '.join(map(repr, SCHEDULES))}, a CustomSchedule, or the path of a .csv file"
         )
     auto = "1f1b" if v == 1 else INTERLEAVED
     return FAMILIES[auto if name == "auto" else name]
@@ -190,15 +189,15 @@ def _is_file(name: object) -> TypeGuard[str]:
 def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> None:
     if name != INTERLEAVED:
         raise ValueError(
-            f"microbatch_group_size={group_size} is for schedule='interleaved_1f1b', and "
-            f"schedule={name!r} has no groups: leave it out, "
-            "or use schedule='interleaved_1f1b' with virtual_pipeline_size 2 or more"
+            f"microbatch_group_size={group_size} applies to schedule='interleaved_1f1b' only, "
+            f"but schedule={name!r}. Leave it out, or use schedule='interleaved_1f1b' with "
+            "virtual_pipeline_size 2 or more"
         )
     if group_size < p:
         raise ValueError(
-            f"microbatch_group_size={group_size} is less than pipeline_parallel_size={p}, so that "
-            "ranks would wait for each other "
-            f"between chunks: set microbatch_group_size={p} or more, or leave it out"
+            f"microbatch_group_size={group_size} is less than pipeline_parallel_size={p}, so "
+            f"ranks would wait for each other between chunks. Use microbatch_group_size={p} or "
+            "more, or leave it out"
         )
 
 
@@ -207,30 +206,30 @@ def _check_chunks(found: CustomSchedule, v: int) -> None:
     if not isinstance(found, ScheduleFamily):
         if found.placement == "v" and v != 2:
             raise ValueError(
-                f"schedule {name!r} places two stages a rank in a V, but "
-                f"virtual_pipeline_size={v}: set virtual_pipeline_size=2"
+                f"schedule {name!r} places two stages per rank in a V, but "
+                f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2"
             )
         return
-    instead = f"use schedule={found.otherwise!r}"
+    instead = f"schedule={found.otherwise!r}"
     if found.chunks == "one" and v > 1:
         auto = (
             " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
         )
         raise ValueError(
-            f"schedule={name!r} holds one stage a rank, but virtual_pipeline_size={v}: "
+            f"schedule={name!r} has one stage per rank, but virtual_pipeline_size={v}. Use "
             f"{instead}{auto}, or virtual_pipeline_size=1"
         )
     if found.chunks == "several" and v == 1:
         raise ValueError(
-            f"schedule={name!r} needs two or more stages a rank, but virtual_pipeline_size=1: set "
-            "virtual_pipeline_size to 2 or "
-            f"more, or {instead} (or 'auto')"
+            f"schedule={name!r} needs two or more stages per rank, but "
+            f"virtual_pipeline_size=1. Use virtual_pipeline_size=2 or more, or {instead} (or "
+            "'auto')"
         )
     if found.chunks == "two" and v != 2:
-        instead = instead if v == 1 else f"use schedule={INTERLEAVED!r}"
+        instead = instead if v == 1 else f"schedule={INTERLEAVED!r}"
         raise ValueError(
-            f"schedule={name!r} places two stages a rank in a V, but virtual_pipeline_size={v}: "
-            f"set virtual_pipeline_size=2, or {instead}"
+            f"schedule={name!r} places two stages per rank in a V, but "
+            f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2, or {instead}"
         )
 
 
@@ -244,12 +243,12 @@ def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) ->
         if given is None or given == wanted:
             continue
         shorter = (
-            "; a batch with fewer samples (the last one? drop_last=True leaves it out) cannot be "
-            "cut in as many"
+            ". A batch with fewer samples than microbatches does not fit, such as the last "
+            "one (drop_last=True leaves it out)"
         )
         raise ValueError(
-            f"schedule={path!r} is written for {field}={wanted}, not {given}: set "
-            f"{field}={wanted}, or give a schedule for {given}"
+            f"schedule={path!r} is written for {field}={wanted}, not {given}. Use "
+            f"{field}={wanted}, or a schedule for {given}"
             + (shorter if field == "num_microbatches" and given < wanted else "")
         )
 
@@ -269,8 +268,8 @@ def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None
     )
     if strange is not None:
         raise ValueError(
-            f"schedule {found.name!r}: its order gives {strange!r}, which is not an Action: see "
-            "Action.parse"
+            f"the order of schedule {found.name!r} has {strange!r}, which is not an Action. "
+            "Use Action.parse"
         )
     return _proven(Schedule(found.name, p, v, m, orders, found.placement), training=True)
 
