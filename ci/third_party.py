@@ -160,7 +160,7 @@ def outcome_of(report: Report) -> Outcome:
     ):
         return Outcome(
             "random",
-            "the step draws random numbers for a batch, which are others for each part of it. "
+            "the step draws random numbers for a batch, which differ for each part of it. "
             f"{report}",
         )
     return Outcome("different", str(report))

@@ -282,7 +282,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
         {T: 2},
         LitAttentions,
         8,
-        ["output_attentions=True with tensor_parallel_size"],
+        ["output_attentions=True cannot be combined with tensor_parallel_size"],
     ),
     "symmetric memory": (
         2,

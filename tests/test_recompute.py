@@ -591,7 +591,7 @@ def test_the_plan_checks_its_patterns() -> None:
     PLAN.check(make_gpt(), 1)
     with pytest.raises(
         ValueError,
-        match=r"selective pattern 'blocks\.\*\.attn\.core' matches no module of GPT; nearest "
+        match=r"pattern 'blocks\.\*\.attn\.core' in the plan's selective matches no module of GPT; nearest "
         r"names: .*core",
     ):
         ParallelPlan(selective=("blocks.*.attn.core",)).check(make_gpt(), 1)

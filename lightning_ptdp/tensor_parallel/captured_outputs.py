@@ -49,6 +49,6 @@ def _refuse_parts(asked: object, prefix: str, sequence_parallel: bool) -> None:
             )
             what = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
             raise ValueError(
-                f"output_{kind}=True with {field}: a rank has the {kind} of its {what} only; use "
-                "one without the other"
+                f"output_{kind}=True cannot be combined with {field}, because a rank has the "
+                f"{kind} of its {what} only. Use only one of them"
             )

@@ -278,6 +278,6 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
         works = " or ".join(str(n) for n in (below, below + group.size) if n)
         raise ValueError(
             f"a sequence of length {length} cannot be split over "
-            f"tensor_parallel_size={group.size} ranks; "
-            f"use a length of {works}, or sequence_parallel=False"
+            f"tensor_parallel_size={group.size} ranks. Use a length of {works}, or "
+            "sequence_parallel=False"
         )

@@ -99,9 +99,9 @@ class ParallelLayer(nn.Module):
             return self._multiply_alone(x, weight, bias)
         if self.sequence_parallel and x.dim() < 3:
             raise ValueError(
-                "sequence_parallel=True splits dimension 1 of (batch, sequence, features), but "
-                f"the input has shape {tuple(x.shape)}; "
-                "give the layer three dimensions, or use sequence_parallel=False"
+                "sequence_parallel=True splits dimension 1 of (batch, sequence, features), "
+                f"but the input has shape {tuple(x.shape)}. Pass an input with three "
+                "dimensions, or use sequence_parallel=False"
             )
         dtype = autocast_dtype(x)
         x = x if dtype is None else x.to(dtype)
@@ -225,11 +225,10 @@ class RowParallelLinear(ParallelLayer):
         if x.size(-1) * self.group.size != self.in_features:
             raise ValueError(
                 f"a row-parallel layer with {self.in_features} input features over "
-                f"{self.group.size} ranks takes "
-                f"{self.in_features // self.group.size} features a rank, not {x.size(-1)}: its "
-                "input must come from column-parallel "
-                "layers, and what lies between must read the number of heads and the sequence "
-                "length from those layers' output"
+                f"{self.group.size} ranks needs {self.in_features // self.group.size} features "
+                f"on a rank, but its input has {x.size(-1)}. Its input must come from "
+                "column-parallel layers, and code between them must read the number of heads "
+                "and the sequence length from the outputs of these layers"
             )
         if self.randomness is not None:
             self.randomness.leave()

@@ -113,8 +113,7 @@ def check_chunk(**sizes: float) -> None:
     for name, size in sizes.items():
         if not size > 0:
             raise ValueError(
-                f"{name}={size} must be greater than 0; use infinity for logits that exist as a "
-                "whole"
+                f"{name}={size} must be greater than 0. Use infinity to compute all logits at once"
             )
 
 

@@ -68,9 +68,9 @@ def local_numbers(
             for key, number in wanted.items() if matches(name, pattern) else ():
                 if key not in vars(module):
                     raise ValueError(
-                        f"the plan's numbers[{pattern!r}] names '{key}', which is no plain "
-                        f"attribute of '{name}' "
-                        f"({type(module).__name__}); it has: {', '.join(_plain(module)) or 'none'}"
+                        f"the plan's numbers[{pattern!r}] names '{key}', which is not a plain "
+                        f"attribute of '{name}' ({type(module).__name__}); it has: "
+                        f"{', '.join(_plain(module)) or 'none'}"
                     )
                 value, parts = vars(module)[key], number.parts(tensor_parallel_size)
                 if value % parts:

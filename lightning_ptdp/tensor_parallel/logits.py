@@ -328,9 +328,9 @@ def _text(call: _Call) -> str:
 
 def _refuse_hook(call: _Call) -> object:
     raise ValueError(
-        f"{call.func.__name__} on logits that are split along the vocabulary would see this rank's "
-        "part only; take the whole first: "
-        "logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
+        f"{call.func.__name__} would see only this rank's part of logits that are split along "
+        "the vocabulary. First gather them: logits = "
+        "lightning_ptdp.tensor_parallel.gather_full(logits)"
     )
 
 
@@ -340,9 +340,9 @@ def _refuse_in_place(name: str, first: object, kwargs: Mapping) -> None:
         kwargs.get("out"), VocabularyParallelLogits
     ):
         raise ValueError(
-            f"{name} changes logits that are split along the vocabulary in place; use the form "
-            "that returns a new tensor, "
-            "or take the whole first: logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
+            f"{name} changes logits in place that are split along the vocabulary. Use the "
+            "variant that returns a new tensor, or first gather them: logits = "
+            "lightning_ptdp.tensor_parallel.gather_full(logits)"
         )
 
 

@@ -137,9 +137,8 @@ class ParallelPlan:
             for name in names:
                 if found.setdefault(name, kind) != kind:
                     raise ValueError(
-                        f"the plan asks for {found[name]} and {kind} of module '{name}' (patterns "
-                        f"{origin[name]!r} and "
-                        f"{pattern!r}); keep one of them"
+                        f"the plan has both {found[name]} and {kind} for module '{name}' "
+                        f"(patterns {origin[name]!r} and {pattern!r}). Keep one of them"
                     )
                 origin.setdefault(name, pattern)
         for name, module in model.named_modules(remove_duplicate=False):
@@ -218,8 +217,8 @@ class ParallelPlan:
         """
         if "pipeline" in self.why_not:
             raise ValueError(
-                f"this model cannot be cut into pipeline stages: {self.why_not['pipeline']}; use "
-                "pipeline_parallel_size=1"
+                f"this model cannot be cut into pipeline stages: {self.why_not['pipeline']}. "
+                "Use pipeline_parallel_size=1"
             )
 
     def explain(self, model: nn.Module) -> str:
@@ -238,8 +237,7 @@ class ParallelPlan:
         if self.blocks is not None and not isinstance(self.blocks, str):
             raise ValueError(
                 "sequence_parallel=True cannot split the sequences of "
-                f"{' and '.join(self.blocks)}, which are not one; use "
-                "sequence_parallel=False"
+                f"{' and '.join(self.blocks)}, which differ. Use sequence_parallel=False"
             )
         if self.sequence is None or (self.sequence == "blocks" and self.blocks is None):
             otherwise = (
@@ -247,8 +245,7 @@ class ParallelPlan:
             )
             raise ValueError(
                 "sequence_parallel=True cannot split the sequence of this model: "
-                f"{self.why_not.get('sequence', otherwise)}; use "
-                "sequence_parallel=False"
+                f"{self.why_not.get('sequence', otherwise)}. Use sequence_parallel=False"
             )
         for name, kind in kinds.items():
             kind.check_sequence(name, model.get_submodule(name))
@@ -268,15 +265,14 @@ class ParallelPlan:
         for label, path in ((label, path) for label, paths in named.items() for path in paths):
             if path not in modules:
                 raise ValueError(
-                    f"the plan's {label}={path!r} is no module of {type(model).__name__}; "
+                    f"the plan's {label}={path!r} is not a module of {type(model).__name__}; "
                     f"{nearest_names(path, modules)}"
                 )
         for pattern in self.selective:
             if not any(matches(name, pattern) for name in modules):
                 raise ValueError(
-                    f"the plan's selective pattern {pattern!r} matches no module of "
-                    f"{type(model).__name__}; "
-                    f"{nearest_names(pattern, modules)}"
+                    f"the pattern {pattern!r} in the plan's selective matches no module of "
+                    f"{type(model).__name__}; {nearest_names(pattern, modules)}"
                 )
 
 
@@ -288,16 +284,15 @@ def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
     reason = kind.misfit(module)
     if reason is not None:
         raise ValueError(
-            f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}; "
+            f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}: "
             f"{reason}"
         )
     own = {key.partition(".")[0] for key, _ in module.named_parameters()}
     extra = sorted(own - kind.parameters) if kind.parameters is not None else []
     if extra:
         raise ValueError(
-            f"module '{name}' ({type(module).__name__}) has parameters {extra} beside weight and "
-            "bias, which cannot be sharded as "
-            f"{kind}; leave it out of the plan"
+            f"module '{name}' ({type(module).__name__}) has parameters {extra} in addition to "
+            f"weight and bias, which cannot be sharded as {kind}. Leave it out of the plan"
         )
 
 
@@ -312,9 +307,9 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             other, before = users.setdefault(id(parameter), (name, spread))
             if before != spread:
                 raise ValueError(
-                    f"'{other}' and '{name}' share a weight, but the plan shards them differently "
-                    f"({before or 'not at all'} and {spread or 'not at all'}); give both the same "
-                    "kind, or leave both out"
+                    f"'{other}' and '{name}' share a weight, but the plan shards them "
+                    f"differently ({before or 'not at all'} and {spread or 'not at all'}). "
+                    "Give both the same kind, or leave both out"
                 )
 
 
@@ -322,9 +317,9 @@ def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, _ in model.named_modules():
         if name.endswith(".lora_embedding_A"):
             raise ValueError(
-                f"'{name.rpartition('.')[0]}' adapts an embedding behind which "
-                "sequence_parallel=True splits the sequence: leave it out "
-                "of target_modules, or use sequence_parallel=False"
+                f"'{name.rpartition('.')[0]}' adapts an embedding after which "
+                "sequence_parallel=True splits the sequence. Leave it out of target_modules, "
+                "or use sequence_parallel=False"
             )
     words = [model.get_submodule(name) for name, kind in kinds.items() if kind.pads]
     missing: Sequence[str] = [
@@ -337,8 +332,7 @@ def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     ]
     if missing:
         raise ValueError(
-            "sequence_parallel=True splits the sequence behind the embedding and joins it in the "
-            "head, but the plan has no "
-            f"'vocabulary' {' and no '.join(missing)}; add it to tensor, or use "
-            "sequence_parallel=False"
+            "sequence_parallel=True splits the sequence after the embedding and joins it in "
+            f"the head, but the plan has no 'vocabulary' {' and no '.join(missing)}. Add it to "
+            "tensor, or use sequence_parallel=False"
         )

@@ -42,7 +42,7 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
             if first != name:
                 fate = f"the same parameter as {first}"
             counts[_general(name), shape_text(shape), local, fate] += 1
-    rows = [("parameter", "shape", "on a rank", "what becomes of it")]
+    rows = [("parameter", "shape", "on a rank", "sharding")]
     rows += [
         (f"{row[0]}  x{count}" if count > 1 else row[0], *row[1:]) for row, count in counts.items()
     ]

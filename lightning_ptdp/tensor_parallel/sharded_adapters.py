@@ -133,6 +133,6 @@ def check_adapters(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 def _refuse(what: str, *, axis: str = "tensor") -> None:
     raise ValueError(
-        f"{what}, which {axis}_parallel_size > 1 cannot split; use plain LoRA on linear layers, "
-        f"or {axis}_parallel_size=1"
+        f"{what}, which {axis}_parallel_size > 1 cannot split. Use plain LoRA on linear "
+        f"layers, or {axis}_parallel_size=1"
     )

@@ -77,14 +77,13 @@ class ParallelMultiheadAttention(ParallelLayer):
         """
         if need_weights:
             raise ValueError(
-                "attention weights are not computed where heads are split over tensor-parallel "
-                "ranks; call the layer with "
-                "need_weights=False"
+                "attention weights are not computed if heads are split over tensor-parallel "
+                "ranks. Call the layer with need_weights=False"
             )
         if query.dim() != 3:
             raise ValueError(
-                f"the input has shape {tuple(query.shape)}; give it a batch, a sequence and a "
-                "feature dimension"
+                f"the input has shape {tuple(query.shape)}. It must have a batch, a sequence "
+                "and a feature dimension"
             )
         q, k, v = (self._heads(x) for x in self._project(query, key, value))
         mask = (

@@ -104,14 +104,14 @@ class ExpertsForward(OwnForward):
         faults = found.faults
         if faults.nowhere or faults.not_finite:
             nowhere = (
-                f"chose experts that do not exist, {faults.nowhere} times (0 to "
-                f"{self.num_experts - 1} do)"
+                f"chose experts that do not exist {faults.nowhere} times (valid: 0 to "
+                f"{self.num_experts - 1})"
             )
             what = (
                 nowhere
                 if faults.nowhere
-                else f"gave {faults.not_finite} weights that are not finite"
+                else f"returned {faults.not_finite} weights that are not finite"
             )
             raise ExpertError(
-                f"'{self.name}': its router {what}, on rank {self.group.ranks[self.group.rank]}"
+                f"the router of '{self.name}' {what}, on rank {self.group.ranks[self.group.rank]}"
             )

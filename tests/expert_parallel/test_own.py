@@ -185,7 +185,7 @@ def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
     layout = {T: 2, ET: 2, "start_method": "fork"}
     with pytest.raises(
         ValueError,
-        match=r"inner width of an expert=9 .* expert_tensor_parallel_size=2; a size that works: "
+        match=r"inner width of an expert=9 .* expert_tensor_parallel_size=2. Sizes that work: "
         r"\[1, 3, 9\]",
     ):
         fit(0, Run(world_size=2, layout=layout, model={"expert_hidden_size": 9}))

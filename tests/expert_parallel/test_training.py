@@ -85,12 +85,12 @@ def test_a_checkpoint_goes_on_in_another_layout(
     [
         (
             "nowhere",
-            r"'layers.0.experts': its router chose experts that do not exist, \d+ times \(0 to 3 "
-            r"do\)",
+            r"the router of 'layers.0.experts' chose experts that do not exist \d+ times \(valid: 0 "
+            r"to 3\)",
         ),
         (
             "nan",
-            r"'layers.0.experts': its router gave 48 weights that are not finite, on rank "
+            r"the router of 'layers.0.experts' returned 48 weights that are not finite, on rank "
             r"\d+(.|\n)*microbatch 0, stage 0",
         ),
     ],

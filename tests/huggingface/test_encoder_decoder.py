@@ -71,7 +71,7 @@ def test_other_ways_to_build_return_recompute_and_cut(
         (
             (),
             {"tensor_parallel_size": 2, "sequence_parallel": True},
-            ["sequence_parallel=True", "use sequence_parallel=False"],
+            ["sequence_parallel=True", "Use sequence_parallel=False"],
         ),
         ((), {"context_parallel_size": 2}, ["context_parallel_size=2"]),
         ((), {"pipeline_parallel_size": 8}, ["num_layers=7", "pipeline_parallel_size=7"]),

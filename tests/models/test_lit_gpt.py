@@ -149,7 +149,7 @@ def test_forward_before_the_model_is_built() -> None:
 
 
 def test_a_loss_that_may_have_no_logits() -> None:
-    with pytest.raises(ValueError, match="loss_chunk_mb=0 must be greater than 0; use infinity"):
+    with pytest.raises(ValueError, match=r"loss_chunk_mb=0 must be greater than 0\. Use infinity"):
         LitGPT(TOY, loss_chunk_mb=0)
 
 

@@ -188,7 +188,7 @@ def test_mistakes_in_a_plan() -> None:
                     "model.layers.*.self_attn.q_proj": "column",
                 }
             },
-            "kept whole.*leave the region",
+            "not split.*leave the region",
         ),
         (
             {"numbers": {"model.layers.*.self_attn": {"head_dims": PerRank()}}},

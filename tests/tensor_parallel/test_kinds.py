@@ -102,7 +102,7 @@ def test_a_kind_of_ones_own(pool: Pool) -> None:
 def test_what_it_does_not_take_is_refused_in_its_words() -> None:
     with pytest.raises(
         ValueError,
-        match=r"'last' is a Linear, which cannot be sharded as ByOutput\(\); that takes "
+        match=r"'last' is a Linear, which cannot be sharded as ByOutput\(\): that takes "
         r"nn.Bilinear",
     ):
         ParallelPlan(tensor={"last": ByOutput()}).check(_Model(), tensor_parallel_size=2)

@@ -160,7 +160,9 @@ def check_details(rank: int) -> None:
     assert kept <= B * S // group.size * IN + IN * 8 // group.size, "the gathered input was kept"
 
     rows, _ = shard_module(nn.Linear(IN, 8), Row(), group=group, sequence_parallel=False, shared={})
-    with pytest.raises(ValueError, match=f"takes {IN // group.size} features a rank, not {IN}"):
+    with pytest.raises(
+        ValueError, match=f"needs {IN // group.size} features on a rank, but its input has {IN}"
+    ):
         rows(torch.randn(B, S, IN))
     rows, _ = shard_module(nn.Linear(IN, 8), Row(), group=group, sequence_parallel=True, shared={})
     with pytest.raises(

@@ -103,7 +103,7 @@ def test_what_is_no_plan(make: Any, words: list[str]) -> None:
         (nn.Linear(4, 6), "column", ["out_features=6", "tensor_parallel_size=4", "[2, 3, 6]"]),
         (nn.Linear(6, 4), "row", ["in_features=6", "tensor_parallel_size=4"]),
         (nn.Linear(4, 14), Column(parts=(8, 6)), ["parts[1]=6", "tensor_parallel_size=4"]),
-        (nn.Linear(4, 14), Column(parts=(8, 4)), ["add up to 12", "out_features=14"]),
+        (nn.Linear(4, 14), Column(parts=(8, 4)), ["sum to 12", "out_features=14"]),
         (nn.Embedding(8, 4, max_norm=1.0), "vocabulary", ["max_norm=1.0"]),
         (nn.Embedding(8, 4, sparse=True), "vocabulary", ["sparse=True"]),
         (nn.Embedding(8, 4, scale_grad_by_freq=True), "position", ["scale_grad_by_freq=True"]),
@@ -152,7 +152,7 @@ def test_explain_names_every_parameter_once() -> None:
     assert text["head.weight"].endswith("the same parameter as wte.weight")
     assert (
         text["layers.*.attention.qkv.weight"]
-        == "x2 (64, 32) (64/t, 32) column: split by output features, 3 parts each on its own"
+        == "x2 (64, 32) (64/t, 32) column: split by output features, 3 parts, each separately"
     )
     assert text["layers.*.down.bias"].startswith("x2 (32) (32) row: whole, added once")
     assert text["layers.*.attention.q_norm.weight"].endswith("whole; gradient partial")

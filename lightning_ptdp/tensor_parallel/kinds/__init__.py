@@ -59,7 +59,7 @@ def kind_from(value: str | Kind, *, pattern: str) -> Kind:
             return kind()
     names = ", ".join(f"'{kind.name}'" for kind in KINDS)
     raise ValueError(
-        f"tensor[{pattern!r}]={value!r} is no kind of tensor parallelism; use {names}, or "
+        f"tensor[{pattern!r}]={value!r} is not a kind of tensor parallelism. Use {names}, or "
         "Column(parts=(...))"
     )
 

@@ -76,12 +76,10 @@ class Experts(Kind):
             return
         if not stores_as_usual(module):
             raise ValueError(
-                f"'{name}': expert_tensor_parallel_size={self.split_over} splits what experts say "
-                "how they store, and "
-                f"{type(module).__name__} does not say that as transformers' do (gate_up_proj, "
-                "down_proj, is_transposed, "
-                "is_concatenated, has_gate, has_bias, _apply_gate); use "
-                "expert_tensor_parallel_size=1"
+                f"'{name}': expert_tensor_parallel_size={self.split_over} needs the attributes "
+                "that describe transformers' experts (gate_up_proj, down_proj, is_transposed, "
+                "is_concatenated, has_gate, has_bias, _apply_gate), which "
+                f"{type(module).__name__} does not have. Use expert_tensor_parallel_size=1"
             )
         check_divides(
             name,
@@ -143,4 +141,4 @@ class Experts(Kind):
         return super().build(module, local, place)
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape, 0).replace("/t", "/e"), "experts: shared out"
+        return shape_text(shape, 0).replace("/t", "/e"), "experts: distributed"

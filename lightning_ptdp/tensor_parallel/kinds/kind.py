@@ -139,8 +139,8 @@ class Kind:
         for base in _REPLACED if self.takes else ():
             if has_own_forward(module, base):
                 return (
-                    f"its forward is not that of nn.{base.__name__}, and what it does beside "
-                    "would be lost; leave it out of the plan"
+                    f"its forward is not that of nn.{base.__name__}, and its additional "
+                    "operations would be lost. Leave it out of the plan"
                 )
         return None
 
@@ -223,9 +223,8 @@ def check_divides(name: str, label: str, number: int, size: int, *, axis: str = 
     """
     if number % size:
         raise ValueError(
-            f"'{name}': {label}={number} is not divisible by {axis}_parallel_size={size}; a size "
-            "that works: "
-            f"{nearest_divisors(number, size)}"
+            f"'{name}': {label}={number} is not divisible by {axis}_parallel_size={size}. "
+            f"Sizes that work: {nearest_divisors(number, size)}"
         )
 
 
@@ -245,9 +244,8 @@ def check_embedding(name: str, module: nn.Module, size: int) -> None:
     for option, value in options.items():
         if value:
             raise ValueError(
-                f"'{name}': nn.Embedding({option}={value}) cannot be sharded over {size} ranks; "
-                "build it without, or leave it out of the "
-                "plan"
+                f"'{name}': nn.Embedding({option}={value}) cannot be sharded over {size} "
+                "ranks. Build it without this option, or leave it out of the plan"
             )
 
 

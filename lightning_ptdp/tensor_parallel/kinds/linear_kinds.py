@@ -56,16 +56,16 @@ class Column(Kind):
         check_types(self)
         if self.parts == ():
             raise ValueError(
-                "Column(parts=()): give the output sizes of all parts, like (768, 768, 768), or "
-                "None for one part"
+                "Column(parts=()) has no parts. Give the output sizes of all parts, such as "
+                "(768, 768, 768), or None for one part"
             )
         if self.heads is not None:
             heads = (self.heads,) if isinstance(self.heads, int) else self.heads
             object.__setattr__(self, "heads", heads)
             if len(heads) != len(self.parts or (0,)):
                 raise ValueError(
-                    f"Column(parts={self.parts}, heads={self.heads}): give one number of heads "
-                    "for each part"
+                    f"Column(parts={self.parts}, heads={self.heads}) must have one number of "
+                    "heads for each part"
                 )
 
     def __repr__(self) -> str:
@@ -80,8 +80,8 @@ class Column(Kind):
         parts = self._part_sizes(out_features)
         if sum(parts) != out_features:
             raise ValueError(
-                f"'{name}': parts={parts} add up to {sum(parts)}, but "
-                f"out_features={out_features}; list the sizes of all parts"
+                f"'{name}': parts={parts} sum to {sum(parts)}, but "
+                f"out_features={out_features}. List the sizes of all parts"
             )
         heads = self.heads if isinstance(self.heads, tuple) else (None,) * len(parts)
         for index, (part, count) in enumerate(zip(parts, heads, strict=True)):
@@ -133,7 +133,7 @@ class Column(Kind):
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         fused = (
-            f", {len(self.parts)} parts each on its own"
+            f", {len(self.parts)} parts, each separately"
             if self.parts is not None and len(self.parts) > 1
             else ""
         )
@@ -207,7 +207,7 @@ class AttentionHeads(Kind):
         check_divides(name, "num_heads", module.num_heads, size)
         if (reason := why_not(module)) is not None:
             raise ValueError(
-                f"'{name}': {reason}, and its heads cannot be split; leave it out of the plan"
+                f"'{name}': {reason}, so its heads cannot be split. Leave it out of the plan"
             )
 
     def check_sequence(self, name: str, module: nn.Module) -> None:
@@ -248,7 +248,7 @@ class AttentionHeads(Kind):
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape, 0), "column: q, k and v each split by heads"
+        return shape_text(shape, 0), "column: q, k and v, each split by heads"
 
     def of_child(self, name: str) -> Kind | None:
         return Row() if name == "out_proj" else None

@@ -111,8 +111,8 @@ class Region(Kind):
         check_types(self)
         if (self.arguments or self.per_head) and self.heads is None:
             raise ValueError(
-                f"Region(arguments={self.arguments}, per_head={self.per_head}): give the number "
-                "of heads, too"
+                f"Region(arguments={self.arguments}, per_head={self.per_head}) needs the "
+                "number of heads, too"
             )
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
@@ -128,9 +128,8 @@ class Region(Kind):
                 () if inner else self.per_head
             ):
                 raise ValueError(
-                    f"'{name}' is a region, but '{path}' in it is kept whole, and its "
-                    "gradient would be counted once for "
-                    "each rank; shard it, or leave the region out of the plan"
+                    f"'{name}' is a region, but '{path}' in it is not split, so every rank "
+                    "would count its gradient. Shard it, or leave the region out of the plan"
                 )
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
