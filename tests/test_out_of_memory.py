@@ -135,7 +135,7 @@ EXPECTED = {
         (
             {},
             {**EXPECTED, "optimizer": 14 * GIB},
-            ["optimizer: more than expected; use shard_optimizer=True, or a larger"],
+            ["optimizer: more than expected. Use shard_optimizer=True, or a larger"],
         ),
         (
             {"shard_optimizer": True},

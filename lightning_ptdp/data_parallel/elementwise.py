@@ -136,9 +136,8 @@ def _try(
     )
     if not changed or not all(one.isfinite().all() for one in stepped):
         warnings.warn(
-            f"{type(optimizer).__name__} cannot be tried before the training: with {cut.option} "
-            "it must not combine elements of a "
-            "parameter, or several parameters",
+            f"{type(optimizer).__name__} cannot be tested before training. With {cut.option}, "
+            "it must not combine elements of a parameter, or several parameters",
             stacklevel=2,
         )
         return
@@ -149,7 +148,7 @@ def _try(
             for start, gradient in parts
         ]
     except Exception as error:
-        raise _refusal(optimizer, cut, f"it fails on a piece ({error})") from error
+        raise _refusal(optimizer, cut, f"it fails on a part of a parameter ({error})") from error
     differences = [
         float((one - other).abs().max())
         for one, other in zip(found, cut.pieces(stepped), strict=True)
@@ -158,7 +157,8 @@ def _try(
         raise _refusal(
             optimizer,
             cut,
-            f"its update of a piece differs from that of the whole by up to {max(differences):.1e}",
+            "its update of a part differs from that of the full parameter by up to "
+            f"{max(differences):.1e}",
         )
 
 
@@ -167,15 +167,13 @@ def _refusal(optimizer: Optimizer, cut: Cut, found: str) -> MixingOptimizerError
     if cut.along == "apart":
         return MixingOptimizerError(
             f"{cut.option} leaves each rank with some of the parameters, but {name} combines "
-            f"several: {found}. Clip by the norm with "
-            "Trainer(gradient_clip_val=...) instead of in the optimizer, use one that updates "
-            f"each parameter by itself, or {field}=1"
+            f"several: {found}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
+            f"optimizer, an optimizer that updates each parameter separately, or {field}=1"
         )
     without = "shard_optimizer=False" if cut.along == "flat" else f"{field}=1"
     return MixingOptimizerError(
-        f"{cut.option} cuts parameters into pieces, but {name} does not work element by element: "
-        f"{found}. Use an elementwise optimizer "
-        f"(AdamW, Adam, SGD, RMSprop, ...), or {without}"
+        f"{cut.option} splits parameters, but {name} does not work element by element: "
+        f"{found}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {without}"
     )
 
 

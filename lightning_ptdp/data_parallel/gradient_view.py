@@ -101,18 +101,17 @@ class GradientView(PartialValues):
             norm = self._norm({owners[one] for one in given}, float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is not finite, so that "
-                "they cannot be clipped"
+                f"the total norm of order {norm_type} of the gradients is not finite, so they "
+                "cannot be clipped"
             )
         return norm
 
 
 def _refusal(name: str, function: str) -> PartialModelError:
     return PartialModelError(
-        f"a hook computes a number from the gradient of '{name}' ({function}), of which this rank "
-        "sees a part of the model's. Use "
-        "torch.nn.utils.clip_grad_norm_ or get_total_norm, self.clip_gradients(...), "
-        "Trainer(gradient_clip_val=...), "
+        f"a hook computes a number from the gradient of '{name}' ({function}), but this rank "
+        "has only a part of it. Use torch.nn.utils.clip_grad_norm_ or get_total_norm, "
+        "self.clip_gradients(...), Trainer(gradient_clip_val=...), "
         "trainer.strategy.compute_gradient_norm(), or PTDPStrategy(check_finite='skip') for "
         "gradients that are not finite"
     )

@@ -274,14 +274,12 @@ def _gradients(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
 def _refuse_change(name: str, trains: bool, *, accumulating: bool) -> NoReturn:
     if accumulating:
         raise ValueError(
-            f"requires_grad of '{name}' has become {trains} since the batches began whose "
-            "gradients are accumulated: change it when an "
-            "optimizer step is complete"
+            f"requires_grad of '{name}' has become {trains} between two batches whose "
+            "gradients are accumulated. Change it after a complete optimizer step"
         )
     raise ValueError(
-        f"requires_grad of '{name}' has become {trains} since set-up, but the optimizer steps on "
-        "shards or float32 copies of what could "
-        "be trained then; set it before fit, call fit again after it, or use "
-        "shard_optimizer=False and precision='32-true' or "
-        "'bf16-mixed' (or master_weights=False)"
+        f"requires_grad of '{name}' has become {trains} since set-up, but the optimizer steps "
+        "on shards or float32 copies of the parameters that were trainable at set-up. Change "
+        "it before fit or between two calls of fit, or use shard_optimizer=False and "
+        "precision='32-true' or 'bf16-mixed' (or master_weights=False)"
     )

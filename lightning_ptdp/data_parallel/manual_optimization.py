@@ -69,9 +69,9 @@ class ManualGradients:
         self._watch()
         if self._unseen:
             raise ManualOptimizationError(
-                "loss.backward() in manual optimization leaves each replica its own gradients, "
-                "and the replicas would drift apart: call "
-                "self.manual_backward(loss) instead"
+                "loss.backward() in manual optimization does not average gradients over the "
+                "replicas, so their weights would diverge. Call self.manual_backward(loss) "
+                "instead"
             )
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def _dense(parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(parameter)
     if parameter.grad.layout is not torch.strided:
         raise ManualOptimizationError(
-            "a sparse gradient cannot be averaged over replicas: use Embedding(sparse=False)"
+            "a sparse gradient cannot be averaged over replicas. Use Embedding(sparse=False)"
         )
     return parameter.grad
 

@@ -97,7 +97,7 @@ def overlaps_gather(trainer: Any, asked: bool | None, names: LightningNames) -> 
     ]
     if asked and averaging:
         warnings.warn(
-            f"overlap_parameter_gather=True does nothing beside {averaging[0]}, which reads all "
+            f"overlap_parameter_gather=True has no effect with {averaging[0]}, which reads all "
             "parameters after every step",
             stacklevel=2,
         )

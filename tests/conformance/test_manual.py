@@ -188,7 +188,7 @@ def see_nothing(rank: int) -> str:
 
 def test_a_backward_that_replicas_cannot_follow_is_refused(pool: Pool) -> None:
     assert all(
-        "call self.manual_backward(loss) instead" in told
+        "Call self.manual_backward(loss) instead" in told
         for told in pool.run(see_nothing, world_size=2)
     )
 

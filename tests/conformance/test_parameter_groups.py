@@ -251,12 +251,12 @@ class LitClipping(LitBlocks):
         (
             LitMuon,
             "t2p2",
-            "MixingOptimizerError: tensor_parallel_size=2 cuts parameters into pieces, but Muon",
+            "MixingOptimizerError: tensor_parallel_size=2 splits parameters, but Muon",
         ),
         (
             LitMuon,
             "d2p2 sharded",
-            "MixingOptimizerError: shard_optimizer=True cuts parameters into pieces, but Muon",
+            "MixingOptimizerError: shard_optimizer=True splits parameters, but Muon",
         ),
         (
             LitClipping,

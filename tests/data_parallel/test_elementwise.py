@@ -99,15 +99,15 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "lion": Lion,
 }
 MIXING: list[tuple[Any, Cut, str]] = [
-    (torch.optim.Muon, FLAT, "it fails on a piece"),
-    (torch.optim.Muon, ROWS, "differs from that of the whole"),
-    (torch.optim.Muon, COLUMNS, "differs from that of the whole"),
+    (torch.optim.Muon, FLAT, "it fails on a part"),
+    (torch.optim.Muon, ROWS, "differs from that of the full parameter"),
+    (torch.optim.Muon, COLUMNS, "differs from that of the full parameter"),
     (torch.optim.Adafactor, FLAT, "work element by element"),
-    (torch.optim.Adafactor, ROWS, "differs from that of the whole"),
+    (torch.optim.Adafactor, ROWS, "differs from that of the full parameter"),
     (torch.optim.Adafactor, EXPERTS, "expert_parallel_size=1"),
     (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
     *(
-        (kind, cut, "differs from that of the whole")
+        (kind, cut, "differs from that of the full parameter")
         for kind in (Lars, Lamb, Clipping)
         for cut in (FLAT, ROWS, COLUMNS)
     ),
@@ -147,7 +147,7 @@ def test_mixing_optimizers_are_refused(kind: Any, cut: Cut, words: str) -> None:
 
 
 def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"Wrapped cannot be tried.*tensor_parallel_size=2"):
+    with pytest.warns(UserWarning, match=r"Wrapped cannot be tested.*tensor_parallel_size=2"):
         check(Wrapped, ROWS)
 
 
