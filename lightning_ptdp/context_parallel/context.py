@@ -167,11 +167,10 @@ class ContextParallel(Surrounding):
             and not any(taker.takes_positions for taker in takers)
         ):
             raise ContextParallelError(
-                f"no module in {type(module).__name__} takes position_ids: a model that counts "
-                "positions itself would count from 0 on "
-                "every context rank. Give its forward a parameter position_ids, or put "
-                "'position_ids' (batch, sequence) into the batch "
-                "and use them, or, if the model needs no positions, say "
+                f"no module in {type(module).__name__} takes position_ids, and a model that "
+                "counts positions itself would start from 0 on every context rank. Add a "
+                "parameter position_ids to its forward, or put 'position_ids' (batch, "
+                "sequence) into the batch and use them. If the model needs no positions, use "
                 "context_parallel_positions=False"
             )
         where = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
@@ -195,18 +194,17 @@ class ContextParallel(Surrounding):
             raise running.shifts
         if expects_attention and not running.attention.attended:
             raise ContextParallelError(
-                "the step called no attention that context parallelism could replace, so every "
-                "rank attended to its slice only. It "
-                "replaces torch.nn.functional.scaled_dot_product_attention: let the model use it "
-                "(Hugging Face: "
-                "attn_implementation='sdpa'; not under torch.compile), or use "
+                "the step called no attention that context parallelism could replace, so "
+                "every rank attended only to its slice. The model must call "
+                "torch.nn.functional.scaled_dot_product_attention (Hugging Face: "
+                "attn_implementation='sdpa'; not under torch.compile). Otherwise, use "
                 "context_parallel_size=1"
             )
         if self.needs_positions and _given(running.batch) is None and not running.used:
             raise ContextParallelError(
-                "the step called none of the modules that take position_ids, so its positions "
-                "were counted from 0 on every context rank; "
-                "call such a module itself and not its parts, or hand 'position_ids' in the batch"
+                "the step called no module that takes position_ids, so positions started from "
+                "0 on every context rank. Call such a module itself instead of its parts, or "
+                "add 'position_ids' to the batch"
             )
 
 

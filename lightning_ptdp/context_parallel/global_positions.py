@@ -221,8 +221,7 @@ class Supplier:
             ):
                 raise ContextParallelError(
                     f"{type(module).__name__} has {name}={window}, less than the sequence of "
-                    f"{self.length} tokens: attention within a "
-                    f"window cannot be told from a slice. Set config.{name}=None, use sequences "
-                    f"of at most {window} tokens, or "
-                    "context_parallel_size=1"
+                    f"{self.length} tokens, and a slice cannot represent attention within a "
+                    f"window. Set config.{name}=None, use sequences of at most {window} "
+                    "tokens, or context_parallel_size=1"
                 )

@@ -31,9 +31,9 @@ def _reasons(model: nn.Module) -> Iterator[str]:
             isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
         ):
             yield (
-                f"'{name}' ({type(module).__name__}) mixes tokens along time, as state-space "
-                "layers do, beside attention; a rank has a "
-                "slice of the sequence only"
+                f"'{name}' ({type(module).__name__}) mixes tokens along the sequence outside "
+                "of attention, as state-space layers do, but a rank has only a slice of the "
+                "sequence"
             )
     for module in known:
         if (reason := _why_not_attend(module) or _why_not_compare(module)) is not None:
@@ -52,13 +52,11 @@ def names_in_forward(module: nn.Module) -> Collection[str]:
 def _why_not_cut(module: Any) -> str | None:
     if module.main_input_name != "input_ids":
         return (
-            f"makes its sequence from {module.main_input_name} itself; only sequences of the "
-            "batch are cut along time"
+            f"creates its sequence from {module.main_input_name}, but only sequences of the "
+            "batch can be split"
         )
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        return (
-            "has cross-attention between two sequences; only self-attention can be split along time"
-        )
+        return "has cross-attention between two sequences, but only self-attention can be split"
     return None
 
 
@@ -68,23 +66,23 @@ def _why_not_attend(module: Any) -> str | None:
     if getattr(type(module), "_supports_sdpa", None) is False:
         return (
             "computes its attention without torch.nn.functional.scaled_dot_product_attention, "
-            "whose calls are replaced"
+            "which context parallelism replaces"
         )
     if isinstance(attention, str) and attention != "sdpa":
         return (
-            f"was built with attn_implementation={attention!r}, but calls of "
-            "scaled_dot_product_attention are replaced: build it with "
+            f"was built with attn_implementation={attention!r}, but context parallelism "
+            "replaces only scaled_dot_product_attention. Build it with "
             "attn_implementation='sdpa'"
         )
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return (
-            "has layers of linear attention, which hand a state along time; a rank has a slice of "
-            "the sequence only"
+            "has layers of linear attention, which pass a state along the sequence, but a "
+            "rank has only a slice of the sequence"
         )
     if getattr(config, "alibi", False):
         return (
-            "adds biases of positions to its attention scores (alibi=True), which a slice knows "
-            "only for its own tokens"
+            "adds position biases to its attention scores (alibi=True), but a rank has only "
+            "those of its slice"
         )
     return None
 
@@ -92,12 +90,12 @@ def _why_not_attend(module: Any) -> str | None:
 def _why_not_compare(module: Any) -> str | None:
     if "start_positions" in inspect.signature(type(module).forward).parameters:
         return (
-            "compares all tokens of a sequence with each other in its loss (start_positions), of "
-            "which a rank has a slice"
+            "compares all tokens of a sequence in its loss (start_positions), but a rank has "
+            "only a slice of the sequence"
         )
     if "argmax" in names_in_forward(module):
         return (
-            "picks each sample's last token that is no padding, wherever it is; a rank has a "
-            "slice of the sequence only"
+            "selects the last token of each sample that is not padding, but a rank has only a "
+            "slice of the sequence"
         )
     return None

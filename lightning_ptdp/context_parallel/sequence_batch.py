@@ -39,8 +39,8 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
     }
     if len(set(named.values())) > 1:
         raise ValueError(
-            f"sequence_dims names dimensions of different lengths: {named}; all must be the "
-            "batch's one sequence"
+            f"sequence_dims names dimensions of different lengths: {named}. All of them must "
+            "be the same sequence"
         )
     if named:
         return next(iter(named.values()))
@@ -52,10 +52,9 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
     if not found:
         shapes = {name: tuple(t.shape) for name, t in tensors}
         raise ValueError(
-            f"the batch holds no tensor (batch, sequence, ...), only {shapes}; context "
-            "parallelism cuts along the sequence. Change the "
-            "collate function, name the dimension with sequence_dims={'name': dim}, or use "
-            "context_parallel_size=1"
+            f"the batch has no tensor (batch, sequence, ...), only {shapes}, but context "
+            "parallelism splits the sequence. Change the collate function, name the dimension "
+            "with sequence_dims={'name': dim}, or use context_parallel_size=1"
         )
     return found[0].size(1)
 
@@ -86,9 +85,9 @@ def shard_batch(
             return tensor
         if tensor.dim() <= dim or tensor.size(dim) != length:
             raise ValueError(
-                f"sequence_dims={{{name!r}: {dim}}}: the tensor has shape {tuple(tensor.shape)}, "
-                f"and its dimension {dim} is not the "
-                f"sequence of {length} tokens; name the right dimension, or None if it has none"
+                f"sequence_dims={{{name!r}: {dim}}} is wrong: dimension {dim} of the tensor of "
+                f"shape {tuple(tensor.shape)} is not the sequence of {length} tokens. Name the "
+                "correct dimension, or None if it has none"
             )
         return shard_sequence(tensor, dim, rank=rank, size=size)
 

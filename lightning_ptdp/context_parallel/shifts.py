@@ -106,9 +106,8 @@ def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
 
 def _refuse(doing: str, x: Tensor, length: int, size: int) -> None:
     raise ContextParallelError(
-        f"the step {doing} of a tensor {tuple(x.shape)}, of which each of {size} context ranks "
-        f"holds {x.size(1)} of {length} tokens, in "
-        "two chunks: pairs of neighbours at the chunks' ends would be lost. Shift labels in the "
-        "dataset or the collate function, or use "
-        "context_parallel_size=1"
+        f"the step {doing} of a tensor {tuple(x.shape)}, but each of {size} context ranks has "
+        f"{x.size(1)} of {length} tokens, in two chunks. Pairs of neighbours at the ends of "
+        "the chunks would be lost. Shift labels in the dataset or the collate function, or "
+        "use context_parallel_size=1"
     )

@@ -114,17 +114,16 @@ def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor
         and isinstance(index[1], Tensor)
         and not index[1].is_floating_point()
     ):
-        picked = "a token of each sample by its number"
+        picked = "a token per sample by its index"
     elif isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
         return None
     else:
         picked = f"token {index[1]}" if index[1] not in (0, -1) else ""
     if picked:
         raise ContextParallelError(
-            f"the model picks {picked} out of a hidden state, of which each of {group.size} "
-            "context ranks holds a slice of "
-            f"{x.size(1)} tokens; only the first (0) and the last (-1) of the sequence can be "
-            "picked. Use context_parallel_size=1"
+            f"the model selects {picked} from a hidden state, but each of {group.size} context "
+            f"ranks has a slice of {x.size(1)} tokens. Only the first (0) and the last (-1) "
+            "token can be selected. Use context_parallel_size=1"
         )
     return _FromFirst.apply(x[index].contiguous(), group)
 

@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         Counting,
         "no module in Counting takes position_ids.*context_parallel_positions=False",
     ),
-    "positions not asked": (CountsItself, "called none of the modules that take position_ids"),
+    "positions not asked": (CountsItself, "called no module that takes position_ids"),
     "window": (
         partial(Mixed, window),
         r"mask of shape \(1, 1, 8, 8\).*Each of 2 ranks has 8 of 16 tokens",
@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "both": (lambda: Toy(is_causal=True, attn_mask=torch.ones(8, 8, dtype=torch.bool)), "not both"),
     "middle token": (
         partial(Picks, 3),
-        r"picks token 3 out of a hidden state.*only the first \(0\)",
+        r"selects token 3 from a hidden state.*Only the first \(0\)",
     ),
     "prefix": (WithPrefix, "attention with 9 queries and 9 keys"),
     "no_grad": (Frozen, "gradients disabled inside a forward.*recompute="),

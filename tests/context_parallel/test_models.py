@@ -15,16 +15,16 @@ from lightning_ptdp.context_parallel import why_not
 from lightning_ptdp.context_parallel.slice_functions import pick_token
 
 REFUSED = {
-    "mamba": "backbone.layers.0.mixer.conv1d.*mixes tokens along time",
-    "jamba": "mixes tokens along time",
+    "mamba": "backbone.layers.0.mixer.conv1d.*mixes tokens along the sequence",
+    "jamba": "mixes tokens along the sequence",
     "bloom": "Bloom.* computes its attention without",
     "gemma2": "Gemma2.* computes its attention without",
     "falcon rw": "alibi=True",
-    "llama classes": "LlamaForSequenceClassification picks each sample's last token",
-    "gpt2 classes": "GPT2ForSequenceClassification picks each sample's last token",
+    "llama classes": "LlamaForSequenceClassification selects the last token of each sample",
+    "gpt2 classes": "GPT2ForSequenceClassification selects the last token of each sample",
     "bert question": "BertForQuestionAnswering compares all tokens",
     "minimax": "MiniMaxForCausalLM has layers of linear attention",
-    "vit": "ViT.* makes its sequence from pixel_values",
+    "vit": "ViT.* creates its sequence from pixel_values",
     "t5": "T5.* cross-attention",
 }
 TAKEN = (

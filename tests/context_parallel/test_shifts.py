@@ -74,7 +74,7 @@ def fit(rank: int, shift: str, size: int) -> str:
 def test_a_step_that_shifts_its_labels_is_refused(shift: str, pool: Pool) -> None:
     for text in pool.run(fit, world_size=2, args=(shift, 2)):
         assert (
-            "holds 4 of 8 tokens, in two chunks: pairs of neighbours at the chunks' ends would be "
+            "has 4 of 8 tokens, in two chunks. Pairs of neighbours at the ends of the chunks would be "
             "lost" in text
         )
     assert pool.run(fit, world_size=1, args=(shift, 1)) == [""]
