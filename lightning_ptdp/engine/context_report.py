@@ -96,9 +96,8 @@ class PartReports:
         if any(name != names[0] for name in names):
             raise ContextParallelError(
                 "self.log was called with different names on different context ranks (on rank "
-                f"{self._group.rank} of the group: "
-                f"{self._names.split()}); what a step logs may not depend on which part of the "
-                "sequence it sees"
+                f"{self._group.rank} of the group: {self._names.split()}). Logged names must "
+                "not depend on the rank's slice of the sequence"
             )
 
 
@@ -150,11 +149,10 @@ def whole_outputs(
         )
         if len(set(_gather(numbers_on(device, [content]), group)[:, 0].tolist())) > 1:
             raise ContextParallelError(
-                f"an output {tuple(tensor.shape)} of the step differs between context ranks, and "
-                "nothing says how to put it together: "
-                "return tensors (batch, sequence, ...), which are joined along time, or scalars, "
-                "which are averaged; sums over the "
-                "sequence are best logged with self.log(..., reduce_fx='sum')"
+                f"an output {tuple(tensor.shape)} of the step differs between context ranks "
+                "and cannot be combined. Return tensors (batch, sequence, ...), which are "
+                "concatenated, or scalars, which are averaged. Log sums over the sequence "
+                "with self.log(..., reduce_fx='sum')"
             )
         return tensor
 

@@ -48,18 +48,16 @@ def check_evaluates_again(
     name = type(optimizer).__name__
     if layout.world_size > layout.num_replicas:
         raise ValueError(
-            f"{name} evaluates the loss several times in a step and decides by the gradient of "
-            "all parameters, of which a rank has a part "
-            "under tensor, pipeline or context parallelism. Use it with data parallelism and "
-            "microbatches alone, or an optimizer that "
-            "evaluates once (AdamW, SGD, ...)"
+            f"{name} evaluates the loss several times in a step and uses the gradient of all "
+            "parameters, but under tensor, pipeline or context parallelism a rank has only a "
+            "part of it. Use it with data parallelism and microbatches only, or use an "
+            "optimizer that evaluates the loss once (AdamW, SGD, ...)"
         )
     if steps_on_copies:
         raise ValueError(
-            f"{name} evaluates the loss several times in a step, but with shard_optimizer=True or "
-            "float32 copies of parameters in half "
-            "precision the model gets the new values after the step only. Use "
-            "shard_optimizer=False and master_weights=False"
+            f"{name} evaluates the loss several times in a step, but with shard_optimizer=True "
+            "or float32 copies of parameters in half precision, the model receives the new "
+            "values only after the step. Use shard_optimizer=False and master_weights=False"
         )
 
 

@@ -121,7 +121,7 @@ class GradientChecks(StepObserver):
         ranks = gather((loss, backward, gradient))
         names = [found[2] for found in ranks if found[2] is not None]
         what = (
-            f"the gradient of '{min(names)[1]}', the first such parameter, is"
+            f"the gradient of '{min(names)[1]}' (the first such parameter) is"
             if names
             else "a loss is"
         )
@@ -133,13 +133,13 @@ class GradientChecks(StepObserver):
         ]
         if not begun:
             return (
-                f"{what} not finite; no loss and no gradient was before the last microbatch was "
-                "reduced over the replicas"
+                f"{what} not finite. All losses and gradients were finite until the last "
+                "microbatch was reduced over the replicas"
             )
         microbatch, kind, rank = min(begun)
         return (
-            f"{what} not finite; it began with the {('loss', 'gradients')[kind]} of microbatch "
-            f"{microbatch} on rank {rank}"
+            f"{what} not finite. The first such value was the {('loss', 'gradients')[kind]} of "
+            f"microbatch {microbatch} on rank {rank}"
         )
 
     def _warn_of_unused(self) -> None:
@@ -149,8 +149,7 @@ class GradientChecks(StepObserver):
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
                 f"no loss depends on {', '.join(names[:_SHOWN])}{more} (seen on rank "
-                f"{self._mesh.rank}): their gradient is zero, so that "
-                "only weight decay changes them. Freeze them with requires_grad=False if that is "
-                "meant",
+                f"{self._mesh.rank}). Their gradient is zero, so only weight decay changes "
+                "them. If this is intended, freeze them with requires_grad=False",
                 stacklevel=2,
             )

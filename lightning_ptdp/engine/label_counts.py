@@ -75,11 +75,11 @@ def describe_uneven(batch: Nested, samples: int) -> str:
     name = (_labels(batch, samples) or ("", None))[0]
     shown = f"'{name}'" if name else "the labels"
     return (
-        f"{shown} of a batch ignores unequal numbers of labels ({_IGNORED}) in its microbatches "
-        "or replicas, and training_step returns no "
-        "'num_tokens': each microbatch's mean weighs the same, so this is not the mean over all "
-        "labels that one process takes. Return "
-        f"{{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} from training_step"
+        "the microbatches or replicas of a batch have different numbers of labels other than "
+        f"{_IGNORED} in {shown}, and training_step returns no 'num_tokens'. The mean of each "
+        "microbatch has the same weight, so the loss is not the mean over all labels as in "
+        f"one process. Return {{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} "
+        "from training_step"
     )
 
 

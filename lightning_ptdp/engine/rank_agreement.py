@@ -56,11 +56,10 @@ def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: tor
     )
     if name is not None:
         raise KeptModuleError(
-            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but has other "
-            "values on each: a hook or the step changes "
-            "it with weights of which a stage has its own only, as an average of the model's "
-            "weights (AveragedModel, EMA) does. Use "
-            "pipeline_parallel_size=1 for that"
+            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but its "
+            "values differ between them. A hook or the step changes it with weights that only "
+            "one stage has, for example in an average of the model's weights (AveragedModel, "
+            "EMA). Use pipeline_parallel_size=1"
         )
 
 
@@ -100,10 +99,10 @@ def check_same_batch(agreed: Sequence[int]) -> None:
         if high != -low:
             raise BatchMismatchError(
                 f"the ranks of replica {replica} read different batches, but all of them must "
-                "read the same samples, augmented alike. "
-                "Shard data by trainer.strategy.distributed_sampler_kwargs (replica number and "
-                "count), not by global rank, and seed "
-                "shuffling and augmentation by the replica"
+                "read the same samples with the same augmentation. Shard data by "
+                "trainer.strategy.distributed_sampler_kwargs (replica number and count) "
+                "instead of the global rank, and seed shuffling and augmentation by the "
+                "replica"
             )
 
 

@@ -55,11 +55,10 @@ def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
         tokens, loss = num_tokens(output), output["loss"]
         return loss, None if tokens is None else tokens.to(loss.device, torch.float32)
     raise ValueError(
-        f"training_step returned {type(output).__name__}; under this strategy it must return the "
-        "loss tensor or a dictionary with "
-        "'loss' (and 'num_tokens' to weight microbatches by their tokens). A batch cannot be "
-        "skipped with None where others train on "
-        "theirs at the same time: return the loss times zero"
+        f"training_step returned {type(output).__name__}, but with this strategy it must "
+        "return the loss tensor or a dictionary with 'loss' (and 'num_tokens' to weight "
+        "microbatches by their tokens). To skip a batch while other ranks train, return the "
+        "loss times zero instead of None"
     )
 
 
@@ -248,8 +247,7 @@ class LightningJob:
         elif self.skipped:
             raise ValueError(
                 "training_step returned None for some microbatches of a batch and a loss for "
-                "others: return the loss times zero for what "
-                "shall teach nothing"
+                "others. To skip a microbatch, return the loss times zero"
             )
         return self.skipped
 
@@ -374,7 +372,7 @@ class LightningJob:
                 return name
         raise ValueError(
             f"the logged metric {type(metric).__name__} is not an attribute of the "
-            "LightningModule; assign it in __init__"
+            "LightningModule. Assign it in __init__"
         )
 
 

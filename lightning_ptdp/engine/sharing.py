@@ -136,9 +136,8 @@ def _can_be_sent(change: Change) -> bool:
         pack(change)
     except Exception as error:
         warnings.warn(
-            f"the step changed {change.name}, which cannot be sent to the other pipeline stages: "
-            f"it is as it was there ({error}). Keep "
-            "numbers, tensors and containers of them",
+            f"the step changed {change.name} to a value that cannot be sent to the other "
+            f"pipeline stages ({error}). Use numbers, tensors and containers of them",
             stacklevel=2,
         )
         return False

@@ -88,11 +88,10 @@ class StepHabits:
         more = f" and {len(written) - _SHOWN} more" if len(written) > _SHOWN else ""
         again = " and recomputation runs blocks again" if self._recomputes else ""
         warnings.warn(
-            f"training_step writes {', '.join([*written][:_SHOWN])}{more}: it runs once for each "
-            f"of {count} microbatches{again}, and one "
-            "reads what the one before left there, not the batch before. Write it in "
-            "on_train_batch_end, or use num_microbatches=1 "
-            f"({_PAGE})",
+            f"training_step writes {', '.join([*written][:_SHOWN])}{more}, but it runs once "
+            f"for each of {count} microbatches{again}. A run reads the value of the previous "
+            "microbatch, not of the previous batch. Write it in on_train_batch_end, or use "
+            f"num_microbatches=1 ({_PAGE})",
             stacklevel=2,
         )
 
@@ -119,11 +118,10 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
     if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
         warnings.warn(
-            f"the loss is a sum, such as reduction='sum', over one {part}, but {parts} are "
-            "averaged. If it grows with the batch, it and "
-            f"its gradient are smaller than in one process by the number of {parts}: return a "
-            "mean, or a dictionary with the mean as "
-            f"'loss' and its 'num_tokens' ({_PAGE})",
+            f"the loss is a sum (such as reduction='sum') over one {part}, but {parts} are "
+            "averaged. If the sum grows with the batch, the loss and its gradient are smaller "
+            f"than in one process by the number of {parts}. Return a mean, or a dictionary "
+            f"with the mean as 'loss' and its 'num_tokens' ({_PAGE})",
             stacklevel=2,
         )
     if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
@@ -131,9 +129,8 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
         if replicas:
             mend = "Compare with samples gathered from all replicas"
         warnings.warn(
-            f"the loss tells samples from the others of their {part} (contrastive, in-batch "
-            "negatives), of which there are fewer than in "
-            f"the batch. {mend} ({_PAGE})",
+            f"the loss compares samples within their {part} (contrastive, in-batch negatives), "
+            f"which has fewer samples than the batch. {mend} ({_PAGE})",
             stacklevel=2,
         )
 
@@ -163,9 +160,8 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
             else ("microbatch", "use num_microbatches=1")
         )
         warnings.warn(
-            f"{reductions.place} over dimension 0, the samples of one {part}; one process takes "
-            "it over the whole batch. If the loss "
-            f"depends on it, {mend} ({_PAGE})",
+            f"{reductions.place} over dimension 0, the samples of one {part}, but one process "
+            f"computes it over the whole batch. If the loss depends on it, {mend} ({_PAGE})",
             stacklevel=3,
         )
 
@@ -193,7 +189,7 @@ class _Reductions(TorchFunctionMode):
             and isinstance(args[0], Tensor)
             and self._reduces(name, args, kwargs)
         ):
-            self.place = f"{_users_line()} takes the {name}"
+            self.place = f"{_users_line()} computes the {name}"
         return function(*args, **kwargs)
 
     def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -242,10 +238,9 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
         max(found, key=abs)
     ):
         warnings.warn(
-            "the loss is divided by a number that differs between microbatches, such as the sum "
-            f"of a mask ({min(found):g} to "
-            f"{max(found):g}), but microbatches count the same. Return a dictionary with the mean "
-            "as 'loss' and this number as "
+            "the loss is divided by a number that differs between microbatches, such as the "
+            f"sum of a mask ({min(found):g} to {max(found):g}), but all microbatches have the "
+            "same weight. Return a dictionary with the mean as 'loss' and this number as "
             f"'num_tokens' ({_PAGE})",
             stacklevel=2,
         )

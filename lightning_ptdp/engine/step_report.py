@@ -119,7 +119,7 @@ class LogRecorder:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"`self.log({name}, {value})` was called, but the tensor must have a single "
-                "element: log its mean, or a metric"
+                "element. Log its mean, or a metric"
             )
         if args:
             names = (
@@ -187,8 +187,8 @@ def average_calls(
     names = [[call.name for call in calls] for calls in recorded]
     if any(other != names[0] for other in names):
         raise ValueError(
-            f"self.log was called with different names in different microbatches: {names[0]} and "
-            "others; log the same names"
+            f"self.log was called with different names in different microbatches: {names[0]} "
+            "and others. Log the same names in all of them"
         )
     merged = []
     for place, calls in enumerate(zip(*recorded, strict=True)):
@@ -210,9 +210,8 @@ def average_calls(
         reduction = first.reduction
         if reduction not in _REDUCTIONS:
             raise ValueError(
-                f"self.log({first.name!r}, reduce_fx={reduction}): a logged value can be reduced "
-                f"by {', '.join(_REDUCTIONS)}; log a "
-                "torchmetrics.Metric instead"
+                f"self.log({first.name!r}, reduce_fx={reduction}) is not supported. Use one of "
+                f"{', '.join(_REDUCTIONS)}, or log a torchmetrics.Metric"
             )
         value = reduce_values(numbers[place :: len(names[0])], shares, reduction)
         merged.append(LogCall(first.name, value, {**options, "reduce_fx": reduction}))

@@ -363,9 +363,9 @@ def apply_changes(module: nn.Module, changes: Sequence[Change]) -> None:
             _apply(module, change)
         except (LookupError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"the step changed {change.name} on the last pipeline stage, but here it is "
-                f"something else ({error}): what a step "
-                "changes must be changed by hooks on all ranks alike"
+                f"the step changed {change.name} on the last pipeline stage, but on this stage "
+                f"it is a different object ({error}). Make changes that a step depends on in "
+                "hooks, which run on all ranks"
             ) from error
 
 

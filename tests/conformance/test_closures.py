@@ -136,7 +136,7 @@ def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("place", "settings", "words"),
     [
-        (PIPELINE, {}, ["pipeline", "data parallelism and microbatches alone"]),
+        (PIPELINE, {}, ["pipeline", "data parallelism and microbatches only"]),
         (Place(world_size=2, layout={"shard_optimizer": True}), {}, ["shard_optimizer=True"]),
         (Place(), {"precision": "bf16-true"}, ["master_weights=False"]),
     ],

@@ -92,7 +92,9 @@ def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, pool:
         for text in rank["told"]
     ]
     assert len(told) == 1
-    assert told[0].startswith("'answers' of a batch ignores unequal numbers of labels (-100)")
+    assert told[0].startswith(
+        "the microbatches or replicas of a batch have different numbers of labels"
+    )
 
 
 @pytest.mark.parametrize("settings", [{"counts": True}, {"uneven": False}], ids=["counted", "even"])

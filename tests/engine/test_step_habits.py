@@ -183,8 +183,8 @@ CASES: dict[type[LitPlain], str | None] = {
     LitSummed: "the loss is a sum",
     LitMasked: "the loss is divided by a number that differs between microbatches",
     LitMaskedMean: "the loss is divided by a number that differs between microbatches",
-    LitContrastive: "the loss tells samples from the others of their microbatch",
-    LitTwoViews: "the loss tells samples from the others of their microbatch",
+    LitContrastive: "the loss compares samples within their microbatch",
+    LitTwoViews: "the loss compares samples within their microbatch",
 }
 
 
