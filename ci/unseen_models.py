@@ -226,8 +226,8 @@ def _reason(text: str, name: str) -> str:
     for opening in ("cannot run this model: ", "of this model: ", "into pipeline stages: "):
         text = text.partition(opening)[2] or text
     text = text.partition("; or use")[0].partition("; use ")[0].partition(". Use ")[0]
-    if "nothing says which modules to shard" in text:
-        text = "nothing says which modules to shard: give a plan"
+    if "no plan says which modules to shard" in text:
+        text = "no plan says which modules to shard"
     return text.replace(ARCHITECTURES[name].model, "the model")
 
 

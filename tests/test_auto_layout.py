@@ -116,8 +116,8 @@ def test_what_does_not_fit_as_data_parallel_is_cut() -> None:
     config, forecast = chosen_for(1e9)
     assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (1, 1)
     assert (
-        forecast.text.startswith("layout='auto' takes t1 p1 d4")
-        and " slower a sample, by " in forecast.text
+        forecast.text.startswith("layout='auto' chose t1 p1 d4")
+        and " slower per sample, mostly in " in forecast.text
     )
     config, forecast = chosen_for(3.2e6)
     assert config.tensor_parallel_size * config.pipeline_parallel_size > 1
@@ -137,7 +137,7 @@ def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
     def nothing(config: Any) -> None:
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match=r"takes none of the 3 fastest layouts; .*: no"):
+    with pytest.raises(ValueError, match=r"supports none of the 3 fastest layouts. .*: no"):
         choose(training, fits=nothing)
 
 
@@ -217,7 +217,7 @@ def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPa
     )
     batches = [[0, 1], [2, 3]]
     for _ in range(2):
-        with pytest.raises(ValueError, match="layout='auto' has to know the batch"):
+        with pytest.raises(ValueError, match="layout='auto' needs the batch size"):
             trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(4), batch_sampler=batches))
     monkeypatch.setattr("lightning_ptdp.strategy.auto.check_trainer", refuse)
     with pytest.raises(Stop):
@@ -246,12 +246,14 @@ def test_mistakes() -> None:
         match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is given",
     ):
         PTDPStrategy(layout="auto", tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="layout='best' must be 'auto', or be left out"):
+    with pytest.raises(
+        ValueError, match=r"layout='best' must be 'auto'\. To set sizes, leave it out"
+    ):
         PTDPStrategy(layout="best")
     refuse_given(PTDPStrategy(seed=3, compile="blocks").config)
-    with pytest.raises(ValueError, match=r"finds no layout that fits on 4 x cpu with .* GiB each"):
+    with pytest.raises(ValueError, match=r"found no layout that fits on 4 x cpu with .* GiB each"):
         chosen_for(1e3)
-    with pytest.raises(ValueError, match="the sizes of LightningModule are not known"):
+    with pytest.raises(ValueError, match="the sizes of LightningModule cannot be determined"):
         fastest_layouts(on_two(L.LightningModule()))
 
 
@@ -262,5 +264,5 @@ def test_a_forecast_that_is_off_is_told() -> None:
     assert forecast.measured == pytest.approx(1.1)
     assert forecast.verdict() == ""
     forecast.seconds = 0.8
-    assert "expected 0.8 s a step, and it took 1.1 s" in forecast.verdict()
+    assert "expected 0.8 s per step, but a step took 1.1 s" in forecast.verdict()
     assert forecast.verdict().endswith("calibrated with --devices 2")

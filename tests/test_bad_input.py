@@ -173,7 +173,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
     ),
     "layers": (8, {P: 4, V: 2}, LitNet, 8, ["7", "pipeline_parallel_size", "8"]),
     "layers built late": (4, {P: 4}, LitLate, 8, ["3", "pipeline_parallel_size"]),
-    "partition": (2, {P: 2, "partition": [3, 3]}, LitNet, 8, ["[3, 3]", "num_layers=7", "add 1"]),
+    "partition": (2, {P: 2, "partition": [3, 3]}, LitNet, 8, ["[3, 3]", "num_layers=7", "Add 1"]),
     "partition by name": (
         2,
         {P: 2, "partition": ["net.0", "net.9"]},
@@ -275,7 +275,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
         {T: 2, "plan": plan(net_0="column")},
         LitHooked,
         8,
-        ["'net.0' has a forward hook", "the module around it"],
+        ["'net.0' has a forward hook", "the parent module"],
     ),
     "attentions": (
         2,

@@ -174,7 +174,7 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
     check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=2), layout)
     with pytest.raises(
         ValueError,
-        match=r"micro_batch_size=8 is larger than the batch of 4 samples .* use "
+        match=r"micro_batch_size=8 is larger than the batch of 4 samples .* Use "
         r"micro_batch_size=4 or less",
     ):
         check_data(Data(), PTDPConfig(pipeline_parallel_size=2, micro_batch_size=8), layout)

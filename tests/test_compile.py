@@ -274,6 +274,6 @@ def test_a_module_that_is_compiled_already() -> None:
         )
         with pytest.raises(
             MisconfigurationException,
-            match=r"torch.compile\(module\), and compile='\w+' would compile .* once more",
+            match=r"torch.compile\(module\), but compile='\w+' would compile .* again",
         ):
             trainer.fit(torch.compile(_Model()))

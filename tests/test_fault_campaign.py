@@ -40,11 +40,11 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
             {2},
         ),
         (
-            "rank 3 could not join the other ranks: ranks 0, 2 did not come: no answer within 20 s",
+            "rank 3 could not join the other ranks: ranks 0, 2 did not join: no answer within 20 s",
             {0, 2},
         ),
         (
-            "rank 3 could not join the other ranks: rank 2 came and was lost, its process has "
+            "rank 3 could not join the other ranks: rank 2 joined and was lost, its process has "
             "ended",
             {2},
         ),
@@ -99,7 +99,7 @@ def test_who_could_not_know_that_a_rank_had_been_there_has_the_whole_limit(
             began=dict.fromkeys(range(2), 1.0),
             met=met,
         )
-        ended.errors = {1 - victim: (f"rank {victim} did not come", 30.0)}
+        ended.errors = {1 - victim: (f"rank {victim} did not join", 30.0)}
         before = len(campaign.wrong)
         campaign._judge("", victim, ended, soon=2.0, late=26.0)
         assert len(campaign.wrong) - before == wrong, (victim, met)

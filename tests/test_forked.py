@@ -76,7 +76,7 @@ def _comes_too_late() -> None:
     torch._C._ensureCUDADeviceGuardSet()  # as on a machine with a GPU
     torch.ones((), requires_grad=True).backward()
     with pytest.raises(
-        ProcessRaisedException, match="leave the GPU and backwards alone before fit"
+        ProcessRaisedException, match="Do not use the GPU or run a backward before fit"
     ):
         _fits()
 

@@ -109,11 +109,11 @@ def test_a_rank_that_does_not_come(place: Place) -> None:
     found = together(place, [0, 2], 4, dying=[2])
     assert (
         found[0]
-        == "rank 0 could not join the other ranks: ranks 1, 3 did not come, while waiting for all ranks: 2 of 4 ranks came within 2 s"
+        == "rank 0 could not join the other ranks: ranks 1, 3 did not join, while waiting for all ranks: 2 of 4 ranks joined within 2 s"
     )
     found = together(place, [1], 2)
     assert found[1].startswith(
-        "rank 1 could not join the other ranks: rank 0 did not come, while calling rank 0: "
+        "rank 1 could not join the other ranks: rank 0 did not join, while contacting rank 0: "
     )
 
 
@@ -124,7 +124,7 @@ def test_a_rank_that_does_not_come_to_the_store_of_rank_0() -> None:
     found = together(free, [0, 2], 3, dying=[1])
     for rank in (0, 2):
         assert found[rank].startswith(
-            f"rank {rank} could not join the other ranks: rank 1 did not come, while waiting for "
+            f"rank {rank} could not join the other ranks: rank 1 did not join, while waiting for "
             "all ranks: "
         )
 
@@ -134,15 +134,15 @@ def test_a_rank_that_came_and_was_lost(place: Place) -> None:
     for rank in (0, 2):
         assert (
             found[rank]
-            == f"rank {rank} could not join the other ranks: rank 1 came and was lost, while making the process groups: {GLOO}"
+            == f"rank {rank} could not join the other ranks: rank 1 joined and was lost, while creating the process groups: {GLOO}"
         )
 
 
 def test_a_store_that_is_not_there(place: Place) -> None:
     said = together(Place(1), [1], 2)[1]
     assert (
-        "rank 1 could not join the other ranks: rank 0, which keeps the store at 127.0.0.1:1 (or "
-        "torchrun does)" in said
+        "rank 1 could not join the other ranks: rank 0 (or torchrun), which hosts the store at "
+        "127.0.0.1:1" in said
     )
 
 
@@ -151,7 +151,7 @@ def test_a_store_that_listens_and_does_not_answer() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         said = together(Place(listening.getsockname()[1]), [1], 2)[1]
-    assert "(or torchrun does), does not answer, while looking for the store" in said
+    assert "does not answer, while connecting to the store" in said
 
 
 def test_errors_of_other_kinds_pass(place: Place) -> None:
@@ -201,7 +201,7 @@ def test_where_to_start_those_that_are_missing() -> None:
         rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True
     )
     said = crowd.missing([1, 2, 3, 4, 5])
-    assert said.startswith("for ranks 1, 2, 3, 4, 5 on nodes 0, 1, 2, 1 of 6 came; start there: ")
+    assert said.startswith("for ranks 1, 2, 3, 4, 5 on nodes 0, 1, 2, 1 of 6 joined; start there: ")
     for node in (1, 2):
         assert f"MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 NODE_RANK={node} {sys.orig_argv[0]}" in said
     assert "NODE_RANK=0" not in said and "that the other nodes can reach" not in said

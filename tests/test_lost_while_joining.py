@@ -184,10 +184,14 @@ def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
 def test_a_rank_that_freezes_while_groups_are_made(ranks: Any, doomed: int) -> None:
     """torch's wait for a store that stands still has no limit."""
     said = lose(ranks(LIMIT_S), doomed, signal.SIGSTOP)
-    whom = "rank 0, which keeps the store" if doomed == 0 else f"rank {doomed} came and was lost"
+    whom = (
+        "rank 0 (or torchrun), which hosts the store"
+        if doomed == 0
+        else f"rank {doomed} joined and was lost"
+    )
     for rank, text in said.items():
         assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
-        assert "making the process groups" in text
+        assert "creating the process groups" in text
 
 
 @pytest.mark.parametrize("doomed", [0, 2])
@@ -198,7 +202,7 @@ def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) ->
     whom = (
         "rank 0 (or torchrun), which hosts the store"
         if doomed == 0
-        else f"rank {doomed} came and was lost (the process has ended), "
+        else f"rank {doomed} joined and was lost (the process has ended), "
     )
     for rank, text in said.items():
         assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
@@ -231,25 +235,25 @@ def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
 
 
 def test_who_waits_for_longer_than_rank_0_is_told_who_did_not_come(ranks: Any) -> None:
-    """Check that a rank which waits longer than rank 0 also names the rank that did not come.
+    """Check that a rank which waits longer than rank 0 also names the rank that did not join.
 
     It may have a longer limit, or have started later. The store ends with rank 0.
     """
     first, second = ranks(LONG_S, come=(0, 1), limit_of_0_s=LIMIT_S)
-    assert first.says().startswith("rank 0 could not join the other ranks: rank 2 did not come, ")
+    assert first.says().startswith("rank 0 could not join the other ranks: rank 2 did not join, ")
     first.process.kill()
     assert second.says().startswith(
-        "rank 1 could not join the other ranks: rank 2 did not come, while waiting for all ranks: "
+        "rank 1 could not join the other ranks: rank 2 did not join, while waiting for all ranks: "
     )
 
 
 def test_who_is_missing_is_said(ranks: Any) -> None:
     first, *_ = ranks(LIMIT_S, world_size=4)
     assert first.says().startswith(
-        "rank 0 could not join the other ranks: rank 3 did not come, while waiting for all ranks: "
+        "rank 0 could not join the other ranks: rank 3 did not join, while waiting for all ranks: "
     )
     logged = first.says()
-    assert "rank 0 has waited" in logged and "for rank 3, 3 of 4 came" in logged
+    assert "rank 0 has waited" in logged and "for rank 3, 3 of 4 joined" in logged
 
 
 def test_on_one_machine_only_loopback_is_listened_on(ranks: Any) -> None:

@@ -45,7 +45,7 @@ def test_too_few_open_files_are_refused(limits: list[int]) -> None:
     limits[:] = [64, 64]
     with pytest.raises(
         ValueError,
-        match=r"at most 64 are allowed here, and each of 4 processes needs up to 128\. .*ulimit "
+        match=r"at most 64 open files, but each of 4 processes needs up to 128\. .*ulimit "
         r"-n 128",
     ):
         check_machine(**PLACE)

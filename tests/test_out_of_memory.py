@@ -81,7 +81,7 @@ def test_in_a_step(layout: dict[str, Any], pool: Pool) -> None:
     assert all(len(line) == 3 and line[1] != "?" for line in lines[1:5]), note
     assert "recompute='full' or 'offload' (it is 'none')" in note or "activations" not in lines[5]
     assert f"pipeline_parallel_size (it is {size})" in note
-    offered = note.partition("by the planner's estimate these fit:\n")[2].splitlines()
+    offered = note.partition("layouts that fit, by the planner's estimate:\n")[2].splitlines()
     assert offered and all(
         line.startswith("  PTDPStrategy(") and line.endswith(" GiB") for line in offered
     )
@@ -97,7 +97,7 @@ def test_in_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, notes, _ = error_of(0, {}, 1)
     assert kind == "OutOfMemoryError", notes
     assert any(
-        "while the model was set up: use a larger tensor_parallel_size (it is 1)" in note
+        "while the model was set up. Use a larger tensor_parallel_size (it is 1)" in note
         for note in notes
     )
 
@@ -117,7 +117,7 @@ EXPECTED = {
             {},
             EXPECTED,
             [
-                "activations: the largest part; use ",
+                "activations: the largest part. Use ",
                 "recompute='full' or 'offload'",
                 "num_microbatches (it is 1)",
             ],
@@ -128,7 +128,7 @@ EXPECTED = {
             [
                 "20.00",
                 "31.00",
-                "activations: more than expected; use a smaller micro_batch_size (it is 4), or "
+                "activations: more than expected. Use a smaller micro_batch_size (it is 4), or "
                 "sequence_parallel=True, or",
             ],
         ),
@@ -140,7 +140,7 @@ EXPECTED = {
         (
             {"shard_optimizer": True},
             {**EXPECTED, "optimizer": 14 * GIB},
-            ["optimizer: more than expected; use a larger tensor_"],
+            ["optimizer: more than expected. Use a larger tensor_"],
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_experts_are_shared_out_before_anything_else() -> None:
     found = {**EXPECTED, "parameters": 3 * GIB}
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4), mixture=True)
     assert (
-        "parameters: more than expected; use a larger expert_parallel_size (it is 2), "
+        "parameters: more than expected. Use a larger expert_parallel_size (it is 2), "
         "tensor_parallel_size (it is 1)" in note
     )
 
@@ -182,7 +182,7 @@ def test_a_torch_without_kernels_for_the_gpu(capability: tuple[int, int], runs: 
         return
     with pytest.raises(
         ValueError,
-        match=r"no kernels for a GPU \(compute capability .*, only sm_75, .*: install a torch",
+        match=r"no kernels for a GPU \(compute capability .*, only for sm_75, .*\. Install a torch",
     ):
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
 
@@ -190,7 +190,7 @@ def test_a_torch_without_kernels_for_the_gpu(capability: tuple[int, int], runs: 
 def test_a_gpu_without_bf16() -> None:
     with pytest.warns(
         UserWarning,
-        match="precision='bf16-true' on Tesla T4 .* is slow: precision='16-true' is fast",
+        match="precision='bf16-true' is slow on Tesla T4 .* computes in float32 instead. Use precision='16-true'",
     ):
         check_gpu("Tesla T4", (7, 5), kernels=CUDA_12, precision="bf16-true")
 
@@ -198,4 +198,4 @@ def test_a_gpu_without_bf16() -> None:
 def test_activations_that_nobody_can_foretell_are_suspected() -> None:
     known = {name: value for name, value in EXPECTED.items() if name != "activations"}
     note = memory_note(known, known, config=PTDPConfig(), layout=PTDPConfig().layout(1))
-    assert "activations: the largest part; use recompute=" in note
+    assert "activations: the largest part. Use recompute=" in note

@@ -44,8 +44,8 @@ class ChosenLayout(RunningStrategy):
         """
         if layout not in ("auto", None):
             raise ValueError(
-                f"layout={layout!r:.100} must be 'auto', or be left out, with sizes such as "
-                "tensor_parallel_size=2 instead"
+                f"layout={layout!r:.100} must be 'auto'. To set sizes, leave it out and use "
+                "options such as tensor_parallel_size=2"
             )
         self._chooses, self._forecast = layout == "auto", None
         if self._chooses:
@@ -61,13 +61,16 @@ class ChosenLayout(RunningStrategy):
         rows = replica_rows(sources)
         if all(rows(replicas) is None for replicas in divisors(self.world_size)):
             raise ValueError(
-                "layout='auto' has to know the batch: give fit a DataLoader or a data module with "
-                "batch sizes of its own"
+                "layout='auto' needs the batch size. Give fit a DataLoader or a data module "
+                "that has batch sizes"
             )
         name = self._device_name()
         device = device_here(name)
         if device is None:
-            raise ValueError(f"layout='auto' knows no {name}: ptdp doctor --calibrate measures it")
+            raise ValueError(
+                f"layout='auto' does not know the device {name}. Run ptdp doctor "
+                "--calibrate to measure it"
+            )
         given, whole = self.config, whole_model(self.lightning_module, self.config)
 
         def fits(config: PTDPConfig) -> None:

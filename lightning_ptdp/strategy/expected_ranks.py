@@ -47,7 +47,7 @@ class ExpectedRanks:
     @property
     def keeper(self) -> str:
         """Return a description of the rank that holds the store."""
-        return f"rank 0, which keeps the store at {self.where} (or torchrun does),"
+        return f"rank 0 (or torchrun), which hosts the store at {self.where},"
 
     @property
     def watched(self) -> list[int]:
@@ -69,7 +69,7 @@ class ExpectedRanks:
         here = self.world_size // self.num_nodes
         nodes = sorted({rank // here for rank in ranks})
         on = "" if self.num_nodes == 1 else f" on {listed('node', nodes)}"
-        came = f"{self.world_size - len(ranks)} of {self.world_size} came"
+        came = f"{self.world_size - len(ranks)} of {self.world_size} joined"
         return (
             f"for {listed('rank', ranks)}{on}, "
             f"{came}{self._how([node for node in nodes if node * here in ranks])}"
@@ -86,7 +86,7 @@ class ExpectedRanks:
     def unanswered(self, reached: bool) -> str:
         """Return the reason why the store, or rank 0 in it, does not answer."""
         if reached:
-            return "rank 0 did not come"
+            return "rank 0 did not join"
         return (
             f"{self.keeper} does not answer"
             if self.rank
@@ -98,7 +98,7 @@ class ExpectedRanks:
             return ""
         if not self.started_by_hand:
             return (
-                "; look at what started (or did not start) the processes of node "
+                "; check what should have started the processes of node "
                 f"{', '.join(map(str, nodes))}"
             )
         variables = f"MASTER_ADDR={self.address} MASTER_PORT={self.port}"
@@ -108,9 +108,8 @@ class ExpectedRanks:
 
 
 _LOOPBACK_HINT = (
-    " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and MASTER_PORT a "
-    "free port there: set both, the same "
-    "on all nodes)"
+    " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and "
+    "MASTER_PORT a free port there. Set both to the same values on all nodes)"
 )
 
 

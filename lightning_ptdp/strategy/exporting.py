@@ -62,8 +62,8 @@ class ModelSpaceExporting(ModelSpace):
             with same_outcome(doing):
                 if self._parallel is None:
                     raise CheckpointError(
-                        "the model has no values yet: export_huggingface is for when fit has set "
-                        "the strategy up"
+                        "the model has no values yet. Call export_huggingface after fit has "
+                        "set up the strategy"
                     )
                 merged = merged_rectangles(
                     self.lightning_module, self._model_tensors(to_write=True)
@@ -101,8 +101,7 @@ class ModelSpaceExporting(ModelSpace):
         wanted = [name for name in found if prefix is None or name == prefix.removesuffix(".")]
         if len(wanted) != 1:
             raise CheckpointError(
-                f"{type(module).__name__} holds the Hugging Face models {sorted(found)}: name the "
-                "one to export, such as "
-                f"prefix='{next(iter(found))}.'"
+                f"{type(module).__name__} has several Hugging Face models {sorted(found)}. "
+                f"Name the one to export, such as prefix='{next(iter(found))}.'"
             )
         return described_by_module(found[wanted[0]], state), f"{wanted[0]}." * bool(wanted[0])

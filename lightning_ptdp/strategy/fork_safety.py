@@ -36,14 +36,12 @@ def in_child(function: Callable[[], _Result]) -> _Result:
     sender.close()
     try:
         if not receiver.poll(_LIMIT_S):
-            raise RuntimeError(
-                f"a process that was forked to ask it something gave no answer for {_LIMIT_S:.0f} s"
-            )
+            raise RuntimeError(f"a forked helper process gave no answer for {_LIMIT_S:.0f} s")
         succeeded, result = receiver.recv()
     except EOFError as error:
         child.join(_LIMIT_S)
         raise RuntimeError(
-            f"a process that was forked to ask it something ended with exit code {child.exitcode}"
+            f"a forked helper process ended with exit code {child.exitcode}"
         ) from error
     finally:
         child.kill()

@@ -46,10 +46,9 @@ def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> 
         # Lightning's own message would recommend one of Lightning's strategies.
         raise lightning_names(namespace).MisconfigurationException(
             f"start_method={start_method!r} cannot start processes from a notebook or an "
-            "interactive prompt, where there is no script to "
-            'run again: use Trainer(strategy="ptdp_fork") or start_method="fork" and leave CUDA '
-            "alone before fit, or run "
-            "a script"
+            "interactive prompt, which has no script to run again. Use "
+            'Trainer(strategy="ptdp_fork") or start_method="fork" and do not use CUDA before '
+            "fit, or run a script"
         )
     subprocesses, workers = _launcher_classes(namespace)
     if start_method == "popen":
@@ -100,7 +99,7 @@ def _end_loggers(trainer: Trainer | None) -> None:
         try:
             logger.finalize("failed")
         except Exception as error:
-            warnings.warn(f"{type(logger).__name__} could not be ended: {error}", stacklevel=2)
+            warnings.warn(f"{type(logger).__name__} could not be closed: {error}", stacklevel=2)
 
 
 @lru_cache(maxsize=2)
@@ -204,9 +203,9 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                     time.sleep(_LAST_WORD_S)
                 if _FORKED_TOO_LATE in str(error):
                     error.add_note(
-                        "A backward has run in the process that this one was forked from, and "
-                        "left threads there: leave the GPU and "
-                        "backwards alone before fit, or use start_method='popen'."
+                        "A backward ran in the parent process before the fork and left "
+                        "threads there. Do not use the GPU or run a backward before fit, or "
+                        "use start_method='popen'."
                     )
                 raise
 

@@ -128,9 +128,8 @@ class Forecast:
         if measured is None or abs(self.seconds / measured - 1) <= _OFF:
             return ""
         return (
-            f"layout='auto' expected {self.seconds:.3g} s a step, and it took {measured:.3g} s; "
-            "what it was made with: "
-            f"{self.figures}"
+            f"layout='auto' expected {self.seconds:.3g} s per step, but a step took "
+            f"{measured:.3g} s. The forecast used {self.figures}"
         )
 
 
@@ -143,8 +142,8 @@ def refuse_given(config: PTDPConfig) -> None:
     for option in fields(config):
         if option.name in _CHOSEN and (value := getattr(config, option.name)) != option.default:
             raise ValueError(
-                f"layout='auto' chooses {option.name}, but {option.name}={value!r} is given: "
-                "leave one of them out"
+                f"layout='auto' chooses {option.name}, but {option.name}={value!r} is set. "
+                "Leave one of them out"
             )
 
 
@@ -164,11 +163,10 @@ def choose(
     found, device = fastest_layouts(training), training.device
     if not found:
         raise ValueError(
-            f"layout='auto' finds no layout that fits on {training.world_size} x {device.name} "
-            "with "
-            f"{(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each (a reserve of "
-            f"{RESERVE:.0%} is left free): ptdp plan says what "
-            "each needs; use more devices, or smaller batches"
+            f"layout='auto' found no layout that fits on {training.world_size} x {device.name} "
+            f"with {(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each ({RESERVE:.0%} of "
+            "the memory stays free). ptdp plan shows what each layout needs. Use more "
+            "devices, or smaller batches"
         )
     refusals = []
     for i, (seconds, candidate) in enumerate(found):
@@ -185,7 +183,7 @@ def choose(
             seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures
         )
     raise ValueError(
-        f"layout='auto': the model takes none of the {len(found)} fastest layouts; {refusals[0]}"
+        f"layout='auto': the model supports none of the {len(found)} fastest layouts. {refusals[0]}"
     )
 
 
@@ -233,17 +231,20 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
 def _told(candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]) -> str:
     def line(what: str, one: Candidate) -> str:
         return (
-            f"{what} {one.choice.describe()}, {one.time.total:.3g} s a step, "
+            f"{what} {one.choice.describe()}, {one.time.total:.3g} s per step, "
             f"{one.memory.total / _GIB:.3g} GiB"
         )
 
-    text = line("layout='auto' takes", candidate)
+    text = line("layout='auto' chose", candidate)
     if not others:
         return text
     slower, second = others[0]
     ours, theirs = _shares(candidate), _shares(second)
     part = max(theirs, key=lambda name: theirs[name] * slower - ours.get(name, 0.0) * seconds)
-    return f"{text}; {line('next', second)}: {slower / seconds - 1:.0%} slower a sample, by {part}"
+    return (
+        f"{text}; {line('next', second)}: {slower / seconds - 1:.0%} slower per sample, "
+        f"mostly in {part}"
+    )
 
 
 def _shares(candidate: Candidate) -> dict[str, float]:

@@ -55,11 +55,10 @@ def check_held(optimizer: Optimizer, parameters: ManagedParameters) -> None:
     unknown = next((parameter for parameter in held if parameter not in parameters), None)
     if unknown is not None:
         raise ValueError(
-            f"{type(optimizer).__name__} holds a parameter of shape {tuple(unknown.shape)} that "
-            "is not in the model which this rank "
-            "trains: make the optimizer in configure_optimizers, from self.parameters(), and not "
-            "before fit. A loss with parameters has "
-            "to be an attribute of the LightningModule"
+            f"{type(optimizer).__name__} has a parameter of shape {tuple(unknown.shape)} that "
+            "is not in the model of this rank. Create the optimizer in configure_optimizers, "
+            "from self.parameters(), and not before fit. A loss with parameters must be an "
+            "attribute of the LightningModule"
         )
 
 
@@ -177,7 +176,7 @@ def compare_groups(
         for position, (group, twin) in enumerate(zip(here, there, strict=True)):
             if difference := _difference(group, twin, other):
                 raise _refusal(f"parameter group {position} of {name} has {difference}")
-    raise AssertionError("digests differ, but not what they are made of")
+    raise AssertionError("digests differ, but their contents do not")
 
 
 def _united(trials: Sequence[GroupTrial]) -> GroupTrial:
@@ -205,9 +204,9 @@ def _difference(group: Description, twin: Description, other: int) -> str:
 
 def _refusal(what: str) -> OptimizerGroupsError:
     return OptimizerGroupsError(
-        f"{what}. All ranks must train with the same groups: in configure_optimizers let groups "
-        "and options depend on names, shapes or "
-        "positions of parameters, and not on the rank, on random numbers or on the order of a set"
+        f"{what}. All ranks must train with the same groups. In configure_optimizers, groups "
+        "and options must depend only on names, shapes or positions of parameters, not on the "
+        "rank, on random numbers or on the order of a set"
     )
 
 

@@ -39,7 +39,8 @@ def explain_memory(strategy: RunningStrategy) -> str:
     if engine is None:
         larger = _larger_layout(layout, mixture=mixture)
         return (
-            f"out of memory while the model was set up: use {larger}, so that a rank has less of it"
+            f"out of memory while the model was set up. Use {larger}, so that each rank has a "
+            "smaller part"
         )
     trainer = strategy.lightning_module.trainer
     batch = getattr(trainer.train_dataloader, "batch_size", None) if fits(trainer) else None
@@ -88,7 +89,7 @@ def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
         f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB"
         for _, one in found[:_SHOWN]
     ]
-    return "\n".join(["\nby the planner's estimate these fit:", *lines]) if lines else ""
+    return "\n".join(["\nlayouts that fit, by the planner's estimate:", *lines]) if lines else ""
 
 
 def _expected(
@@ -249,7 +250,7 @@ def memory_note(
         part, how = max(every, key=lambda name: every[name]), "the largest part"
     table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
     return (
-        f"{table}\n{part}: {how}; use "
+        f"{table}\n{part}: {how}. Use "
         f"{', or '.join(_remedies(part, config, layout, mixture=mixture))}"
     )
 
@@ -282,7 +283,9 @@ def _larger_layout(layout: ParallelLayout, *, mixture: bool) -> str:
 def _smaller_microbatches(config: PTDPConfig) -> str:
     if config.micro_batch_size is not None:
         return f"a smaller micro_batch_size (it is {config.micro_batch_size})"
-    return f"smaller microbatches by a larger num_microbatches (it is {config.usual_microbatches})"
+    return (
+        f"smaller microbatches with a larger num_microbatches (it is {config.usual_microbatches})"
+    )
 
 
 def _bytes(tensors: Iterable[object], seen: set[int]) -> float:

@@ -65,10 +65,9 @@ class _GuardedParameters:
         if self.guard.hook is not None and kwargs.get("recurse", True):
             called = ".".join(filter(None, ["self", self.name, "parameters()"]))
             raise PartialModelError(
-                f"{self.guard.hook} loops over {called}, of which this rank holds a part "
-                f"({self.guard.options}): a penalty or a norm of "
-                "these would not be the model's. Use the optimizer's weight_decay, change the "
-                "gradients of optimizer.param_groups in "
+                f"{self.guard.hook} loops over {called}, but this rank has only a part of them "
+                f"({self.guard.options}), so a penalty or a norm would be wrong. Use the "
+                "optimizer's weight_decay, change the gradients of optimizer.param_groups in "
                 "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use "
                 "tensor_parallel_size=1 and pipeline_parallel_size=1"
             )

@@ -75,8 +75,8 @@ def plan(  # noqa: PLR0913
     length = longest_sample(nn.Module(), example)  # length of the example alone
     if None not in (length, sequence_length) and length != sequence_length:
         raise ValueError(
-            f"sequence_length={sequence_length}, but the example has {length} tokens: leave one "
-            "of them out"
+            f"sequence_length={sequence_length}, but the example has {length} tokens. Leave "
+            "one of them out"
         )
     whole = (
         whole_model(cast(Any, module), config or PTDPConfig())
@@ -140,7 +140,7 @@ def described(
     tokens = length or longest_sample(module, example)
     try:
         if CUT_MARK in vars(module):
-            raise ValueError("it was cut for a layout already, and its forward is that of a part")
+            raise ValueError("it was already cut for a layout, so its forward covers only a part")
         return trace_shape(
             module,
             plan_of(cast(Any, module), config),
@@ -156,4 +156,6 @@ def described(
                 return gpt_sizes(one)
             except (ValueError, TypeError):
                 continue  # report the trace's reason, which is better
-        raise ValueError(f"the sizes of {type(module).__name__} are not known: {error}") from error
+        raise ValueError(
+            f"the sizes of {type(module).__name__} cannot be determined: {error}"
+        ) from error

@@ -56,9 +56,9 @@ def prepare_loss_scaling(
         return
     if not scaler.is_enabled():
         raise ValueError(
-            f"precision={plugin.precision!r} with a GradScaler that is not enabled on "
-            f"{device.type}: gradients below 6e-8 would become "
-            "zero; enable it, or use precision='bf16-mixed', 'bf16-true' or '32-true'"
+            f"precision={plugin.precision!r} has a GradScaler that is not enabled on "
+            f"{device.type}, so gradients below 6e-8 would become zero. Enable it, or use "
+            "precision='bf16-mixed', 'bf16-true' or '32-true'"
         )
     if not isinstance(scaler.unscale_, partial):
         scaler.unscale_ = partial(_unscale_together, scaler, scaler.unscale_, device)

@@ -307,7 +307,7 @@ class _PTDPStrategy(
         parameters, pipeline = self.parallel.parameters, self.mesh.group("pipeline")
         trained = {managed.name: p.requires_grad for p, managed in parameters.items()}
         if pipeline.size > 1:  # stages may have frozen parameters since the cut
-            with self.waiting_in("exchanging what is frozen"):
+            with self.waiting_in("exchanging the names of frozen parameters"):
                 ranks: list[dict[str, bool]] = [{}] * pipeline.size
                 dist.all_gather_object(ranks, trained, group=pipeline.handle)
             trained = {name: trains for rank in ranks for name, trains in rank.items()}
@@ -322,10 +322,9 @@ class _PTDPStrategy(
             # Lightning's own message recommends manual optimization, which a schedule cannot
             # honour.
             raise self.refusal(
-                "configure_optimizers returned several optimizers; the ptdp strategy trains with "
-                "one. Use parameter groups of one "
-                "optimizer, or manual optimization with data parallelism alone and without "
-                "microbatches"
+                "configure_optimizers returned several optimizers, but the ptdp strategy "
+                "trains with one. Use parameter groups of one optimizer, or manual "
+                "optimization with data parallelism only and without microbatches"
             ) from error
 
     def _prepare_optimization(self, trainer: Trainer) -> None:
@@ -359,11 +358,10 @@ class _PTDPStrategy(
             same = self._engine.compare_lengths(self._names.sized_len(dataloader))
             for axis in self.layout.blocked if not same else ():
                 raise self.refusal(
-                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} has the replicas "
-                    "wait for each other in every layer, so that "
-                    "all must evaluate equally many batches: give them a loader with a length, "
-                    "and a sampler that deals the samples evenly "
-                    "(DistributedSampler does)"
+                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} makes the "
+                    "replicas wait for each other in every layer, so all of them must "
+                    "evaluate the same number of batches. Use a loader with a length, and a "
+                    "sampler that distributes the samples evenly, such as DistributedSampler"
                 )
         sampler = getattr(dataloader, "sampler", None)
         if self.layout.divides_model and isinstance(sampler, RandomSampler):
@@ -407,7 +405,7 @@ class _PTDPStrategy(
     def _release(self) -> None:
         self.finish_saving()
         if self._engine is not None:
-            with self.waiting_in("the last parameters to arrive"):
+            with self.waiting_in("the last gathered parameters"):
                 self._engine.close()
         if self._run is not None:
             self._run.interruption.leave()

@@ -74,14 +74,14 @@ def join(
     life = ""
     try:
         shared = beside.run(
-            open_store, f"looking for the store at {crowd.where}", crowd.first_of_all
+            open_store, f"connecting to the store at {crowd.where}", crowd.first_of_all
         )
         shared.set_timeout(limit)
         if crowd.rank == 0:
             life = uuid.uuid4().hex
         else:
             life = beside.run(
-                lambda: _called(shared, crowd.rank), "calling rank 0", crowd.first_of_all
+                lambda: _called(shared, crowd.rank), "contacting rank 0", crowd.first_of_all
             )
         own = dist.PrefixStore(life, shared)
         beside.listen(shared, life)
@@ -91,7 +91,7 @@ def join(
             "waiting for all ranks",
             lambda: crowd.missing([*missing]),
         )
-        made = beside.run(lambda: make(own), "making the process groups", lambda: "")
+        made = beside.run(lambda: make(own), "creating the process groups", lambda: "")
         beside.close(patience_s=limit.total_seconds())
         return made
     except Exception as error:
@@ -138,7 +138,7 @@ class _Beside:
             now = time.monotonic()
             self._look()
             if self.lost:
-                raise dist.DistNetworkError("given up")
+                raise dist.DistNetworkError("aborted")
             if now - started > _GRACE * self._limit:
                 self._hear()
                 raise dist.DistNetworkError(f"no answer within {self._limit:g} s")
@@ -202,11 +202,11 @@ class _Beside:
                 gone = [rank for rank, process in processes.items() if has_ended(process)]
                 if gone and not self._closed.is_set():
                     notes.set(
-                        _LOST, f"{listed('rank', gone)} came and was lost (the process has ended)"
+                        _LOST, f"{listed('rank', gone)} joined and was lost (the process has ended)"
                     )
         except dist.DistError:
             if not self._closed.is_set():
-                self.lost = self.lost or f"{self._crowd.keeper} is gone"
+                self.lost = self.lost or f"{self._crowd.keeper} has ended"
 
 
 def _started(action: Callable[[], _T]) -> Future[_T]:
@@ -275,7 +275,7 @@ def _answer(
             return
         if time.monotonic() > deadline:
             raise dist.DistStoreError(
-                f"{world_size - len(missing)} of {world_size} ranks came within "
+                f"{world_size - len(missing)} of {world_size} ranks joined within "
                 f"{limit.total_seconds():g} s"
             )
         time.sleep(_POLL_S)
@@ -300,9 +300,9 @@ def _missed(own: dist.Store, rank: int, world_size: int) -> str:
     silent = _without(own, silent, _HERE, enough=1)
     absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
     lost = (
-        f"{listed('rank', absent)} did not come"
+        f"{listed('rank', absent)} did not join"
         if absent
-        else f"{listed('rank', silent) if silent else 'one'} came and was lost"
+        else f"{listed('rank', silent) if silent else 'one rank'} joined and was lost"
     )
     # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
     own.set(_LOST, lost)

@@ -110,7 +110,7 @@ class ModelSpaceRestoring(ModelSpace):
 
     def _settled(self, path: Path) -> Path:
         """Finish or remove incomplete saves beside the checkpoint, and return its new name."""
-        doing = f"finishing what saves that were cut off left beside {path}"
+        doing = f"completing interrupted saves beside {path}"
         with self.waiting_in(doing), same_outcome(doing):
             if self.global_rank == 0:
                 self._keeper.tidy(path if is_folder_of_checkpoints(path) else path.parent)
@@ -134,8 +134,8 @@ class ModelSpaceRestoring(ModelSpace):
         elif self._names.is_overridden("load_state_dict", self.lightning_module):
             raise CheckpointError(
                 f"{type(self.lightning_module).__name__}.load_state_dict is overridden, but no "
-                "rank holds the whole model that it would be "
-                "given. Change checkpoint['state_dict'] in on_load_checkpoint instead"
+                "rank has the whole model, which it would receive. Change "
+                "checkpoint['state_dict'] in on_load_checkpoint instead"
             )
         else:
             stored = isinstance(state, StoredWeights)
@@ -174,7 +174,7 @@ class ModelSpaceRestoring(ModelSpace):
             missing = [name for name in local if name not in state]
             if missing and strict:
                 raise CheckpointError(
-                    f"the checkpoint has no {missing[:3]}; it holds {len(state)} tensors such as "
+                    f"the checkpoint has no {missing[:3]}; it has {len(state)} tensors such as "
                     f"{list(state)[:3]}"
                 )
             for name, (tensor, placement) in local.items():
@@ -182,14 +182,16 @@ class ModelSpaceRestoring(ModelSpace):
                     continue
                 if tuple(state[name].shape) != placement.full_shape:
                     raise CheckpointError(
-                        f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, "
-                        f"{placement.full_shape} here"
+                        f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, but "
+                        f"{placement.full_shape} in the model"
                     )
                 tensor.copy_(slice_full(state[name], placement))
             self._set_extra_states({name: tensor for name, (tensor, _) in local.items()})
         known = set().union(*gather(set(local))) | self.parallel.aliases.keys()
         if strict and (unexpected := sorted(state.keys() - known)):
-            raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model has not")
+            raise CheckpointError(
+                f"the checkpoint has {unexpected[:3]}, which the model does not have"
+            )
 
     def load_weights(
         self, path: PathLike, *, strict: bool = True, rename: Mapping[str, str] | None = None
@@ -285,7 +287,8 @@ class ModelSpaceRestoring(ModelSpace):
             return
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"{states.path} has {len(states)} optimizers, the module has {len(self.optimizers)}"
+                f"{states.path} has {len(states)} optimizers, but the module has "
+                f"{len(self.optimizers)}"
             )
         names, placements = self._optimizer_records()
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, states, strict=True)):
@@ -325,11 +328,11 @@ class ModelSpaceRestoring(ModelSpace):
         """Fill the optimizers from Lightning's single file, whose states are keyed by position."""
         if of_groups is None and self.layout.divides_model:
             raise ValueError(
-                "this checkpoint was written by a strategy that stores optimizer states by index, "
-                "which tensor and pipeline parallel "
-                "ranks cannot place. Load only its weights "
+                "this checkpoint was written by a strategy that stores optimizer states by "
+                "index, which tensor and pipeline parallel ranks cannot assign to their "
+                "parameters. Load only its weights "
                 "(module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
-                "resume it under PTDPStrategy() without model parallelism and save it once"
+                "resume it once under PTDPStrategy() without model parallelism and save"
             )
         names, placements = self._optimizer_records()
         for index, (optimizer, state) in enumerate(
@@ -340,8 +343,8 @@ class ModelSpaceRestoring(ModelSpace):
                 continue
             if keeps_history(optimizer):
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} in one file cannot be continued where its "
-                    "parameters are cut"
+                    f"the states of {type(optimizer).__name__} are in one file, which cannot "
+                    "be resumed with parameters that are cut"
                 )
             of_groups = self._named_groups if of_groups is None else of_groups
             with self.waiting_in(f"loading optimizer {index}"):
@@ -354,9 +357,9 @@ class ModelSpaceRestoring(ModelSpace):
 def _check_trained(state: Mapping[str, object], path: Path, resuming: bool) -> None:
     if resuming and "optimizer_states" not in state:
         raise CheckpointError(
-            f"{path} holds weights and no state of training, which cannot be continued: start a "
-            "new training from it with "
-            "InitFrom(path) among the Trainer's callbacks (ptdp fit --init_from)"
+            f"{path} has weights but no training state, so it cannot be resumed. Start a new "
+            "training from it with InitFrom(path) among the Trainer's callbacks (ptdp fit "
+            "--init_from)"
         )
 
 

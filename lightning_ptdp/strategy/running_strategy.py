@@ -149,13 +149,12 @@ class RunningStrategy(StrategyBase):
         """
         if self._running_step is not None:
             raise self.refusal(
-                f"{name} in {self._running_step}: with "
-                f"pipeline_parallel_size={self.layout.pipeline_parallel_size} a step runs to its "
-                "end on the last stage only, and waits for ranks that do not come. Log what is to "
-                "be reduced with "
-                "self.log(..., sync_dist=True), or communicate in a hook that all ranks enter "
-                "with what the step returned, such as "
-                "on_train_batch_end, on_validation_batch_end or on_validation_epoch_end"
+                f"{name} in {self._running_step} would wait forever: with "
+                f"pipeline_parallel_size={self.layout.pipeline_parallel_size} only the last "
+                "stage reaches the end of a step. Use self.log(..., sync_dist=True) to reduce "
+                "logged values, or communicate in a hook that all ranks enter with the output "
+                "of the step, such as on_train_batch_end, on_validation_batch_end or "
+                "on_validation_epoch_end"
             )
         return self._run is not None and self._run.interruption.is_of_this_rank_alone()
 

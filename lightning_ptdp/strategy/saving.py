@@ -115,8 +115,8 @@ class ModelSpaceSaving(ModelSpace):
         elsewhere = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
         if storage_options is not None and not elsewhere:
             raise TypeError(
-                "storage_options is not supported: every rank writes its part of a checkpoint to a "
-                "folder of the shared file system"
+                "storage_options is not supported, because every rank writes its part of a "
+                "checkpoint to a folder of the shared file system"
             )
         doing = f"saving the checkpoint {filepath}"
         with self.waiting_in(doing):
@@ -159,7 +159,7 @@ class ModelSpaceSaving(ModelSpace):
         if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
             return "shard_optimizer=True cuts the optimizer's states"
         return (
-            "master_weights=True keeps float32 copies beside the parameters"
+            "master_weights=True keeps float32 copies of the parameters"
             if self._steps_on_copies
             else ""
         )
@@ -175,13 +175,13 @@ class ModelSpaceSaving(ModelSpace):
     def _why_impossible(self) -> str:
         if not self.writes_file and self._alone("saving"):
             return (
-                "the exception did not end all ranks at the same step, and each of them holds a "
-                "part of it"
+                "the exception did not end all ranks at the same step, and each rank has only "
+                "a part of the checkpoint"
             )
         if self.ranks_failed:
             return (
-                "the ranks ended with an exception, and what they had trained is not in this "
-                "process"
+                "the ranks ended with an exception, and this process does not have their "
+                "trained state"
             )
         return ""
 
@@ -278,7 +278,7 @@ class ModelSpaceSaving(ModelSpace):
         """
         self._is_training = False
         if self._saver is not None:
-            with self.waiting_in("the end of a save in the background"):
+            with self.waiting_in("the end of a background save"):
                 self._saver.close()
             self._saver = None  # not earlier: after a Ctrl-C here, on_exception needs it
 
@@ -310,7 +310,7 @@ class ModelSpaceSaving(ModelSpace):
                 saver.wait(min(self.config.timeout, _PATIENCE) if lost else self.config.timeout)
         except (CheckpointError, RuntimeError, KeyboardInterrupt) as error:
             why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
-            warnings.warn(f"the save in the background did not end: {why}", stacklevel=2)
+            warnings.warn(f"the background save did not end: {why}", stacklevel=2)
         finally:
             saver.give_up()
 
@@ -364,11 +364,10 @@ def _cannot_change(changes: Mapping[str, str]) -> str:
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
     return (
         'on_save_checkpoint of the module or of a callback changed checkpoint["state_dict"] '
-        f"({shown}{more}), but no rank holds the whole "
-        "model under tensor or pipeline parallelism. Put what else is to be saved under a key of "
-        "its own, such as "
-        'checkpoint["my_state"], of which rank 0\'s is written, or use tensor_parallel_size=1 and '
-        "pipeline_parallel_size=1"
+        f"({shown}{more}), but no rank has the whole model under tensor or pipeline "
+        "parallelism. Save additional content under a separate key, such as "
+        'checkpoint["my_state"] (that of rank 0 is written), or use tensor_parallel_size=1 '
+        "and pipeline_parallel_size=1"
     )
 
 

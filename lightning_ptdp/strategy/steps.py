@@ -141,7 +141,7 @@ class ScheduledSteps(RunningStrategy):
             rows: Number of rows, b.
             key: Forwards with the same key have hidden states of the same shape.
         """
-        with self._during("writing text at step"):
+        with self._during("generating text at step"):
             return self.engine.decode(
                 self.precision_plugin.predict_step_context, call, choose, rows=rows, key=key
             )
@@ -158,10 +158,9 @@ class ScheduledSteps(RunningStrategy):
             return True
         if CUT_MARK in vars(module):
             raise self.refusal(
-                f"the model is cut ({vars(module)[CUT_MARK]}) and writes text while the Trainer "
-                "runs only: call generate in a hook such as "
-                "on_validation_epoch_end or on_predict_start, or use ptdp generate with a "
-                "checkpoint"
+                f"the model is cut ({vars(module)[CUT_MARK]}) and generates text only while "
+                "the Trainer runs. Call generate in a hook such as on_validation_epoch_end or "
+                "on_predict_start, or use ptdp generate with a checkpoint"
             )
         return False
 

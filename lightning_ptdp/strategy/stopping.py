@@ -39,10 +39,10 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that ended by Ctrl-C."""
 
 _ANNOUNCEMENT = (
-    "Ctrl-C: ends after this step (the callback SaveOnSignal() would save first); once more: ends "
-    "now"
+    "Ctrl-C: training ends after this step (without saving; the callback SaveOnSignal() saves "
+    "first). Press it again to end now"
 )
-_HANDED_ON = "Ctrl-C: the processes end after their step; once more: they end now"
+_HANDED_ON = "Ctrl-C: the processes end after their step. Press it again to end them now"
 _TERMINATE, _INTERRUPT = 1, 2
 
 

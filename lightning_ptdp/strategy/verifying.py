@@ -37,8 +37,7 @@ def verify_first_step(
         )
         raise strategy.refusal(
             f"{option} forks processes on this machine before training, but {reason}. Leave it "
-            "out, and run ptdp verify, or "
-            "lightning_ptdp.verify, on one machine first"
+            "out, and first run ptdp verify, or lightning_ptdp.verify, on one machine"
         )
     if strategy.num_processes > 1 and environment.creates_processes_externally:
         return  # started by rank 0, which has verified

@@ -264,7 +264,7 @@ class World(RunningStrategy):
                     f"{process.returncode}"
                 )
         if self.local_rank and self.config.start_method == "popen" and self._parent != os.getppid():
-            return f"rank {first}, or what else started this process, was lost"
+            return f"rank {first}, or the process that started this one, was lost"
         return ""
 
     def set_world_ranks(self) -> None:

@@ -183,7 +183,7 @@ def test_a_plugin_that_writes_files_beside_a_callback_that_needs_folders_is_refu
     trainer = make_trainer(ONE, enable_checkpointing=True, **options)
     with pytest.raises(
         MisconfigurationException,
-        match=r"Counting.*Reader needs them, unless checkpoint_format='file'",
+        match=r"Counting.*Reader needs folders, unless checkpoint_format='file'",
     ):
         trainer.fit(LitNet(), loader())
 

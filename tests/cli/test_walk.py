@@ -250,7 +250,7 @@ BAD = [
     ),
     (f"ptdp fit {ONE} {S}layout auto", "layout='auto' chooses num_microbatches"),
     (f"ptdp fit {NANO} --trainer.devices 0", r"Trainer\(devices='0'\)"),
-    (f"ptdp fit {NANO} --trainer.devices 1000000", "open files: at most"),
+    (f"ptdp fit {NANO} --trainer.devices 1000000", "allows at most"),
     (f"ptdp fit {NANO} --trainer.num_nodes 0", "num_nodes. must be a positive integer"),
     (f"ptdp fit {NANO} --trainer.num_nodes 2", "num_nodes=2, but MASTER_ADDR is not set"),
     (f"ptdp fit {NANO} --trainer.max_steps=-5", "max_steps. must be a non-negative integer"),

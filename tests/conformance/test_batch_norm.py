@@ -56,6 +56,6 @@ def fit(rank: int) -> list[str]:
 def test_layers_that_are_not_synchronized_are_told(pool: Pool) -> None:
     (first, others) = pool.run(fit, world_size=2)
     assert len(first) == 1 and first[0].startswith(
-        "net.1, net.8 normalize over the batch, which here is the part of one replica"
+        "net.1, net.8 normalize over the batch, which here is one replica's part"
     )
     assert others == []

@@ -216,8 +216,8 @@ def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(
 ) -> None:
     first, last = pool.run(communicates, world_size=2, args=(PLACES["p2"], hook, name))
     assert last.startswith(
-        f"MisconfigurationException: {name} in {hook}: with pipeline_parallel_size=2 a step runs "
-        "to its end on"
+        f"MisconfigurationException: {name} in {hook} would wait forever: with pipeline_parallel_size=2 "
+        "only the last stage"
     )
     assert "self.log(..., sync_dist=True)" in last
     assert f"The cause is on rank 1: MisconfigurationException: {name} in {hook}" in first

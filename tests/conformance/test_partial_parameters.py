@@ -58,7 +58,7 @@ def test_loops_over_parameters_in_a_step_are_refused(
     # under a pipeline the stages before the last one leave the step before the loop
     with pytest.raises(WorkerFailure) as error:
         pool.run(run, world_size=place.world_size, args=(place, kind))
-    assert f"PartialModelError: {call}, of which this rank holds a part" in str(error.value)
+    assert f"PartialModelError: {call}, but this rank has only a part of them" in str(error.value)
 
 
 class LitRemedy(LitBlocks):

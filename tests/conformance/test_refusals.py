@@ -86,7 +86,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"callbacks": [LearningRateFinder()]}, ["LearningRateFinder", "pipeline_parallel_size=1"]),
         ({"callbacks": [BatchSizeFinder()]}, ["BatchSizeFinder", "pipeline_parallel_size=1"]),
         ({"callbacks": [ModelPruning("l1_unstructured")]}, ["ModelPruning", "before fit"]),
-        ({"sync_batchnorm": True}, ["sync_batchnorm=True on the CPU"]),
+        ({"sync_batchnorm": True}, ["sync_batchnorm=True does not work on the CPU"]),
         ({"plugins": [OwnLayerSync()]}, ["OwnLayerSync", "sync_batchnorm=True"]),
         (
             {"plugins": [OwnCheckpointIO()], "enable_checkpointing": True},
@@ -285,7 +285,7 @@ def step_on_others(rank: int, place: Place, kind: Any) -> str:
 )
 def test_an_optimizer_of_other_parameters_is_refused(kind: Any, place: Place, pool: Pool) -> None:
     found = pool.run(step_on_others, world_size=place.world_size, args=(place, kind))
-    assert any("make the optimizer in configure_optimizers" in text for text in found)
+    assert any("Create the optimizer in configure_optimizers" in text for text in found)
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,8 @@ def test_extra_state_that_is_no_tensor_is_refused(tmp_path: Any) -> None:
     module = LitNet()
     module.net[2] = Counted(16, 16)
     with pytest.raises(
-        MisconfigurationException, match=r"get_extra_state\(\) of 'net\.2' \(Counted\) gives a int"
+        MisconfigurationException,
+        match=r"get_extra_state\(\) of 'net\.2' \(Counted\) returns a int",
     ):
         make_trainer(PIPELINE, enable_checkpointing=True, default_root_dir=tmp_path).fit(
             module, loader()

@@ -94,7 +94,7 @@ def test_elsewhere_it_is_told(layout: dict[str, Any], replicas: int, told: bool)
         warnings.simplefilter("always")
         warn_of_balance_losses(build("mixtral", **BALANCED), strategy.config, found)
         warn_of_balance_losses(build("mixtral"), strategy.config, found)
-    said = f"output_router_logits=True.* here of a microbatch on one of {replicas} replicas"
+    said = f"output_router_logits=True.* which here is a microbatch on one of {replicas} replicas"
     assert [bool(re.match(said, str(one.message))) for one in caught] == [True] * told
 
 

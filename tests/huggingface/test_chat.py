@@ -250,17 +250,17 @@ def test_what_would_let_packed_samples_see_each_other_is_refused_before_launch(
     model: Any = make_model("llama", vocab_size=400)
     with pytest.raises(
         ValueError,
-        match="packing=True, but the attention of LitGPT is not known to tell samples apart",
+        match="packing=True, but the attention of LitGPT may not separate samples",
     ):
         check_packing(gpt, packed, strategy.config)
     with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM keeps a cache of keys.*config.use_cache = False"
+        ValueError, match=r"LlamaForCausalLM keeps a key cache.*config.use_cache = False"
     ):
         check_packing(Wrapped(model), packed, strategy.config)
     model.config.use_cache = False
     check_packing(Wrapped(model), packed, strategy.config)
     with pytest.raises(
-        ValueError, match="Forgetful does not hand the batch's position_ids to its model"
+        ValueError, match="Forgetful does not pass the batch's position_ids to its model"
     ):
         check_packing(Forgetful(model), packed, strategy.config)
     check_packing(Forgetful(model), data(folder, packing=False), strategy.config)

@@ -166,7 +166,7 @@ def _fit(
         (
             LitTwo,
             "llama",
-            r"LitTwo holds the Hugging Face models \['model', 'teacher'\]: name the one.*, such "
+            r"LitTwo has several Hugging Face models \['model', 'teacher'\]. Name the one.*, such "
             r"as prefix='model\.'",
         ),
         (LitFull, "llama", r"will have 0\.\d+ MB, but its disk has 0\.0 MB left"),

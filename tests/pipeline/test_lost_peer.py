@@ -312,7 +312,7 @@ def test_the_end_of_a_run_that_lost_a_rank_does_not_hide_it() -> None:
     )
     with pytest.raises(
         PeerError,
-        match=r"rank 0 lost another rank \(the last parameters to arrive\): .*\nWhat each rank "
-        r"did last:",
+        match=r"rank 0 lost another rank \(the last gathered parameters\): .*\nLast action of "
+        r"each rank:",
     ):
         strategy.teardown()

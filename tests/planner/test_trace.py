@@ -323,6 +323,6 @@ def test_what_cannot_be_followed() -> None:
     module = Own()
     vars(module)[CUT_MARK] = "t2"
     with pytest.raises(
-        ValueError, match="the sizes of Own are not known: it was cut for a layout already"
+        ValueError, match="the sizes of Own cannot be determined: it was already cut for a layout"
     ):
         lightning_ptdp.plan(module, world_size=4, batch=16)

@@ -20,16 +20,16 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     if not names:
         return
     if config.has_microbatches:
-        part, mend = "one microbatch", "num_microbatches=1 where nothing is cut into stages"
+        part, mend = "one microbatch", "num_microbatches=1 without a pipeline"
     elif layout.size("replica_sum") > 1:
-        part, mend = "the part of one replica", "Trainer(sync_batchnorm=True) on GPUs"
+        part, mend = "one replica's part", "Trainer(sync_batchnorm=True) on GPUs"
     else:
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
-        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}: the model "
-        "is not quite that of one device. Use "
-        f"{mend}, or a normalization that does not look at other samples",
+        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}, so the "
+        f"model differs slightly from the same model on one device. Use {mend}, or a "
+        "normalization that does not depend on other samples",
         stacklevel=2,
     )
 
@@ -45,11 +45,10 @@ def warn_of_balance_losses(model: nn.Module, config: PTDPConfig, layout: Paralle
     replicas = layout.data_parallel_size * layout.context_parallel_size
     if asked and (config.has_microbatches or replicas > 1):
         warnings.warn(
-            "output_router_logits=True: the model's load-balancing loss is a product of means "
-            "over the tokens of one forward, here of a "
-            f"microbatch on one of {replicas} replicas; the mean of these is trained, as under "
-            "DDP, and not quite the loss of one process. "
-            "It is with num_microbatches=1 and one replica; a GPTConfig with num_experts has a "
-            "loss that is the same in every layout",
+            "output_router_logits=True computes the model's load-balancing loss from means "
+            f"over the tokens of one forward, which here is a microbatch on one of {replicas} "
+            "replicas. The mean of these losses is trained, as under DDP, and differs "
+            "slightly from the loss of one process. Use num_microbatches=1 and one replica, "
+            "or a GPTConfig with num_experts, whose loss is the same in every layout",
             stacklevel=2,
         )

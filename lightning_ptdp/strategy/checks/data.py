@@ -40,17 +40,17 @@ def _check_batch(size: int, config: PTDPConfig) -> None:
         if value is not None and size < value:
             raise ValueError(
                 f"{field}={value} is larger than the batch of {size} samples that the train "
-                "dataloader gives each replica; use "
-                f"{field}={size} or less, or a batch size of at least {value}"
+                f"dataloader gives each replica. Use {field}={size} or less, or a batch size "
+                f"of at least {value}"
             )
     if config.micro_batch_size is not None:
         try:
             config.build_schedule(config.microbatches(size))
         except ValueError as error:
             raise ValueError(
-                f"micro_batch_size={config.micro_batch_size} cuts a replica's batch of {size} "
-                f"samples into {config.microbatches(size)} "
-                f"microbatches, which the schedule does not take: {error}"
+                f"micro_batch_size={config.micro_batch_size} splits a replica's batch of "
+                f"{size} samples into {config.microbatches(size)} microbatches, which the "
+                f"schedule does not support: {error}"
             ) from None
 
 
@@ -61,6 +61,6 @@ def _check_length(length: int, config: PTDPConfig) -> None:
         nearest = sorted({length // size * size, -(-length // size) * size} - {0})
         raise ValueError(
             f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over "
-            "which sequence_parallel=True splits it; "
-            f"use sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
+            "which sequence_parallel=True splits it. Use "
+            f"sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
         )

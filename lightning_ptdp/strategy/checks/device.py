@@ -50,14 +50,13 @@ def check_gpu(
     if kernels and not any(_runs(kernel, capability) for kernel in kernels):
         raise ValueError(
             f"this torch {torch.__version__} has no kernels for {name} (compute capability "
-            f"{shown}), only {', '.join(kernels)}: install a "
-            "torch that was built for it, or use accelerator='cpu'"
+            f"{shown}), only for {', '.join(kernels)}. Install a torch that supports it, or "
+            "use accelerator='cpu'"
         )
     if precision.startswith("bf16") and capability < _BF16:
         warnings.warn(
-            f"precision={precision!r} on {name} (compute capability {shown}), which multiplies in "
-            "float32 in its place and is slow: "
-            f"precision={precision.replace('bf16', '16')!r} is fast there",
+            f"precision={precision!r} is slow on {name} (compute capability {shown}), which "
+            f"computes in float32 instead. Use precision={precision.replace('bf16', '16')!r}",
             stacklevel=2,
         )
 

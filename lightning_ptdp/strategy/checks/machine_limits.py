@@ -43,10 +43,9 @@ def _check_open_files(needed: int, world_size: int) -> None:
         return
     if hard != unlimited and hard < needed:
         raise ValueError(
-            f"open files: at most {hard} are allowed here, and each of {world_size} processes "
-            f"needs up to {needed}. "
-            f"Raise the limit (ulimit -n {needed}, in a container --ulimit nofile={needed}), or "
-            "use fewer devices"
+            f"this machine allows at most {hard} open files, but each of {world_size} "
+            f"processes needs up to {needed}. Raise the limit (ulimit -n {needed}, in a "
+            f"container --ulimit nofile={needed}), or use fewer devices"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

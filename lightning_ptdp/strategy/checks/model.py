@@ -72,8 +72,8 @@ def check_model(
     if CUT_MARK in vars(module):
         raise ValueError(
             f"this {type(module).__name__} was already cut for the layout "
-            f"{vars(module)[CUT_MARK]!r}; make a new module (and load the "
-            "checkpoint) to run it under another Trainer"
+            f"{vars(module)[CUT_MARK]!r}. Create a new module (and load the checkpoint) to run "
+            "it under another Trainer"
         )
     whole = whole_model(module, config) if whole is None else whole
     check_libraries(whole)
@@ -103,9 +103,8 @@ def check_model(
     asked = next((axis for axis in ("expert", "expert_tensor") if degrees[axis] > 1), None)
     if asked is not None and not any(kind.axis == "expert" for kind in kinds.values()):
         raise ValueError(
-            f"{asked}_parallel_size={degrees[asked]} shares out the experts of a mixture, and "
-            f"{type(whole).__name__} has none that are "
-            "known: name their modules in a plan, "
+            f"{asked}_parallel_size={degrees[asked]} distributes the experts of a mixture, but "
+            f"no experts were found in {type(whole).__name__}. Name their modules in a plan, "
             'ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
             f"{asked}_parallel_size=1"
         )

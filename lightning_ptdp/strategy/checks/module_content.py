@@ -35,10 +35,9 @@ def check_late(model: nn.Module, *, built: Collection[str]) -> None:
             prefix + key not in built for key, _ in module.named_parameters()
         ):
             raise ValueError(
-                f"'{name}' is parametrized (weight norm, or the like) and was built in "
-                "configure_model on the meta device, where its parts "
-                "have no initial values: build the model in __init__, or set "
-                "PTDPStrategy(meta_init=False)"
+                f"'{name}' is parametrized (as by weight norm) and was built in "
+                "configure_model on the meta device, where its parts have no initial values. "
+                "Build the model in __init__, or use PTDPStrategy(meta_init=False)"
             )
         own = (*module._parameters.items(), *module._buffers.items())
         if any(
@@ -60,10 +59,9 @@ def check_quantized(model: nn.Module) -> None:
         package = type(parameter).__module__.partition(".")[0]
         if package in ("bitsandbytes", "torchao"):
             raise ValueError(
-                f"'{name}' is a {type(parameter).__name__} of {package}: quantized weights have "
-                "no plain elements that ranks could compare "
-                "and share; load them in bfloat16, which adapters beside them leave frozen and "
-                "without optimizer states"
+                f"'{name}' is a {type(parameter).__name__} of {package}. Quantized weights "
+                "have no plain elements that ranks could compare and distribute. Load the "
+                "weights in bfloat16; adapters leave them frozen and without optimizer states"
             )
 
 
@@ -81,10 +79,9 @@ def check_compiled(model: nn.Module) -> None:
     for name, _ in model.named_modules():
         if name.rpartition(".")[2] == "_orig_mod":
             raise ValueError(
-                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which gives "
-                "all modules inside other names and would "
-                "compile across the stages: compile each block in place instead "
-                "(PTDPStrategy(compile='blocks'))"
+                f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which "
+                "renames all modules inside it and would compile across stages. Compile each "
+                "block in place instead: PTDPStrategy(compile='blocks')"
             )
 
 
@@ -95,9 +92,9 @@ def check_skipped_layers(model: nn.Module) -> None:
             if isinstance(value, float) and value > 0:
                 raise ValueError(
                     f"'{name or type(module).__name__}' skips layers at random "
-                    f"(layerdrop={value}), but the stages of a pipeline wait for "
-                    "each other's: build it with layerdrop=0.0 (encoder_layerdrop, "
-                    "decoder_layerdrop), or use pipeline_parallel_size=1"
+                    f"(layerdrop={value}), but pipeline stages wait for each other's layers. "
+                    "Build it with layerdrop=0.0 (encoder_layerdrop, decoder_layerdrop), or "
+                    "use pipeline_parallel_size=1"
                 )
 
 
@@ -106,11 +103,10 @@ def check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) -> 
         parameter = next((one for one in hooked if one.startswith(f"{name}.")), None)
         if parameter is not None and not isinstance(kind, Alias | Partial | Region | Whole):
             raise ValueError(
-                f"'{parameter}' has a hook on its gradient (register_hook), but "
-                f"{kind.axis}_parallel_size splits it: the hook would "
-                "see the gradient of a part. Change gradients in on_before_optimizer_step, which "
-                "sees those of all parameters, or use "
-                f"{kind.axis}_parallel_size=1"
+                f"'{parameter}' has a hook on its gradient (register_hook), which would see "
+                f"only a part of the gradient, because {kind.axis}_parallel_size splits it. "
+                "Change gradients in on_before_optimizer_step, which sees those of all "
+                f"parameters, or use {kind.axis}_parallel_size=1"
             )
 
 
@@ -121,7 +117,7 @@ def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             map(is_capture, hooks.values())
         ):
             raise ValueError(
-                f"'{name}' has a forward hook, but tensor parallelism puts another module in its "
-                "place, which returns a part of the "
-                "output: put the hook on the module around it, or use tensor_parallel_size=1"
+                f"'{name}' has a forward hook, but tensor parallelism replaces this module "
+                "with one that returns a part of the output. Put the hook on the parent "
+                "module, or use tensor_parallel_size=1"
             )

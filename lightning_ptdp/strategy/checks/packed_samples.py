@@ -37,7 +37,7 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
     why = why_not_packed(module, whole_model(module, config))
     if why is not None:
         raise ValueError(
-            f"packing=True, but {why}, so that packed samples would see each other: use "
+            f"packing=True, but {why}, so packed samples would attend to each other. Use "
             "packing=False"
         )
 
@@ -61,13 +61,13 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     ]
     if not known:
         yield (
-            f"the attention of {kind.__name__} is not known to tell samples apart by their "
-            "positions, as that of Hugging Face's is"
+            f"the attention of {kind.__name__} may not separate samples by their positions, "
+            "unlike that of Hugging Face models"
         )
         return
     own = _written(kind)
     if own and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", own):
-        yield f"{kind.__name__} does not hand the batch's {_POSITIONS} to its model"
+        yield f"{kind.__name__} does not pass the batch's {_POSITIONS} to its model"
     name, settings = type(known[0]).__name__, getattr(known[0], "config", None)
     others = sorted(
         {str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION
@@ -79,14 +79,14 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     ][:1]
     if others or getattr(type(known[0]), "_is_stateful", False):
         yield (
-            f"{name} has layers that hand on what they have seen from sample to sample "
+            f"{name} has layers that pass a state from sample to sample "
             f"({', '.join(others) or 'a state'})"
         )
     if not any(_masks_by_positions(child) for child in known):
-        yield f"{name} makes its attention mask without {_POSITIONS}"
+        yield f"{name} creates its attention mask without {_POSITIONS}"
     if getattr(settings, "use_cache", False) and "use_cache" not in own:
         yield (
-            f"{name} keeps a cache of keys, with which it does not look for samples (set its "
+            f"{name} keeps a key cache, with which it does not separate samples (set its "
             "config.use_cache = False)"
         )
 

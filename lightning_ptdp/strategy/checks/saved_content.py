@@ -35,10 +35,9 @@ def warn_of_objects(owner: object) -> None:
         f"{key!r} (a {kind})" if key else f"all of them (a {kind})" for key, kind in found.items()
     )
     warnings.warn(
-        f"hyperparameters of {type(owner).__name__} are objects, and left out of what checkpoints "
-        "give back, since nothing in one is "
-        f"unpickled: {names}. load_from_checkpoint needs them again as arguments, or "
-        "weights_only=False, which trusts the checkpoint",
+        f"hyperparameters of {type(owner).__name__} are objects and will not be restored from "
+        f"checkpoints, because nothing in a checkpoint is unpickled: {names}. Pass them to "
+        "load_from_checkpoint, or use weights_only=False, which trusts the checkpoint",
         stacklevel=2,
     )
 
@@ -54,10 +53,10 @@ def check_extra_state(module: nn.Module) -> None:
             continue
         if not isinstance(extra := part.get_extra_state(), torch.Tensor):
             raise ValueError(
-                f"get_extra_state() of '{name}' ({type(part).__name__}) gives a "
-                f"{type(extra).__name__}, but only tensors are saved by "
-                "layout. Make it a tensor, keep it in on_save_checkpoint and on_load_checkpoint, "
-                "or use Trainer(enable_checkpointing=False)"
+                f"get_extra_state() of '{name}' ({type(part).__name__}) returns a "
+                f"{type(extra).__name__}, but only tensors are saved by layout. Return a "
+                "tensor, save the value in on_save_checkpoint and on_load_checkpoint, or use "
+                "Trainer(enable_checkpointing=False)"
             )
 
 

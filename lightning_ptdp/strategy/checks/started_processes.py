@@ -39,11 +39,10 @@ def check_processes(
         and not variables.get("MASTER_ADDR")
     ):
         raise ValueError(
-            f"num_nodes={num_nodes}, but MASTER_ADDR is not set: this machine would wait for the "
-            "others at an address of its own. Start "
-            "the training by torchrun or srun (ptdp fit --launcher makes the script), or set "
-            "MASTER_ADDR, MASTER_PORT and NODE_RANK on "
-            "each machine"
+            f"num_nodes={num_nodes}, but MASTER_ADDR is not set, so this machine would wait "
+            "for the others at its own address. Start the training by torchrun or srun (ptdp "
+            "fit --launcher writes the script), or set MASTER_ADDR, MASTER_PORT and NODE_RANK "
+            "on each machine"
         )
     joins = environment is not None and environment.creates_processes_externally
     for name, count in _announced(environment, variables):
@@ -66,9 +65,8 @@ def check_processes(
                 f"{shlex.join(sys.orig_argv)}"
             )
         raise ValueError(
-            f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}): each of the "
-            f"{count} processes would run a training of "
-            f"its own. {works}"
+            f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}), so each "
+            f"of the {count} processes would run a separate training. {works}"
         )
 
 

@@ -38,7 +38,7 @@ def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     With a negative gradient norm, for example, clipping would reverse the gradients."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
         raise strategy.refusal(
-            f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more: use 1.0, for "
+            f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more. Use 1.0, for "
             "example, or None for no clipping"
         )
     if trainer.accumulate_grad_batches < 1:
@@ -53,8 +53,8 @@ def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     interval = getattr(trainer, "val_check_interval", None)
     if isinstance(interval, int | float) and interval <= 0:
         raise strategy.refusal(
-            f"val_check_interval={interval} must be above 0; limit_val_batches=0 leaves "
-            "validation out"
+            f"val_check_interval={interval} must be greater than 0. To disable validation, use "
+            "limit_val_batches=0"
         )
 
 
@@ -64,44 +64,42 @@ def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> 
     config = strategy.config
     if strategy.layout.divides_model:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) cannot run with a model that is "
-            "cut: the schedule, not training_step, "
-            f"decides when backward runs ({strategy.layout.describe()}). Use automatic "
-            "optimization, or data parallelism alone (validate, "
-            "test and predict run in any layout)"
+            "automatic_optimization=False (manual optimization) cannot run with a model that "
+            f"is cut ({strategy.layout.describe()}), because the schedule decides when "
+            "backward runs, not training_step. Use automatic optimization, or only data "
+            "parallelism (validate, test and predict run in any layout)"
         )
     if config.shard_optimizer and strategy.layout.size("replica_sum") > 1:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) with shard_optimizer=True: "
-            "several optimizers cannot step on shards of "
+            "automatic_optimization=False (manual optimization) cannot run with "
+            "shard_optimizer=True, because several optimizers cannot step on shards of "
             "parameters that the step itself reads. Use shard_optimizer=False"
         )
     if config.reduce_dtype is not None and strategy.layout.size("replica_sum") > 1:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) with "
-            f"reduce_dtype={config.reduce_dtype!r}: its gradients are averaged as "
-            "they are. Leave the option out"
+            "automatic_optimization=False (manual optimization) ignores "
+            f"reduce_dtype={config.reduce_dtype!r}, because its gradients are averaged in "
+            "their own dtype. Leave reduce_dtype out"
         )
     if config.runs_backward:
         raise strategy.refusal(
             "automatic_optimization=False (manual optimization) cannot run with "
-            f"{_microbatches(config)}: training_step would run, "
-            "and step its optimizers, once a microbatch. Use automatic optimization, or leave the "
-            "option out"
+            f"{_microbatches(config)}, because training_step would run, and step its "
+            "optimizers, once per microbatch. Use automatic optimization, or leave the option "
+            "out"
         )
     if config.check_finite is not None:
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) with "
-            f"check_finite={config.check_finite!r}, which looks at the one "
-            "backward of a batch: look at the loss in training_step, and leave check_finite out"
+            "automatic_optimization=False (manual optimization) cannot run with "
+            f"check_finite={config.check_finite!r}, which checks the single backward of a "
+            "batch. Check the loss in training_step, and leave check_finite out"
         )
     if config.master_weights and _is_half(strategy, trainer):
         raise strategy.refusal(
-            "automatic_optimization=False (manual optimization) with parameters in half precision "
-            "and master_weights=True: "
-            "toggle_optimizer and zero_grad would see the float32 copies, not the parameters. Use "
-            "master_weights=False, or "
-            "precision='bf16-mixed'"
+            "automatic_optimization=False (manual optimization) cannot run with parameters in "
+            "half precision and master_weights=True, because toggle_optimizer and zero_grad "
+            "would see the float32 copies instead of the parameters. Use "
+            "master_weights=False, or precision='bf16-mixed'"
         )
 
 
@@ -125,10 +123,9 @@ def _check_backward(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         and strategy._names.is_overridden("backward", strategy.lightning_module)
     ):
         raise strategy.refusal(
-            "LightningModule.backward is overridden, but the schedule runs the backward where "
-            "there are pipeline stages, microbatches or "
-            "context parallelism. Use torch.autograd hooks or on_after_backward instead, or "
-            "num_microbatches=1 without a pipeline and "
+            "LightningModule.backward is overridden, but with pipeline stages, microbatches "
+            "or context parallelism the schedule runs the backward. Use torch.autograd hooks "
+            "or on_after_backward instead, or num_microbatches=1 without a pipeline and "
             "context parallelism"
         )
 
@@ -142,10 +139,9 @@ def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         # None disables a step.
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             raise strategy.refusal(
-                f"{hook}(dataloader_iter) takes its batches itself, but the schedule cuts them "
-                "into microbatches or along time. Take "
-                "(batch, batch_idx), or use num_microbatches=1 without a pipeline and context "
-                "parallelism"
+                f"{hook}(dataloader_iter) fetches its own batches, but the schedule must split "
+                "them into microbatches or along the sequence. Use the signature (batch, "
+                "batch_idx), or num_microbatches=1 without a pipeline and context parallelism"
             )
 
 
@@ -159,9 +155,9 @@ def _check_compiled(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
     if is_compiled(strategy.lightning_module) and strategy.config.compiles != "none":
         raise strategy.refusal(
-            "the Trainer was given torch.compile(module), and "
-            f"compile={strategy.config.compile!r} would compile the blocks inside once "
-            "more: give it the module itself, or use compile='none'"
+            "the Trainer was given torch.compile(module), but "
+            f"compile={strategy.config.compile!r} would compile the blocks inside again. Give "
+            "it the module itself, or use compile='none'"
         )
     if strategy.config.compile == "blocks":
         check_compiler(strategy.root_device, strategy.config.compile_options or {})
@@ -172,17 +168,16 @@ def _check_overlap(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     size, here = strategy.config.tensor_parallel_size, strategy.num_processes
     if strategy.root_device.type != "cuda":
-        reason = f"this is {strategy.root_device.type!r}"
+        reason = f"the device is {strategy.root_device.type!r}"
     elif here % size:
-        reason = f"tensor_parallel_size={size} does not divide the {here} of a node"
+        reason = f"tensor_parallel_size={size} does not divide the {here} GPUs of a node"
     elif not has_symmetric_products():
-        reason = f"torch {torch.__version__} has no products for it"
+        reason = f"torch {torch.__version__} does not support it"
     else:
         return
     raise strategy.refusal(
-        f"tensor_overlap='symmetric' has GPUs of one node read each other's memory, but {reason}. "
-        "Use a number of pieces, such as "
-        "tensor_overlap=4"
+        "tensor_overlap='symmetric' lets GPUs of one node read each other's memory, but "
+        f"{reason}. Use a number of pieces, such as tensor_overlap=4"
     )
 
 
@@ -195,10 +190,9 @@ def _check_callbacks(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, whole):
             raise strategy.refusal(
-                f"the callback {type(callback).__name__} copies or re-runs the whole model, which "
-                "no rank holds under tensor or "
-                "pipeline parallelism. Use it with tensor_parallel_size=1 and "
-                "pipeline_parallel_size=1"
+                f"the callback {type(callback).__name__} copies or re-runs the whole model, "
+                "which no rank has under tensor or pipeline parallelism. Use it with "
+                "tensor_parallel_size=1 and pipeline_parallel_size=1"
             )
 
 
@@ -208,16 +202,16 @@ def _check_pruning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     if strategy.layout.divides_model:
         raise strategy.refusal(
-            f"the callback {name} compares weights of the whole model, of which a rank would see "
-            "and prune its own part only. Use it with "
-            "tensor_parallel_size=1 and pipeline_parallel_size=1, or prune before fit"
+            f"the callback {name} compares weights of the whole model, but a rank would see "
+            "and prune only its own part. Use it with tensor_parallel_size=1 and "
+            "pipeline_parallel_size=1, or prune before fit"
         )
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
-            f"the callback {name} puts new values into parameters, but the optimizer steps on "
-            "shards (shard_optimizer=True) or float32 "
-            "copies of them. Use shard_optimizer=False and precision='32-true' or 'bf16-mixed', "
-            "or prune before fit"
+            f"the callback {name} writes new values into parameters, but the optimizer steps "
+            "on shards (shard_optimizer=True) or float32 copies of them. Use "
+            "shard_optimizer=False and precision='32-true' or 'bf16-mixed', or prune before "
+            "fit"
         )
 
 
@@ -227,17 +221,16 @@ def _check_finetuning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     if strategy.layout.pipeline_parallel_size > 1:
         raise strategy.refusal(
-            f"the callback {name} gives the optimizer a group of parameters when it unfreezes "
-            "them, which only some pipeline stages hold. "
-            "Use it with pipeline_parallel_size=1, or give the optimizer all parameters and set "
-            "their requires_grad yourself"
+            f"the callback {name} adds a parameter group to the optimizer when it unfreezes "
+            "parameters, but only some pipeline stages have these parameters. Use it with "
+            "pipeline_parallel_size=1, or give the optimizer all parameters and set their "
+            "requires_grad yourself"
         )
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
-            f"the callback {name} lets parameters be trained that the optimizer has no shards "
-            "(shard_optimizer=True) or float32 copies of. "
-            "Use shard_optimizer=False, and precision='32-true', 'bf16-mixed', or "
-            "master_weights=False"
+            f"the callback {name} unfreezes parameters for which the optimizer has no shards "
+            "(shard_optimizer=True) or float32 copies. Use shard_optimizer=False, and "
+            "precision='32-true', 'bf16-mixed', or master_weights=False"
         )
 
 
@@ -257,9 +250,9 @@ def _steps_on_copies(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
 def _check_graph(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
         raise strategy.refusal(
-            "log_graph=True has the logger trace the whole model, which no rank holds under "
-            "tensor, pipeline or context parallelism. "
-            "Leave it out, or log the graph in one process: logger.log_graph(module)"
+            "log_graph=True makes the logger trace the whole model, which no rank has under "
+            "tensor, pipeline or context parallelism. Leave it out, or log the graph in one "
+            "process: logger.log_graph(module)"
         )
 
 
@@ -269,15 +262,14 @@ def _check_batch_norm(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         return
     if type(sync) is not strategy._names.TorchSyncBatchNorm:
         raise strategy.refusal(
-            f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but only "
-            "replicas hold the same ones here. Use "
-            "Trainer(sync_batchnorm=True)"
+            f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but "
+            "only replicas have the same layers. Use Trainer(sync_batchnorm=True)"
         )
     if strategy.root_device.type == "cpu":
         raise strategy.refusal(
-            "sync_batchnorm=True on the CPU: torch.nn.SyncBatchNorm takes tensors of an "
-            "accelerator only. Leave it out (each replica then "
-            "has statistics of its own), or use a normalization that does not look at the batch"
+            "sync_batchnorm=True does not work on the CPU, because torch.nn.SyncBatchNorm "
+            "needs an accelerator. Leave it out (each replica then has its own statistics), "
+            "or use a normalization that does not depend on the batch"
         )
 
 
@@ -290,15 +282,15 @@ def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> No
     instead = (
         "PTDPStrategy(async_save=True)"
         if isinstance(plugin, strategy._names.AsyncCheckpointIO)
-        else "on_save_checkpoint for what it adds"
+        else "on_save_checkpoint for additional content"
     )
     asked = f"checkpoint_format={strategy.config.checkpoint_format!r}"
     if strategy.folder_callback and strategy.config.checkpoint_format == "auto":
-        asked = f"{strategy.folder_callback} needs them, unless checkpoint_format='file'"
+        asked = f"{strategy.folder_callback} needs folders, unless checkpoint_format='file'"
     why = strategy.why_no_file() or asked
     raise strategy.refusal(
-        f"plugins=[{type(plugin).__name__}()] writes one file, but checkpoints are folders here, "
-        f"into which every rank writes its part ({why}). Leave it out, and use {instead}"
+        f"plugins=[{type(plugin).__name__}()] writes one file, but every rank writes its part "
+        f"into a folder ({why}). Leave it out, and use {instead}"
     )
 
 
@@ -306,14 +298,14 @@ def _check_saved(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     savers = trainer.checkpoint_callbacks if fits(trainer) else []
     if savers and strategy.config.checkpoint_format == "file":
         copies = (
-            "master_weights=True keeps float32 copies beside the parameters"
+            "master_weights=True keeps float32 copies of the parameters"
             if _steps_on_copies(strategy, trainer)
             else ""
         )
         if why := strategy.why_no_file() or copies:
             raise strategy.refusal(
-                f"checkpoint_format='file', but {why}: use 'auto' or 'folder', into which every "
-                "rank writes its part"
+                f"checkpoint_format='file', but {why}. Use 'auto' or 'folder', into which "
+                "every rank writes its part"
             )
     if strategy.writes_file:
         return
@@ -331,18 +323,17 @@ def _check_replicas(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if replicas % nodes:
         raise strategy.refusal(
             f"data_parallel_replicas={nodes} does not divide the data_parallel_size of "
-            f"{replicas}: every node must hold as many replicas; "
-            f"use one of {nearest_divisors(replicas, nodes)}"
+            f"{replicas}, but every node must have the same number of replicas. Use one of "
+            f"{nearest_divisors(replicas, nodes)}"
         )
 
 
 def _check_precision(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
         raise strategy.refusal(
-            "precision='16-true' with master_weights=False: updates of float16 parameters are "
-            "mostly rounded away, and their loss scale "
-            "cannot be divided out in float16; use master_weights=True, precision='16-mixed' or "
-            "precision='bf16-true'"
+            "precision='16-true' with master_weights=False would round away most updates of "
+            "float16 parameters, and their gradients cannot be unscaled in float16. Use "
+            "master_weights=True, precision='16-mixed' or precision='bf16-true'"
         )
 
 

@@ -36,7 +36,8 @@ def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
         plan = module.configure_parallel()
         if not isinstance(plan, ParallelPlan):
             raise ValueError(
-                f"configure_parallel() returned {type(plan).__name__}; return a ParallelPlan"
+                f"configure_parallel() returned {type(plan).__name__}, but must return a "
+                "ParallelPlan"
             )
     if plan is None and isinstance(module, nn.Module):
         plan = find_plan(module)
@@ -46,11 +47,10 @@ def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
         lines = "".join(f'    "{name}": "{kind}",\n' for name, kind in tensor.items())
         example = f"{{\n{lines}}}" if lines else '{"model.blocks.*.mlp.up": "column", ...}'
         raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size}, but nothing says which modules "
-            "to shard: give "
-            f"PTDPStrategy(plan=ParallelPlan(tensor={example})), define configure_parallel() on "
-            "the LightningModule, or use "
-            f"tensor_parallel_size=1{'. The form of the modules suggests these lines: check them against the forward' if lines else ''}"
+            f"tensor_parallel_size={config.tensor_parallel_size}, but no plan says which "
+            f"modules to shard. Use PTDPStrategy(plan=ParallelPlan(tensor={example})), define "
+            "configure_parallel() on the LightningModule, or use "
+            f"tensor_parallel_size=1{'. The modules suggest these lines: check them against the forward' if lines else ''}"
         )
     return plan
 
@@ -90,14 +90,13 @@ def on_meta() -> Iterator[None]:
         if "from_pretrained" not in str(error):
             raise
         raise ValueError(
-            "configure_model calls from_pretrained, which would load all weights on every rank, "
-            "where meta_init=True lets each rank hold "
-            "its own part: build the model from its configuration "
-            "(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) and "
-            "load the weights with the callback InitFrom(path), of the folder with config.json "
-            "and safetensors; or "
-            "PTDPStrategy(meta_init=False), where every rank loads the whole model and keeps its "
-            "part"
+            "configure_model calls from_pretrained, which would load all weights on every "
+            "rank, although meta_init=True lets each rank load only its own part. Build the "
+            "model from its configuration "
+            "(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))) and load "
+            "the weights with the callback InitFrom(path), where path is the folder with "
+            "config.json and safetensors. Otherwise, use PTDPStrategy(meta_init=False), which "
+            "loads the whole model on every rank"
         ) from error
 
 
@@ -121,7 +120,7 @@ def converted_copy(
         name = getattr(convert, "__qualname__", "convert_module")
         if late:
             way = (
-                "what configure_model built. Build it in __init__, or use "
+                "the model that configure_model built. Build it in __init__, or use "
                 "PTDPStrategy(meta_init=False)"
             )
         elif config.tensor_parallel_size > 1:
@@ -130,7 +129,7 @@ def converted_copy(
             # the ranks have values, and replaced modules matter to tensor parallelism alone
             return whole
         raise ValueError(
-            f"the plugin's {name} needs values ({error}), which are not there yet in {way}"
+            f"the plugin's {name} needs values ({error}), which do not exist yet in {way}"
         ) from error
 
 
