@@ -98,7 +98,8 @@ def parse_sums(content: bytes, *, size: int) -> Sums:
     """
     if len(content) != sums_bytes(size):
         raise Misfit(
-            f"has {len(content)} bytes, where a file of {size} bytes has {sums_bytes(size)}"
+            f"has {len(content)} bytes, but for a file of {size} bytes it must have "
+            f"{sums_bytes(size)}"
         )
     return np.frombuffer(content, dtype=_SUM)
 
@@ -161,8 +162,8 @@ class SummedFile(RawFile):
         """
         if not 0 <= start <= stop <= self.size:
             raise CheckpointError(
-                f"{self.path} is damaged: bytes {start} to {stop} would be in it, but it has "
-                f"{self.size}"
+                f"{self.path} is damaged: it should contain bytes {start} to {stop}, but it "
+                f"has {self.size}"
             )
         begin, end = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.size)
         into = into if (begin, end) == (start, stop) else None
@@ -170,8 +171,8 @@ class SummedFile(RawFile):
         for at in range(begin, end, BLOCK):
             if zlib.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
                 raise CheckpointError(
-                    f"{self.path} is damaged: bytes {at} to {min(at + BLOCK, self.size)} do not "
-                    "have the CRC-32 that was written"
+                    f"{self.path} is damaged: the CRC-32 of bytes {at} to "
+                    f"{min(at + BLOCK, self.size)} differs from the stored one"
                 )
         return content if into is not None else content[start - begin : stop - begin]
 

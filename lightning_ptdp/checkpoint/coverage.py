@@ -39,7 +39,7 @@ def check_cover(
         return
     if len(given) > _MOST_NAMED:
         raise CheckpointError(
-            f"{name!r}: the {len(given)} rectangles {doing} leave out elements or have some twice"
+            f"{name!r}: the {len(given)} rectangles {doing} do not cover every element exactly once"
         )
     left = [whole] if whole.numel else []
     for rectangle in sorted(given):
@@ -47,9 +47,9 @@ def check_cover(
         if sum(common.numel for _, common in found) < rectangle.numel:
             beyond = whole.common(rectangle) != rectangle
             what = (
-                f"is not in the tensor of {tuple(shape)}"
+                f"is outside the tensor of shape {tuple(shape)}"
                 if beyond
-                else "has elements that are in another one too"
+                else "overlaps another one"
             )
             raise CheckpointError(f"{name!r}: of the rectangles {doing}, {rectangle} {what}")
         left = [
@@ -61,7 +61,7 @@ def check_cover(
         covered = whole.numel - sum(rectangle.numel for rectangle in left)
         raise CheckpointError(
             f"{name!r}: the rectangles {doing} cover {covered} of {whole.numel} elements; "
-            f"{left[0]} is in none of them"
+            f"{left[0]} is not covered"
         )
 
 

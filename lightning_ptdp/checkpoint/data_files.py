@@ -82,8 +82,8 @@ def write_rectangles(
         names = {one.file for stored_ones in found.values() for one in stored_ones}
         if is_rank_zero() and (unseen := sorted(n for n in names if not (folder / n).is_file())):
             raise CheckpointError(
-                f"{folder / unseen[0]} was written but is not seen here: all ranks must write to "
-                "one shared file system"
+                f"{folder / unseen[0]} was written but is not visible to this rank. All ranks "
+                "must write to one shared file system"
             )
     return Written(tensors=tensors, rectangles=found)
 

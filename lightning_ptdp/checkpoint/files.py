@@ -60,9 +60,9 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if not found or protocol == "file":
         return rest or text
     raise CheckpointError(
-        f"{text} is not on a file system that all ranks see, where checkpoints of this strategy "
-        "are: use a folder that is mounted on every "
-        "machine, and copy what is to be elsewhere"
+        f"{text} is not on a file system that all ranks share, which checkpoints of this "
+        "strategy need. Use a folder that is mounted on every machine, and copy the "
+        "checkpoints to other storage afterwards"
     )
 
 
@@ -264,16 +264,16 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
     """
     if "://" in str(path):
         raise CheckpointError(
-            f"{path} is not a path of a mounted file system; checkpoints are written to folders "
-            "only"
+            f"{path} is not a path of a mounted file system. Checkpoints can only be written "
+            "to folders"
         )
     if has_other_content(Path(path), marker=marker):
         raise CheckpointError(
-            f"{Path(path)} is a folder with other content and would be lost: choose another path"
+            f"{Path(path)} is a folder with other content, which would be lost. Choose another path"
         )
     if Path(path).is_file() and not or_file:
         raise CheckpointError(
-            f"{Path(path)} is a file and would be lost, since a folder is made: choose another path"
+            f"{Path(path)} is a file, which would be replaced by a folder. Choose another path"
         )
 
 
@@ -299,7 +299,7 @@ def check_apart(
         found = Path(os.path.realpath(source))
         if written == found or found in written.parents or written in found.parents:
             raise CheckpointError(
-                f"{what} {target} would change {source}, which is read here: choose another path".lstrip()
+                f"{what} {target} would change {source}, which is the source. Choose another path".lstrip()
             )
 
 

@@ -78,11 +78,11 @@ class Index:
         self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
         if unlisted := sorted(set(files) - metadata.files.keys()):
             raise CheckpointError(
-                f"{file} is damaged: it names {unlisted[0]}, which metadata.json does not list"
+                f"{file} is damaged: it names {unlisted[0]}, which is missing in metadata.json"
             )
         if other := sorted(tensors.keys() ^ metadata.tensors.keys()):
             raise CheckpointError(
-                f"{file} is damaged: {other[0]!r} is in it or in metadata.json, but not in both"
+                f"{file} is damaged: only one of it and metadata.json has {other[0]!r}"
             )
 
     def _rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
@@ -107,7 +107,7 @@ class Index:
 
         def check(value: Json) -> StoredRectangle:
             if type(value) is not list or len(value) != len(fields):
-                raise Misfit("is not [file, begin, offset, shape]")
+                raise Misfit("must be [file, begin, offset, shape]")
             file, begin, offset, shape = (
                 field(item) for field, item in zip(fields, value, strict=True)
             )
@@ -116,7 +116,7 @@ class Index:
                 for first, extent, full in zip(offset, shape, entry.shape, strict=True)
             ):
                 raise Misfit(
-                    f"is {list(shape)} at {list(offset)}, which is not in a tensor of "
+                    f"is {list(shape)} at {list(offset)}, which is outside the tensor of shape "
                     f"{list(entry.shape)}"
                 )
             name = self._files[file]
@@ -169,7 +169,7 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
         fields = _FIELDS(parse_json(read_verified(folder, metadata, INDEX_FILE), most_values=most))
     if fields["byteorder"] != sys.byteorder:
         raise CheckpointError(
-            f"{file}: the values are {fields['byteorder']}-endian, which this machine does not read"
+            f"{file}: the values are {fields['byteorder']}-endian, which this machine cannot read"
         )
     return Index(file, metadata, files=fields["files"], tensors=fields["tensors"])
 

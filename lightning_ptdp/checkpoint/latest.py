@@ -54,7 +54,7 @@ def mark_latest(checkpoint: Path) -> None:
     except OSError as error:
         # Some file systems do not support links. The checkpoint itself is whole.
         warnings.warn(
-            f"{link} cannot be made ({error}): continue with "
+            f"{link} cannot be created ({error}). To resume, use "
             f"newest_checkpoint({str(link.parent)!r})",
             stacklevel=2,
         )
@@ -184,13 +184,15 @@ def choose_checkpoint(
     others = earlier()
     kind = CheckpointError if first.exists() else MissingCheckpointError
     if on_damage == "refuse":
-        raise kind(reason + (f"; the one before it is {others[0]}" if others else ""))
+        raise kind(reason + (f". The previous one is {others[0]}" if others else ""))
     for candidate in others:
         try:
             verify(candidate)
         except CheckpointError:
             continue
-        warnings.warn(f"{reason}. Continuing from the one before it, {candidate}", stacklevel=2)
+        warnings.warn(
+            f"{reason}. Training resumes from the previous one, {candidate}", stacklevel=2
+        )
         return candidate
     raise kind(reason)
 

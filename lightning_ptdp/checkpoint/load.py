@@ -102,8 +102,8 @@ def _check_distinct(stored: Mapping[str, str]) -> None:
     for name, other in stored.items():
         if first.setdefault(other, name) != name:
             raise CheckpointError(
-                f"rename makes one of two names: {first[other]!r} and {name!r} are both {other!r} "
-                "in the checkpoint"
+                f"rename maps two names to one: {first[other]!r} and {name!r} are both "
+                f"{other!r} in the checkpoint"
             )
 
 
@@ -119,11 +119,13 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
         entry = entries[name]
         if entry.shape != placement.full_shape:
             wrong.append(
-                f"{name!r} has the shape {entry.shape} in the checkpoint and "
-                f"{placement.full_shape} here"
+                f"{name!r} has the shape {entry.shape} in the checkpoint, but "
+                f"{placement.full_shape} in the model"
             )
         elif not _convertible(entry, tensor):
-            wrong.append(f"{name!r} is {entry.dtype} in the checkpoint and {tensor.dtype} here")
+            wrong.append(
+                f"{name!r} is {entry.dtype} in the checkpoint, but {tensor.dtype} in the model"
+            )
     if wrong:
         raise CheckpointError("; ".join(wrong[:_SHOWN]) + _more(len(wrong)))
     return missing

@@ -77,7 +77,7 @@ def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
     for name, (tensor, placement) in tensors.items():
         if tuple(tensor.shape) != placement.held_shape:
             raise CheckpointError(
-                f"{name!r} has the local shape {tuple(tensor.shape)}, but its placement says "
+                f"{name!r} has the local shape {tuple(tensor.shape)}, but its placement has "
                 f"{placement.held_shape}"
             )
         for offset, values in placement.held(tensor.detach()):

@@ -224,13 +224,13 @@ def read_verified(
     _check_file(folder / name, entry.size)
     if most is not None and entry.size > most:
         raise CheckpointError(
-            f"{folder / name} is damaged: it has {entry.size} bytes, where no more than {most} "
-            "make sense"
+            f"{folder / name} is damaged: it has {entry.size} bytes, more than the plausible "
+            f"limit of {most}"
         )
     content = (folder / name).read_bytes()
     if files.sha256(content) != entry.sha256:
         raise CheckpointError(
-            f"{folder / name} is damaged: its sha256 is not the one that {METADATA_FILE} lists"
+            f"{folder / name} is damaged: its sha256 differs from the one in {METADATA_FILE}"
         )
     return content
 
@@ -258,16 +258,16 @@ def _content(folder: Path) -> dict[str, Json]:
         )
     content = read_json(file, most_bytes=_MOST_JSON, linked=())
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is not the metadata of a {FORMAT}, or is damaged")
+        raise CheckpointError(f"{file} is damaged, or is not the metadata of a {FORMAT}")
     version = content.get("version")
     if isinstance(version, int) and version != FORMAT_VERSION:
         raise CheckpointError(
             f"{folder} has format version {version}, but this lightning-ptdp reads version "
-            f"{FORMAT_VERSION}: install the release that wrote it, or a newer one"
+            f"{FORMAT_VERSION}. Install the release that wrote it, or a newer one"
         )
     if content.pop("sha256", None) != _digest(content):
         raise CheckpointError(
-            f"{file} is damaged (or was edited): its content does not have the sha256 that it names"
+            f"{file} is damaged (or was edited): its sha256 differs from the one that it contains"
         )
     return content
 
@@ -286,11 +286,12 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
     for name, file in metadata.files.items():
         if (file.sha256 is None) != name.endswith(DATA_SUFFIX):
             raise Misfit(
-                "is missing" if file.sha256 is None else "is there", f"files.{name}.sha256"
+                "is missing" if file.sha256 is None else "must not be present",
+                f"files.{name}.sha256",
             )
     stored = sum(file.size for name, file in metadata.files.items() if name.endswith(DATA_SUFFIX))
     if (asked := sum(entry.num_bytes for entry in metadata.tensors.values())) > stored:
-        raise Misfit(f"would need {asked} bytes, but the files of tensors have {stored}", "tensors")
+        raise Misfit(f"need {asked} bytes, but the files of tensors have {stored}", "tensors")
     return metadata
 
 
@@ -308,13 +309,13 @@ def _run(value: Json) -> dict[str, Json]:
 def _entry(value: Json) -> TensorEntry:
     entry = TensorEntry(**_ENTRY(value))
     if math.prod(max(extent, 1) for extent in entry.shape) > _MOST_ELEMENTS:
-        raise Misfit(f"is {list(entry.shape)}, which is more than any file holds", ".shape")
+        raise Misfit(f"is {list(entry.shape)}, which is larger than any file can be", ".shape")
     return entry
 
 
 _ENTRY = record(
     shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS),
-    dtype=one_of(DTYPES, "a dtype that is stored"),
+    dtype=one_of(DTYPES, "a dtype that can be stored"),
 )
 _FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
 _FIELDS = record(
@@ -333,19 +334,15 @@ _FIELDS = record(
 
 def _not_a_checkpoint(folder: Path) -> str:
     if folder.is_dir():
-        return f"{folder} is not a checkpoint, or not a whole one: it has no {METADATA_FILE}"
+        return f"{folder} is not a checkpoint, or is incomplete: it has no {METADATA_FILE}"
     if folder.exists():
         return (
-            f"{folder} is a file, such as Lightning's, which ptdp and load_from_checkpoint read; "
-            "here a folder with a "
-            f"{METADATA_FILE} is needed, which PTDPStrategy(checkpoint_format='folder') writes"
+            f"{folder} is a file, such as one written by Lightning. ptdp and "
+            "load_from_checkpoint can read it, but this needs a folder with a "
+            f"{METADATA_FILE}, as PTDPStrategy(checkpoint_format='folder') writes it"
         )
     whole = [str(entry) for entry in files.leftovers(folder) if (entry / METADATA_FILE).is_file()]
-    hint = (
-        f"; a save was interrupted and left {' and '.join(whole)}: rename one of them"
-        if whole
-        else ""
-    )
+    hint = f". An interrupted save left {' and '.join(whole)}. Rename one of them" if whole else ""
     return f"{folder} does not exist{hint}"
 
 

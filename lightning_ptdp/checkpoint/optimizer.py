@@ -92,7 +92,10 @@ def optimizer_tensors(
                     _unsupported(optimizer, key, name, f"is a {type(value).__name__}")
                 )
             if value.shape != parameter.shape and value.dim() > 0:
-                what = f"has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+                what = (
+                    f"has the shape {tuple(value.shape)}, but the parameter has "
+                    f"{tuple(parameter.shape)}"
+                )
                 raise CheckpointError(_unsupported(optimizer, key, name, what))
             like_it = value.shape == parameter.shape
             found[f"{_prefix(index)}{key}/{name}"] = (
@@ -127,9 +130,9 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
     if keeps_history(optimizer) != ("history" in saved):
         keeps = "keeps" if "history" in saved else "does not keep"
         raise CheckpointError(
-            f"the checkpoint's optimizer {keeps} a history of all parameters together, as LBFGS "
-            f"does, unlike {type(optimizer).__name__}: "
-            "configure the same optimizer, or load the weights alone (InitFrom)"
+            f"the checkpoint's optimizer {keeps} a common history of all parameters, as LBFGS "
+            f"does, unlike {type(optimizer).__name__}. Configure the same optimizer, or load "
+            "only the weights (InitFrom)"
         )
     if keeps_history(optimizer):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["history"]})
@@ -280,14 +283,14 @@ def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
     for parameter in parameters:
         if parameter not in names:
             raise CheckpointError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} "
+                f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} "
                 "that is not in the model"
             )
     known = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
         if id(key) not in known:
             raise CheckpointError(
-                f"{type(optimizer).__name__} keeps a state that belongs to none of its "
+                f"{type(optimizer).__name__} has a state that belongs to none of its "
                 f"parameters: {key!r:.80}"
             )
     return {parameter: names[parameter] for parameter in parameters}
@@ -320,8 +323,8 @@ def _empty_states(
         whole = entry.shape == () and placement.full_shape != ()
         if not whole and entry.shape != placement.full_shape:
             raise CheckpointError(
-                f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint and "
-                f"{placement.full_shape} here"
+                f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint, but "
+                f"{placement.full_shape} in the model"
             )
         place = Placement.replicated(()) if whole else placement
         device = parameter.device if parameter in on_device or not whole else torch.device("cpu")
@@ -337,8 +340,8 @@ def _empty_states(
 def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -> None:
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, the checkpoint's "
-            f"has {len(groups)}"
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, but the "
+            f"checkpoint's has {len(groups)}"
         )
     where = {name: position for position, group in enumerate(groups) for name in group["params"]}
     for position, group in enumerate(optimizer.param_groups):
@@ -347,8 +350,8 @@ def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -
             if where.get(name) != position:
                 found = f"in group {where[name]}" if name in where else "in no group"
                 raise CheckpointError(
-                    f"{name!r} is in parameter group {position} here, but {found} of the "
-                    "checkpoint's optimizer"
+                    f"{name!r} is in parameter group {position} of this optimizer, but {found} "
+                    "of the checkpoint's"
                 )
 
 
@@ -381,6 +384,6 @@ def _equal(one: object, other: object) -> bool:
 def _unsupported(optimizer: Optimizer, key: object, name: str, what: str) -> str:
     return (
         f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} "
-        f"{what}; only tensors of the "
-        "parameter's shape, 0-d tensors and numbers are independent of the layout"
+        f"{what}. Only tensors of the parameter's shape, 0-d tensors and numbers are "
+        "independent of the layout"
     )

@@ -89,8 +89,8 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         if unknown := {one["dtype"] for one in header.values()} - _DTYPES.keys():
             raise ValueError(
-                f"it has tensors of the dtypes {sorted(unknown)}, which are not read; those that "
-                f"are: {sorted(_DTYPES)}"
+                f"it has tensors of the unsupported dtypes {sorted(unknown)}. Supported are "
+                f"{sorted(_DTYPES)}"
             )
     return {
         name: StoredTensor(
@@ -149,7 +149,7 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
     except (
         MemoryError,
         RuntimeError,
@@ -184,7 +184,7 @@ def header_of(
     for name, entry in entries.items():
         if entry.dtype not in _CODES:
             raise CheckpointError(
-                f"{name!r} is {entry.dtype}, which safetensors does not store; there are "
+                f"{name!r} is {entry.dtype}, which safetensors cannot store. Supported are "
                 f"{sorted(_CODES.values())}"
             )
         begins[name], end = end, end + entry.num_bytes

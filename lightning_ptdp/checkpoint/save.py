@@ -37,12 +37,12 @@ from lightning_ptdp.checkpoint.write_locks import WriteLock
 __all__ = ["checked_content", "save_checkpoint", "save_rectangles", "write_checkpoint"]
 
 README = """\
-This folder is one checkpoint, written by lightning-ptdp: the whole model, whatever number of ranks wrote it. torch.load() reads files only.
+This folder is one checkpoint of the whole model, written by lightning-ptdp. Any number of ranks can read it. torch.load() reads only files.
 
     LitModel.load_from_checkpoint(FOLDER)          with lightning-ptdp installed; needs no process group and no particular strategy
     trainer.fit(model, ckpt_path=FOLDER)           with Trainer(strategy="ptdp"), in any layout
-    ptdp ckpt inspect FOLDER                       what is in it
-    ptdp convert FOLDER one.ckpt --to lightning    Lightning's single file, for torch.load() and where lightning-ptdp is not installed
+    ptdp ckpt inspect FOLDER                       show the content
+    ptdp convert FOLDER one.ckpt --to lightning    Lightning's single file, for torch.load() and machines without lightning-ptdp
 """
 
 

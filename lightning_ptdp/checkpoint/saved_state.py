@@ -80,9 +80,10 @@ def warn_unread(missing: Iterable[str], where: object) -> None:
     """Warn of classes that are not imported, whose values have become plain."""
     if names := sorted(missing):
         warnings.warn(
-            f"{where} holds values of {', '.join(names[:_SHOWN])}, which "
-            f"{'is' if len(names) == 1 else 'are'} not imported here: they are "
-            "read as plain values. Import what defines them before the checkpoint is loaded",
+            f"{where} has values of {', '.join(names[:_SHOWN])}, which "
+            f"{'is' if len(names) == 1 else 'are'} not imported in this process, so they are "
+            "read as plain values. Import the modules that define them before loading the "
+            "checkpoint",
             stacklevel=3,
         )
 

@@ -54,7 +54,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
             if len(rest) == len(checkpoint):
                 raise CheckpointError(f"writing {path} failed: {error}") from error
             warnings.warn(
-                f"{path} is saved without hyperparameters, which cannot be pickled: {error}",
+                f"{path} is saved without hyperparameters, because they cannot be pickled: {error}",
                 stacklevel=2,
             )
             _save(rest, part)
@@ -167,8 +167,8 @@ def optimizer_by_name(
     if [len(group["params"]) for group in saved] != [len(group) for group in names]:
         raise CheckpointError(
             "the checkpoint's optimizer has groups of "
-            f"{[len(group['params']) for group in saved]} parameters, and names of "
-            f"{[len(group) for group in names]}"
+            f"{[len(group['params']) for group in saved]} parameters, but "
+            f"{[len(group) for group in names]} names"
         )
     by_index = {
         i: name
@@ -179,7 +179,7 @@ def optimizer_by_name(
     for index, entries in state["state"].items():
         if not isinstance(entries, Mapping) or index not in by_index:
             raise CheckpointError(
-                "the checkpoint's optimizer keeps states that belong to none of its parameters"
+                "the checkpoint's optimizer has states that belong to none of its parameters"
             )
         for key, value in entries.items():
             if isinstance(value, int | float):

@@ -145,8 +145,8 @@ class _Encoder:
         self._count += 1
         if depth > _MOST_DEPTH or self._count > _MOST_VALUES:
             raise CheckpointError(
-                f"{key:.80} is nested more than {_MOST_DEPTH} times or holds itself, or there are "
-                f"more than {_MOST_VALUES} values"
+                f"{key:.80} is nested more than {_MOST_DEPTH} levels deep, contains itself, or "
+                f"has more than {_MOST_VALUES} values"
             )
         kind, depth = type(value), depth + 1
         if kind in (bool, int, str, type(None)) or (kind is float and math.isfinite(value)):
@@ -165,7 +165,7 @@ class _Encoder:
         items = [self.value(one, f"{key}[{name!r}]", depth) for name, one in value.items()]
         if is_object:
             return dict(zip(value, items, strict=True))
-        names = [self.value(name, f"{key} (a key of it)", depth) for name in value]
+        names = [self.value(name, f"{key} (one of its keys)", depth) for name in value]
         return {"$dict": [list(pair) for pair in zip(names, items, strict=True)]}
 
     def _described(self, value: Any, key: str) -> tuple[Any, ...]:
@@ -189,11 +189,11 @@ class _Encoder:
         elif (found := _scalar(value) or _container(value)) is not None:
             return found
         raise CheckpointError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}, which could not be read back "
-            "without executing code: leave it out "
-            "(for a hyperparameter: self.save_hyperparameters(ignore=[...])), store plain values, "
-            "or register the class in every process "
-            f"with torch.serialization.add_safe_globals([{kind.__qualname__}])"
+            f"{key} is a {kind.__module__}.{kind.__qualname__}, which cannot be restored "
+            "without executing code. Leave it out (for a hyperparameter: "
+            "self.save_hyperparameters(ignore=[...])), store plain values, or register the "
+            "class in every process with "
+            f"torch.serialization.add_safe_globals([{kind.__qualname__}])"
         )
 
     def _add(self, tensor: Tensor) -> int:
@@ -233,7 +233,7 @@ def _saved(value: object, key: str) -> bytes:
         load_saved(stream.getvalue())
     except Exception as error:
         raise CheckpointError(
-            f"{key} cannot be written so that it can be read back: {error}"
+            f"{key} cannot be written in a form that can be restored: {error}"
         ) from error
     return stream.getvalue()
 
@@ -268,7 +268,7 @@ class _Decoder:
             RuntimeError,
             ArithmeticError,
         ) as error:
-            raise Misfit(f"has a {tag[1:]:.60} that cannot be made: {error}") from error
+            raise Misfit(f"has a {tag[1:]:.60} that cannot be created: {error}") from error
 
     def _made(self, tag: str, parts: list[Any]) -> Any:
         if tag in _OF_TENSORS:
@@ -298,14 +298,14 @@ def _looked_up(name: str) -> type:
 def _only_bytes(content: Any) -> bytes:
     """Refuse text and numbers, which would open a file or allocate memory."""
     if type(content) is not bytes:
-        raise TypeError("it is not of bytes")
+        raise TypeError("it must be bytes")
     return content
 
 
 def _enum_member(name: str, member: str, _: object) -> enum.Enum:
     kind = _looked_up(name)
     if not issubclass(kind, enum.Enum):
-        raise TypeError(f"{name} is no enum")
+        raise TypeError(f"{name} is not an enum")
     if member not in kind.__members__:
         raise _NotImported(name)
     return kind.__members__[member]
@@ -314,7 +314,7 @@ def _enum_member(name: str, member: str, _: object) -> enum.Enum:
 def _number(dtype: str, value: Any) -> Any:
     kind = np.dtype(dtype)
     if kind.kind not in _NUMBERS + "SU":
-        raise TypeError(f"{dtype} is no number or text")
+        raise TypeError(f"{dtype} is not a number or text")
     return kind.type(value)
 
 
@@ -323,10 +323,10 @@ def _instance(name: str, value: Any) -> Any:
     kind: Any = _looked_up(name)
     base: Any = type(value)
     if base not in _CONTAINERS or not issubclass(kind, base):
-        raise TypeError(f"{name} is no {base.__name__}")
+        raise TypeError(f"{name} is not a {base.__name__}")
     if base in (tuple, frozenset):
         if len(value) != len(getattr(kind, "_fields", value)):
-            raise TypeError(f"{name} has other fields")
+            raise TypeError(f"{name} has different fields")
         return base.__new__(kind, value)
     made: Any = base.__new__(kind)
     fill: Any = {dict: dict.update, list: list.extend, set: set.update}[base]

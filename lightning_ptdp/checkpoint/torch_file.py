@@ -51,8 +51,8 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, pickle.UnpicklingError):
         return str(error) or type(error).__name__
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = found[1] if found is not None else "more than that"
-    return f"it holds {what}, but only tensors and plain values are loaded"
+    what = found[1] if found is not None else "too much data"
+    return f"it has {what}, but only tensors and plain values are loaded"
 
 
 def _check_archive(stream: IO[bytes]) -> int:
@@ -66,16 +66,16 @@ def _check_archive(stream: IO[bytes]) -> int:
                 raise Misfit("has packed or overlapping records, which torch.save does not write")
             (pickled,) = [one for one in records if one.filename.endswith("/data.pkl")]
             if pickled.file_size > _MOST_PICKLE:
-                raise Misfit(f"has more than {_MOST_PICKLE} bytes beside its tensors")
+                raise Misfit(f"has more than {_MOST_PICKLE} bytes in addition to its tensors")
             for code, argument, _ in pickletools.genops(archive.read(pickled)):
                 # ``bytearray(10**12)`` is the only call of a plain type that fills memory.
                 if code.name == "GLOBAL" and str(argument).endswith("bytearray"):
-                    raise Misfit("holds a bytearray")
+                    raise Misfit("has a bytearray")
     except Misfit:
         raise
     # zipfile raises a RuntimeError for archives that are encrypted or of an unknown version.
     except (zipfile.BadZipFile, ValueError, RuntimeError, EOFError) as error:
-        raise Misfit(f"is not a whole file of torch.save: {error}") from error
+        raise Misfit(f"is not a complete file of torch.save: {error}") from error
     return size
 
 
@@ -97,4 +97,4 @@ def _check_tensors(content: object, size: int) -> None:
         elif isinstance(value, list | tuple | set):
             left += value
     if (total := sum(asked.values())) > 2 * size + _SPARE:
-        raise Misfit(f"has {size} bytes, but its tensors would have {total}")
+        raise Misfit(f"has {size} bytes, but its tensors need {total}")

@@ -99,9 +99,9 @@ class _RefusedOptimizers(StoredOptimizers):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         raise CheckpointError(
-            f"{self.path} stores optimizer states under the names of their parameters, which this "
-            "strategy does not read: go on from it "
-            'with Trainer(strategy="ptdp"), which needs no more than one device'
+            f"{self.path} stores optimizer states under the names of their parameters, which "
+            'this strategy cannot read. Resume from it with Trainer(strategy="ptdp"), which '
+            "also runs on one device"
         )
 
 
@@ -135,9 +135,9 @@ def read_whole(
             f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items()
         )
         warnings.warn(
-            f"{path} is read without these {key}, which are objects: {said}. Give them by name "
-            "(load_from_checkpoint(path, name=...)), or "
-            "use weights_only=False if you trust the checkpoint",
+            f"{path} is read without these {key}, which are objects: {said}. Pass them by name "
+            "(load_from_checkpoint(path, name=...)), or use weights_only=False if you trust "
+            "the checkpoint",
             stacklevel=2,
         )
     if state.get("optimizer_states") is not None:

@@ -32,7 +32,7 @@ def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, to
     if not names:
         kinds = sorted({name.split("/", 1)[0] + "/" for name in reader.tensors})
         raise CheckpointError(
-            f"{path} holds no tensor whose name begins with {prefix!r}; there are {kinds}"
+            f"{path} has no tensor whose name starts with {prefix!r}; it has {kinds}"
         )
     stored = reader.read_all(set(names.values()))
     return {name: stored[full] for name, full in names.items()}
@@ -54,7 +54,7 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     """
     target = Path(os.path.abspath(destination))
     if target.is_dir():
-        raise CheckpointError(f"{target} is a folder; name the file to write")
+        raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
     state = {
         key: portable(value, key)
         for key, value in read_state(source).items()

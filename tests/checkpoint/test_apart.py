@@ -30,7 +30,7 @@ def test_target_over_inside_or_around_what_is_read_is_refused(
 ) -> None:
     with pytest.raises(
         CheckpointError,
-        match=r"^--export .* would change .*base, which is read here: choose another path$",
+        match=r"^--export .* would change .*base, which is the source. Choose another path$",
     ):
         check_apart(tmp_path / target, [tmp_path / "absent", base], what="--export")
 
@@ -66,7 +66,9 @@ def test_export_over_the_base_model_is_refused(base: Path, tmp_path: Path) -> No
 
 
 def test_export_over_another_model_is_refused(base: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a folder with other content and would be lost"):
+    with pytest.raises(
+        CheckpointError, match="is a folder with other content, which would be lost"
+    ):
         ExportHuggingFace(base)
 
 

@@ -114,7 +114,7 @@ def test_a_folder_is_not_overwritten(
     fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
 ) -> None:
     folder, _, _ = fitted
-    with pytest.raises(CheckpointError, match="is a folder; name the file"):
+    with pytest.raises(CheckpointError, match=r"is a folder\. Give the path of the file"):
         to_lightning_file(folder / "ours.ckpt", folder)
     with pytest.raises(CheckpointError, match="does not exist"):
         to_lightning_file(folder / "nothing", folder / "out.ckpt")

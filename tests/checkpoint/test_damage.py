@@ -109,7 +109,7 @@ def test_all_that_is_damaged_is_named_and_parts_find_their_own(pool: Pool, tmp_p
         (tmp_path / "c" / name).write_bytes(content)
     with pytest.raises(
         CheckpointError,
-        match=r"rank0-0\.safetensors is damaged: bytes .*rank1-0\.safetensors is damaged: bytes",
+        match=r"rank0-0\.safetensors is damaged: the CRC-32 of bytes .*rank1-0\.safetensors is damaged: the CRC-32 of bytes",
     ):
         verify_checkpoint(tmp_path / "c")
     for part in range(2):
@@ -148,7 +148,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
     assert torch.equal(target, full[100:1100])
     with pytest.raises(
         CheckpointError,
-        match=r"rank0-0\.safetensors is damaged: bytes \d+ to \d+ do not have the CRC-32",
+        match=r"rank0-0\.safetensors is damaged: the CRC-32 of bytes \d+ to \d+ differs",
     ):
         read_full(tmp_path / "c")
 

@@ -117,7 +117,7 @@ def test_every_damaged_byte_is_found(tmp_path: Path, at: int) -> None:
     path.write_bytes(content)
     place = range(len(content))[at]
     with _opened(path) as file:
-        with pytest.raises(CheckpointError, match="do not have the CRC-32"):
+        with pytest.raises(CheckpointError, match="the CRC-32 of bytes"):
             file.check()
         with pytest.raises(CheckpointError, match=f"bytes {place // BLOCK * BLOCK} to"):
             file.read(place, place + 1)

@@ -98,7 +98,7 @@ CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (_disk_full, r"rank 1: .*OSError: .*File too large"),
     (
         _wrong_local_shape,
-        r"rank 1: 'model/w' has the local shape \(3,\), but its placement says \(200000,\)",
+        r"rank 1: 'model/w' has the local shape \(3,\), but its placement has \(200000,\)",
     ),
     (
         _other_dtype,
@@ -106,13 +106,13 @@ CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     ),
     (
         _uncovered,
-        r"'model/w': the rectangles to save cover 200000 of 400000 elements; \[200000:400000\] is "
-        r"in none of them",
+        r"'model/w': the rectangles to save cover 200000 of 400000 elements; \[200000:400000\] "
+        r"is not covered",
     ),
     (
         _overlapping,
-        r"'model/w': of the rectangles to save, \[199990:399990\] has elements that are in "
-        r"another one too",
+        r"'model/w': of the rectangles to save, \[199990:399990\] overlaps "
+        r"another one",
     ),
     (_class_in_the_state, r"rank 0: state\['callbacks'\]\['mine'\]\[1\] is a builtins.object"),
     (_not_json, r"rank 0: metadata\['layout'\] = \{1, 2\} cannot be written as JSON"),
@@ -151,7 +151,7 @@ def test_rectangles_must_cover_in_one_process_too(
             lambda ranks, _: {one.name: one.entry for held in ranks for one in held},
         )
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
-    words = r"'model/w': the rectangles {} cover 10 of 20 elements; \[10:20\] is in none of them"
+    words = r"'model/w': the rectangles {} cover 10 of 20 elements; \[10:20\] is not covered"
     with pytest.raises(CheckpointError, match=words.format("to load")):
         read_full(tmp_path / "c")
     with pytest.raises(CheckpointError, match=words.format(f"in {tmp_path / 'c'}")):
@@ -263,7 +263,9 @@ def test_a_save_killed_between_the_renames_is_explained(
     path = tmp_path / "last.ckpt"
     _save_one(path, 1.0)
     path.rename(tmp_path / "last.ckpt.old-01")
-    with pytest.raises(CheckpointError, match=r"interrupted and left .*last\.ckpt\.old-01: rename"):
+    with pytest.raises(
+        CheckpointError, match=r"interrupted save left .*last\.ckpt\.old-01. Rename"
+    ):
         read_metadata(path)
 
 

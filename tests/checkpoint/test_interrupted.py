@@ -26,7 +26,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore:.*a save was interrupted")
+@pytest.mark.filterwarnings("ignore:.*interrupted save left")
 @pytest.mark.parametrize(
     ("name", "behind"), [("last.ckpt", False), ("last.ckpt", True), ("other.ckpt", True)]
 )
@@ -53,7 +53,7 @@ def test_a_save_that_is_killed_at_any_operation(
             return
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be made")
+@pytest.mark.filterwarnings("ignore:.*cannot be created")
 @pytest.mark.parametrize("behind", [False, True])
 def test_an_operation_that_fails_leaves_a_whole_one(
     one: Path, tmp_path: Path, behind: bool

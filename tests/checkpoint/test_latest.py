@@ -62,7 +62,7 @@ def test_without_links_latest_means_the_newest(
         patch.setattr(os, "symlink", refuse)
         with pytest.warns(
             UserWarning,
-            match="latest cannot be made .no links here.: continue with newest_checkpoint",
+            match="latest cannot be created .no links here.. To resume, use newest_checkpoint",
         ):
             mark_latest(_save(tmp_path / "a", 1.0))
     assert choose_checkpoint(tmp_path / "latest") == tmp_path / "a"
@@ -103,12 +103,12 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
     _flip(three[2])
     with pytest.warns(
         UserWarning,
-        match=r"b/rank0-0\.safetensors is damaged: bytes .* Continuing from the one before it, "
+        match=r"b/rank0-0\.safetensors is damaged: the CRC-32 of bytes .* Training resumes from the previous one, "
         r".*/a$",
     ):
         assert choose_checkpoint(tmp_path / given) == three[1]
     with pytest.raises(
-        CheckpointError, match=r"b/rank0-0\.safetensors is damaged: .*; the one before it is .*/a$"
+        CheckpointError, match=r"b/rank0-0\.safetensors is damaged: .*. The previous one is .*/a$"
     ):
         choose_checkpoint(tmp_path / given, on_damage="refuse")
     _flip(three[1], "metadata.json")
@@ -123,7 +123,7 @@ def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Pat
         choose_checkpoint(three[0])
     (three[1] / "metadata.json").unlink()
     with pytest.warns(
-        UserWarning, match=r"a is not a checkpoint, or not a whole one.*before it, .*/b"
+        UserWarning, match=r"a is not a checkpoint, or is incomplete.*previous one, .*/b"
     ):
         assert choose_checkpoint(three[1]) == three[2]
 
@@ -134,7 +134,7 @@ def test_a_save_that_was_cut_off_between_its_renames(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-01")
     assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.tmp-01"
     _flip(tmp_path / "last.ckpt.tmp-01")
-    with pytest.warns(UserWarning, match="before it"):
+    with pytest.warns(UserWarning, match="the previous one"):
         assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-01"
 
 

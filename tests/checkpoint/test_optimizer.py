@@ -281,8 +281,8 @@ def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> Non
         metadata={},
     )
     for groups, words in (
-        ([], "has 1 parameter groups, the checkpoint's has 0"),
-        ([{"params": ["v"]}], "'w' is in parameter group 0 here, but in no group"),
+        ([], "has 1 parameter groups, but the checkpoint's has 0"),
+        ([{"params": ["v"]}], "'w' is in parameter group 0 of this optimizer, but in no group"),
     ):
         with pytest.raises(CheckpointError, match=words):
             load_optimizer(

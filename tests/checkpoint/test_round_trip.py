@@ -116,7 +116,8 @@ def test_values_are_converted_to_the_targets_dtype(tmp_path: Path) -> None:
     assert torch.equal(target["model/a"][0], full.bfloat16())
     assert torch.equal(target["model/b"][0], full.bfloat16().double())
     with pytest.raises(
-        CheckpointError, match=r"'model/a' is torch.float32 in the checkpoint and torch.int64 here"
+        CheckpointError,
+        match=r"'model/a' is torch.float32 in the checkpoint, but torch.int64 in the model",
     ):
         load_tensors(tmp_path / "c", {"model/a": (full.long(), Placement.replicated((7, 5)))})
 
@@ -144,7 +145,7 @@ def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
     assert torch.equal(target["model/h.0.qkv.bias"][0], full_model()["model/h.0.qkv.bias"][0])
     with pytest.raises(
         CheckpointError,
-        match=r"'model/h\.0\.qkv\.bias' has the shape \(16,\) in the checkpoint and \(15,\)",
+        match=r"'model/h\.0\.qkv\.bias' has the shape \(16,\) in the checkpoint, but \(15,\)",
     ):
         load_tensors(
             source,
@@ -157,7 +158,7 @@ def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
         CheckpointError, match=r"'model/wte\.weight' is in the checkpoint but not in the model"
     ):
         load_tensors(source, target, prefix="model/")
-    with pytest.raises(CheckpointError, match=r"'ema/'; there are \['model/', 'state/'\]"):
+    with pytest.raises(CheckpointError, match=r"'ema/'; it has \['model/', 'state/'\]"):
         read_full(source, prefix="ema/")
 
 

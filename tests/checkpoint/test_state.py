@@ -135,7 +135,7 @@ def test_a_class_that_is_not_imported_leaves_a_plain_value_and_is_not_lost_by_a_
     )
     monkeypatch.delitem(sys.modules, __name__)
     with pytest.warns(
-        UserWarning, match=r"values of .*test_state:Colour, which is not imported here"
+        UserWarning, match=r"values of .*test_state:Colour, which is not imported in this process"
     ):
         found = read_state(tmp_path / "c")
     assert found["key"] == {"colour": "red", "root": Path("a")}
@@ -199,14 +199,14 @@ def test_empty_bytes_come_back(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="has a tensor that cannot be made"):
+    with pytest.raises(ValueError, match="has a tensor that cannot be created"):
         decode(b'[{"$tensor":[0]},{"$tensor":[0]}]', [torch.ones(1)])
 
 
 def test_what_holds_itself_is_refused_by_name(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* holds itself"):
+    with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* contains itself"):
         save_checkpoint(tmp_path / "c", tensors={}, state={"key": value}, metadata={})
 
 
@@ -257,7 +257,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
             found.view(torch.uint8) if one.dtype.itemsize == 1 else found,
             one.contiguous().view(torch.uint8) if one.dtype.itemsize == 1 else one,
         )
-    with pytest.raises(CheckpointError, match="there are \\['state/'\\]"):
+    with pytest.raises(CheckpointError, match="it has \\['state/'\\]"):
         read_full(tmp_path / "c")
 
 
@@ -283,7 +283,7 @@ def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
             r"state\['a'\]\[1\]\['b'\] is a datetime\.date",
         ),
         ({"f": len}, r"state\['f'\] is a builtins\.builtin_function_or_method"),
-        ({"d": {Registered: 1}}, r"state\['d'\] \(a key of it\) is a builtins\.type"),
+        ({"d": {Registered: 1}}, r"state\['d'\] \(one of its keys\) is a builtins\.type"),
         ({"n": np.array([object()])}, r"state\['n'\] is a numpy\.ndarray"),
     ],
 )
@@ -301,10 +301,11 @@ def test_registered_classes_are_kept(tmp_path: Path) -> None:
         save_checkpoint(tmp_path / "c", tensors={}, state={"mine": Registered(3)}, metadata={})
         assert read_state(tmp_path / "c")["mine"] == Registered(3)
         with pytest.raises(
-            CheckpointError, match=r"state\['mine'\] cannot be written so that it can be read back"
+            CheckpointError,
+            match=r"state\['mine'\] cannot be written in a form that can be restored",
         ):
             save_checkpoint(
                 tmp_path / "d", tensors={}, state={"mine": Registered(len)}, metadata={}
             )
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged: .*it holds .*Registered"):
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged: .*it has .*Registered"):
         read_state(tmp_path / "c")

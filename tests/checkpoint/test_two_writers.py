@@ -36,7 +36,7 @@ class Together(L.Callback):
 
 
 def train(folder: Path, barrier: Any, told: Any) -> None:
-    warnings.filterwarnings("error", message=".*latest cannot be made")
+    warnings.filterwarnings("error", message=".*latest cannot be created")
     saver = ModelCheckpoint(
         folder,
         filename="{step}",
@@ -74,7 +74,7 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
     for process in processes:
         process.join(LIMIT_S)
     for outcome in outcomes:
-        mend = "give each training a folder of its own" in outcome
+        mend = "Give each training its own folder" in outcome
         # the other one ended
         assert not outcome or mend or outcome.startswith("BrokenBarrierError"), outcomes
     found = complete_checkpoints(tmp_path / "both")

@@ -129,7 +129,10 @@ BAD = [
     ("ptdp ckpt verify text.ckpt", "text.ckpt"),
     ("ptdp convert nowhere hf", "nowhere does not exist"),
     ("ptdp convert text.ckpt fresh", "text.ckpt"),
-    ("ptdp convert weights.ckpt theirs", "theirs is a folder with other content and would be lost"),
+    (
+        "ptdp convert weights.ckpt theirs",
+        "theirs is a folder with other content, which would be lost",
+    ),
     (
         "ptdp convert theirs served --register nano",
         "--register nano: theirs does not lie beside an MLflow store",
@@ -319,7 +322,10 @@ BAD = [
     (f"ptdp fit {NANO} --ckpt_path nowhere", "--ckpt_path nowhere: there is no such checkpoint"),
     (f"ptdp fit {NANO} --ckpt_path other.ckpt", "--ckpt_path other.ckpt lacks 'model.wte.weight'"),
     (f"ptdp fit {NANO} --config", "expected one argument"),
-    (f"ptdp fit {NANO} --export theirs", "theirs is a folder with other content and would be lost"),
+    (
+        f"ptdp fit {NANO} --export theirs",
+        "theirs is a folder with other content, which would be lost",
+    ),
     (f"ptdp fit {NANO} --nonsense", "there is no key 'nonsense'"),
     (f"ptdp fit {NANO} nonsense", "unrecognized arguments: nonsense"),
     (
@@ -350,14 +356,14 @@ BAD = [
     (f"ptdp fit {NANO} --sample 3", "sample=3: there is no such class"),
     ("ptdp prepare", "there is no model: give --config"),
     ("ptdp generate --checkpoint theirs -t 0", "tensor_parallel_size=0 must be a positive integer"),
-    ("ptdp convert theirs theirs", "theirs would change theirs, which is read here"),
-    ("ptdp convert theirs text.ckpt", "text.ckpt is a file and would be lost"),
+    ("ptdp convert theirs theirs", "theirs would change theirs, which is the source"),
+    ("ptdp convert theirs text.ckpt", "text.ckpt is a file, which would be replaced"),
     ("ptdp convert s3://bucket/x.ckpt out", "s3://bucket/x.ckpt is a URL"),
     ("ptdp convert empty.yaml out", "empty.yaml is not a checkpoint folder"),
     ("ptdp ckpt inspect theirs", "theirs is not a checkpoint"),
     (
         "ptdp ckpt reshard weights.ckpt text.ckpt --weights_only",
-        "text.ckpt is a file and would be lost",
+        "text.ckpt is a file, which would be replaced",
     ),
     (
         "ptdp plan --recipe gpt/nano --world 8 --device cpu --tp 3",

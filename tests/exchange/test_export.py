@@ -222,9 +222,9 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     to_huggingface(tmp_path / "c", tmp_path / "out")
     for make in (convert, to_huggingface):
-        with pytest.raises(CheckpointError, match=r"thesis.tex is a file and would be lost"):
+        with pytest.raises(CheckpointError, match=r"thesis.tex is a file, which would be replaced"):
             make(tmp_path / "c", tmp_path / "thesis.tex")
-    with pytest.raises(CheckpointError, match=r"thesis.tex is a file and would be lost"):
+    with pytest.raises(CheckpointError, match=r"thesis.tex is a file, which would be replaced"):
         convert(tmp_path / "out", tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

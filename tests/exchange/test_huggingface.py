@@ -378,7 +378,9 @@ def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -
     content = file.read_bytes()
     for length in (4, 100, len(content) - 1):
         file.write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=f"{file.name} is not a whole safetensors file"):
+        with pytest.raises(
+            CheckpointError, match=f"{file.name} is not a complete safetensors file"
+        ):
             from_huggingface(folder, tmp_path / "ours")
     file.unlink()
     with pytest.raises(

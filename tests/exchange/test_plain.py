@@ -131,8 +131,8 @@ def test_on_the_command_line(
             ["convert", str(checkpoint), "x", "--shard_size", "big"],
             "--shard_size big is not a size",
         ),
-        (["ckpt", "inspect", str(tmp_path)], "is not a checkpoint, or not a whole one"),
-        (["ckpt", "reshard", str(checkpoint), str(checkpoint)], "which is read here"),
+        (["ckpt", "inspect", str(tmp_path)], "is not a checkpoint, or is incomplete"),
+        (["ckpt", "reshard", str(checkpoint), str(checkpoint)], "which is the source"),
         (
             ["ckpt", "reshard", str(checkpoint), str(tmp_path / "r"), "--files", "0"],
             "num_files=0 must be",
@@ -164,7 +164,7 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert main(["ckpt", "verify", str(checkpoint)]) == 2
     captured = capsys.readouterr()
     assert "c: damaged" in captured.out
-    assert "rank0-0.safetensors is damaged: bytes" in captured.err
+    assert "rank0-0.safetensors is damaged: the CRC-32 of bytes" in captured.err
 
 
 def test_reshard(checkpoint: Path, tmp_path: Path) -> None:

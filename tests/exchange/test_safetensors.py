@@ -74,7 +74,7 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
             "integer `-2`, expected usize",
         ),
         (b'{"a":{"dtype":"F32"}}', "missing field `shape`"),
-        (b"[1, 2", "is not a whole safetensors file"),
+        (b"[1, 2", "is not a complete safetensors file"),
     ],
 )
 def test_headers_that_do_not_fit(tmp_path: Path, header: bytes, words: str) -> None:
@@ -86,7 +86,7 @@ def test_headers_that_do_not_fit(tmp_path: Path, header: bytes, words: str) -> N
 def test_a_dtype_without_a_code(tmp_path: Path) -> None:
     entry = TensorEntry(shape=(1,), dtype=torch.complex128)
     with pytest.raises(
-        CheckpointError, match=r"'z' is torch\.complex128, which safetensors does not store"
+        CheckpointError, match=r"'z' is torch\.complex128, which safetensors cannot store"
     ):
         write_safetensors(tmp_path / "x", {"z": entry}, lambda name: torch.zeros(1))
 

@@ -299,7 +299,7 @@ def test_a_callback_that_makes_no_sense(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         ExportHuggingFace(tmp_path)
-    with pytest.raises(CheckpointError, match=r"thesis.tex is a file and would be lost"):
+    with pytest.raises(CheckpointError, match=r"thesis.tex is a file, which would be replaced"):
         ExportHuggingFace(tmp_path / "thesis.tex")
     for options, words in (
         ({"when": "never"}, "when='never' must be one of"),
