@@ -63,7 +63,7 @@ def read_adapter_folder(
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as adapters: {error}") from error
     if not isinstance(given, dict):
-        raise CheckpointError(f"{path / ADAPTER_FILE} holds no mapping")
+        raise CheckpointError(f"{path / ADAPTER_FILE} must be a JSON object")
     found = base if base is not None else given.get("base_model_name_or_path")
     if not isinstance(found, str) or not found:
         raise CheckpointError(
@@ -71,15 +71,15 @@ def read_adapter_folder(
         )
     if given.get("peft_type") != "LORA" or given.get("bias", "none") != "none":
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: peft_type={given.get('peft_type')!r}, "
-            f"bias={given.get('bias')!r}; only LoRA without biases is read. "
-            "Merge these adapters with peft (merge_and_unload), and use the merged model"
+            f"{path / ADAPTER_FILE}: peft_type={given.get('peft_type')!r} with "
+            f"bias={given.get('bias')!r} is not supported, only LoRA without biases. Merge "
+            "these adapters with peft (merge_and_unload), and use the merged model"
         )
     for name in _UNSUPPORTED:
         if given.get(name):
             raise CheckpointError(
-                f"{path / ADAPTER_FILE}: {name} is not supported; use the model that peft's "
-                "merge_and_unload gives"
+                f"{path / ADAPTER_FILE}: {name} is not supported. Merge these adapters with "
+                "peft (merge_and_unload), and use the merged model"
             )
     adapter = _options(path, given)
     tensors = {

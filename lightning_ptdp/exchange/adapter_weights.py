@@ -113,8 +113,7 @@ def merge_adapters(
     folder = local_folder(str(base or told["path"]))
     if fingerprint(folder) != told["fingerprint"]:
         raise CheckpointError(
-            f"{folder} has other weights than those beside which the adapters of {source} were "
-            "trained"
+            f"{folder} does not have the weights with which the adapters of {source} were trained"
         )
     files.check_apart(target, [folder])
     files.check_replaceable(target, marker=files.EXPORT_MARK)

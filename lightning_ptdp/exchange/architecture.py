@@ -82,18 +82,18 @@ def check_architecture(
     unknown = sorted(stored.keys() - wanted.keys())
     if lacks or unknown:
         parts = [f"lacks {_listed(lacks)}"] * bool(lacks) + [
-            f"has {_listed(unknown)}, which it does not know"
+            f"has the unknown {_listed(unknown)}"
         ] * bool(unknown)
         raise CheckpointError(
-            f"{source} does not fit {name}: it {' and '.join(parts)}. Nothing was written: merge "
-            "adapters into the weights first, or name "
-            "the configuration and the prefix of the model that was trained"
+            f"{source} does not fit {name}: it {' and '.join(parts)}. Nothing was written. "
+            "First merge adapters into the weights, or name the configuration and the prefix "
+            "of the trained model"
         )
     for key, shape in stored.items():
         if wanted[key] != shape:
             raise CheckpointError(
-                f"{source} does not fit {name}: {key!r} has the shape {shape}, and its "
-                f"configuration makes it {wanted[key]}"
+                f"{source} does not fit {name}: {key!r} has the shape {shape}, but "
+                f"must have {wanted[key]} according to the configuration"
             )
     return model
 
@@ -173,8 +173,8 @@ def _architecture(description: Mapping[str, Json]) -> tuple[str, Any]:
     kind = getattr(transformers, name, None) if name else None
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise CheckpointError(
-            f"the configuration's architectures={names!r} is none that transformers "
-            f"{transformers.__version__} has"
+            f"the configuration's architectures={names!r} are unknown to transformers "
+            f"{transformers.__version__}"
         )
     return name, kind
 

@@ -47,7 +47,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     """
     place = Path(path)
     if "://" in str(path):
-        raise CheckpointError(f"{path} is a URL: copy it to a file system first")
+        raise CheckpointError(f"{path} is a URL. First copy it to a file system")
     if (place / METADATA_FILE).is_file():
         return "checkpoint"
     if reads_as_huggingface(place):
@@ -92,12 +92,12 @@ def kind_of_result(
         wanted = "adapter"
     if merge and holds_adapters and wanted != "huggingface":
         raise CheckpointError(
-            f"merge makes a Hugging Face folder, and {destination} would be a {wanted}: leave one "
-            "of them out"
+            f"--merge creates a Hugging Face folder, but the target {destination} is a "
+            f"{wanted}. Leave one of them out"
         )
     if (wanted == "adapter" or merge) and not holds_adapters:
         raise CheckpointError(
-            f"{source} holds no adapters beside the weights of a folder: leave out --merge and "
+            f"{source} has no adapters beside the weights of a folder. Leave out --merge and "
             "--to adapter"
         )
     if wanted not in get_args(Kind):
@@ -110,9 +110,11 @@ def kind_of_result(
         hint = (
             "there is nothing to convert"
             if kind == wanted
-            else "convert to a checkpoint first, and that on"
+            else "first convert to a checkpoint, and then convert that"
         )
-        raise CheckpointError(f"{source} is a {kind} and {destination} would be a {wanted}: {hint}")
+        raise CheckpointError(
+            f"{source} is a {kind}, and the target {destination} is a {wanted}: {hint}"
+        )
     files.check_apart(destination, [source])
     if wanted in _MARKERS:
         # ``torch.save`` writes zip files.

@@ -143,8 +143,8 @@ class FolderExport:
                 probe.rmdir()
                 if (free := shutil.disk_usage(self.target.parent).free) < plan.num_bytes:
                     raise CheckpointError(
-                        f"{self.target} will have {plan.num_bytes / 1e6:,.1f} MB, but its disk "
-                        f"has {free / 1e6:,.1f} MB left"
+                        f"{self.target} needs {plan.num_bytes / 1e6:,.1f} MB, but its "
+                        f"disk has only {free / 1e6:,.1f} MB left"
                     )
 
     def write(self, rectangles: Sequence[LocalRectangle]) -> None:

@@ -73,7 +73,7 @@ class Described:
         prefix = common_prefix(names) if prefix is None else prefix
         if not any(name.startswith(prefix) for name in names):
             raise CheckpointError(
-                f"{source} holds no tensor whose name begins with {prefix!r}; there are "
+                f"{source} has no tensor whose name starts with {prefix!r}; it has "
                 f"{sorted(names)[:_SHOWN]}"
             )
         if self.ours is not None:
@@ -181,19 +181,18 @@ def _our_items(
         name for name in entries if name.startswith(f"{MODEL}{prefix}") and name not in wanted
     ):
         raise CheckpointError(
-            f"{source} has {other[0].removeprefix(MODEL)!r}, which its hyperparameters' model has "
-            "not: merge adapters into the "
-            "weights first"
+            f"{source} has {other[0].removeprefix(MODEL)!r}, which the model of its "
+            "hyperparameters does not have. First merge adapters into the weights"
         )
     for name, shape in shapes.items():
         if f"{MODEL}{prefix}{name}" not in entries:
             raise CheckpointError(
-                f"{source} has no {prefix + name!r}, which its hyperparameters' model has"
+                f"{source} has no {prefix + name!r}, which the model of its hyperparameters has"
             )
         if (found := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
             raise CheckpointError(
-                f"{source}: {prefix + name!r} has the shape {found}, but its hyperparameters ask for "
-                f"{shape}"
+                f"{source}: {prefix + name!r} has the shape {found}, but its hyperparameters "
+                f"need {shape}"
             )
         for theirs, part in model.parts(name):
             place, dims = part.at(shape)

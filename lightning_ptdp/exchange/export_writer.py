@@ -139,8 +139,8 @@ class FolderPlan:
                 handle = os.open(folder / file, os.O_WRONLY)
             except FileNotFoundError:
                 raise CheckpointError(
-                    f"{folder / file} was made but is not seen here: all ranks must write to one "
-                    "shared file system"
+                    f"{folder / file} was written but is not visible to this rank. All ranks "
+                    "must write to one shared file system"
                 ) from None
             with (
                 os.fdopen(handle, "wb", buffering=0) as stream,

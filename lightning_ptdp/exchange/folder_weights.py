@@ -198,17 +198,17 @@ class HuggingFaceWeights:
         ]
         others = [name for name in found if name not in wanted]
         shapes = [
-            f"{name!r} is {found[name]} there and {shape} in the model"
+            f"{name!r} has the shape {found[name]} in the folder, but {shape} in the model"
             for name, shape in wanted.items()
             if found.get(name, shape) != shape
         ]
         wrong = [
-            *([f"it lacks {_listed(map(repr, lacks))}"] if lacks else []),
+            *([f"the folder has no {_listed(map(repr, lacks))}"] if lacks else []),
             *([f"the model has no {_listed(map(repr, others))}"] if others else []),
             *([_listed(shapes)] if shapes else []),
         ]
         if wrong:
-            raise CheckpointError("the weights are not this model's: " + "; ".join(wrong))
+            raise CheckpointError("the weights do not fit this model: " + "; ".join(wrong))
 
 
 def weights_opener(
@@ -245,9 +245,9 @@ def names_in(
     found = models_in(module)
     if len(found) != 1:
         raise CheckpointError(
-            f"{type(module).__name__} holds {len(found)} Hugging Face models, and the folder has "
-            "the tensors of one: say what its names "
-            "are called there, InitFrom(path, strict=False, rename={'student.': ''})"
+            f"{type(module).__name__} has {len(found)} Hugging Face models, but the folder has "
+            "the tensors of one. Map its names, as in InitFrom(path, strict=False, "
+            "rename={'student.': ''})"
         )
     ((name, model),) = found.items()
     base = str(model.base_model_prefix)

@@ -125,12 +125,13 @@ def _rectangles(
             continue
         if value.dim() != 2 if part.transposed else part.rows is not None and not value.dim():
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(value.shape)}, which is not that of a matrix"
+                f"{name!r} has the shape {tuple(value.shape)}, but must be a matrix"
             )
         values = value.t() if part.transposed else value
         if part.rows is not None and values.shape[0] != part.rows:
             raise CheckpointError(
-                f"{name!r} has {values.shape[0]} rows, but {CONFIG_FILE} says {part.rows}"
+                f"{name!r} has {values.shape[0]} rows, but must have {part.rows} according to "
+                f"{CONFIG_FILE}"
             )
         full_shape = (
             tuple(values.shape) if part.full_rows is None else (part.full_rows, *values.shape[1:])
@@ -138,8 +139,8 @@ def _rectangles(
         if part.experts is not None:
             if part.expert >= part.experts:
                 raise CheckpointError(
-                    f"{name!r} is of an expert that {CONFIG_FILE}, with {part.experts} of them, "
-                    "does not have"
+                    f"{name!r} belongs to an expert that does not exist, because {CONFIG_FILE} "
+                    f"has {part.experts} experts"
                 )
             full_shape, values = (part.experts, *full_shape), values[None]
         yield LocalRectangle(
@@ -150,7 +151,7 @@ def _rectangles(
         )
     if unknown:
         raise CheckpointError(
-            f"the table of {family.model_type!r} has no place for "
+            f"the table of {family.model_type!r} does not know "
             f"{', '.join(map(repr, unknown[:_SHOWN]))}"
         )
 
@@ -174,13 +175,13 @@ def _check_complete(
     missing, other = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or other:
         theirs = [next(model.parts(name), (name,))[0] for name in missing[:_SHOWN]]
-        more = f"has {other[:_SHOWN]} that its {CONFIG_FILE} does not have"
+        more = f"has {other[:_SHOWN]}, which the model of its {CONFIG_FILE} does not have"
         raise CheckpointError(f"{folder} {f'lacks {theirs}' if missing else more}")
     for name, shape in wanted.items():
         if found[name] != shape:
             raise CheckpointError(
-                f"{folder}: {name!r} would have the shape {found[name]}, but {CONFIG_FILE} makes "
-                f"it {shape}"
+                f"{folder}: {name!r} would have the shape {found[name]}, but must have {shape} "
+                f"according to {CONFIG_FILE}"
             )
         check_cover(
             name, shape, [one.place for one in rectangles if one.name == prefix + name], "to load"

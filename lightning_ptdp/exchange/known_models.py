@@ -42,10 +42,9 @@ def family_of_config_json(config: Mapping[str, object], file: Path) -> ModelTabl
             return family
     known = ", ".join(f"{family.model_type!r}" for family in FAMILIES)
     raise CheckpointError(
-        f"{file} has model_type={config.get('model_type')!r}; our own models are read from and "
-        f"written to {known}. A "
-        "LightningModule that wraps a Hugging Face model takes any: convert with their names "
-        "(names='hf')"
+        f"{file} has model_type={config.get('model_type')!r}, but models of this package can "
+        f"only be converted from and to {known}. Use names='hf' for a LightningModule that "
+        "wraps a Hugging Face model, which supports any type"
     )
 
 
@@ -58,9 +57,8 @@ def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
     stored = hyper_parameters.get("config")
     if not isinstance(stored, Mapping):
         raise CheckpointError(
-            "the checkpoint's hyperparameters name no configuration of one of our models. If its "
-            "module wraps a Hugging Face model, "
-            "name that model's config.json"
+            "the checkpoint's hyperparameters have no configuration of a model of this "
+            "package. If its module wraps a Hugging Face model, give that model's config.json"
         )
     config = _config(stored)
     for family in FAMILIES:
@@ -90,8 +88,8 @@ def _config(stored: Mapping[str, object]) -> object:
                 ) from error
     names = " or ".join(config_class.__name__ for config_class in classes)
     raise CheckpointError(
-        f"the checkpoint's configuration is not one of our models' ({names}): its fields are "
-        f"{sorted(stored)}"
+        f"the checkpoint's configuration is not one of a model of this package ({names}): its "
+        f"fields are {sorted(stored)}"
     )
 
 

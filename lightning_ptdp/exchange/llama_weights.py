@@ -140,7 +140,7 @@ def _written_with_experts(ours: GPTConfig) -> dict[str, object]:
     }
     for name in (name for name, is_lacking in lacks.items() if is_lacking):
         raise CheckpointError(
-            "Hugging Face's Mixtral, which else has the same experts, has nothing like "
+            "Hugging Face's Mixtral has the same experts, but no equivalent of "
             f"{name}={getattr(ours, name)!r}"
         )
     return _written(ours)

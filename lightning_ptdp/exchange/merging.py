@@ -77,8 +77,8 @@ def _pairs(layer: Any, name: str) -> Iterator[tuple[Tensor, Tensor, float, bool]
     for adapter in adapters_of(layer) or ():
         if adapter not in layer.lora_A or adapter in getattr(layer, "lora_magnitude_vector", {}):
             raise CheckpointError(
-                f"the adapter of {name!r} is more than a product of two matrices: save a "
-                "checkpoint, and merge it by ptdp convert"
+                f"the adapter of {name!r} is not a simple product of two matrices. Save a "
+                "checkpoint, and merge it with ptdp convert"
             )
         yield (
             layer.lora_B[adapter].weight,

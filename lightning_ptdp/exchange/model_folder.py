@@ -58,7 +58,9 @@ def read_config(path: Path) -> dict[str, Json]:
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError(f"{file} does not exist: a Hugging Face folder has a {CONFIG_FILE}")
+        raise CheckpointError(
+            f"{file} does not exist, but a Hugging Face folder must have a {CONFIG_FILE}"
+        )
     with reading(file):
         content: dict[str, Json] = read_json(file, linked=hub_blobs(file.parent))
         _ANY_MODEL(content)
@@ -105,15 +107,14 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
             read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
         )["weight_map"]
     if not where:
-        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it names no tensors")
+        raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it lists no tensors")
     absent = sorted({name for name in where.values() if not os.path.lexists(folder / name)})
     if absent:
         count, be = len(set(where.values())), "is" if len(absent) == 1 else "are"
         raise CheckpointError(
-            f"{folder} is damaged: {INDEX_FILE} names {count} files, of which {len(absent)} {be} "
-            "not there "
-            f"({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}): download or "
-            "copy the folder again"
+            f"{folder} is damaged: of the {count} files in {INDEX_FILE}, {len(absent)} {be} "
+            f"missing ({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}). "
+            "Download or copy the folder again"
         )
     found: dict[str, _T] = {}
     for name in sorted(set(where.values())):
@@ -121,7 +122,7 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
     missing = sorted(where.keys() - found.keys())
     if missing:
         raise CheckpointError(
-            f"{folder} is damaged: {INDEX_FILE} names {missing[:_SHOWN]}, which no file holds"
+            f"{folder} is damaged: {INDEX_FILE} lists {missing[:_SHOWN]}, but no file has them"
         )
     return {name: found[name] for name in where}
 
@@ -138,10 +139,10 @@ def _why_no_weights(folder: Path) -> str:
     )
     lacks = f"has neither {ONE_FILE} nor {INDEX_FILE}"
     if not pickled:
-        return f"{lacks}: put the weights there, as save_pretrained writes them"
+        return f"{lacks}. Put the weights there, as save_pretrained writes them"
     return (
-        f"{lacks}, and {pickled[0]} is a pickle, which is not read: where you trust it, write "
-        "safetensors once by "
+        f"{lacks}, and {pickled[0]} is a pickle, which is not read. If you trust it, convert "
+        "it once to safetensors with "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, "
         "use_safetensors=False).save_pretrained(another folder)"
     )

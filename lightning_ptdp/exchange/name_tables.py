@@ -310,14 +310,14 @@ class Model:
         sizes = {name: size for name, size in vars(self.config).items() if type(size) is int}
         if stored is not None and self.config.num_layers > stored:
             raise CheckpointError(
-                f"the configuration has num_layers={self.config.num_layers}, but only {stored} "
-                "tensors are stored"
+                f"the configuration has num_layers={self.config.num_layers}, but there are "
+                f"only {stored} tensors"
             )
         largest = max(sizes, key=sizes.__getitem__)
         if sizes[largest] > _MOST_EXTENT:
             raise CheckpointError(
-                f"the configuration has {largest}={sizes[largest]}; no more than {_MOST_EXTENT} "
-                "make sense"
+                f"the configuration has {largest}={sizes[largest]}, more than the plausible "
+                f"limit of {_MOST_EXTENT}"
             )
         with torch.device("meta"):
             state = self.family.build(self.config).state_dict()
@@ -339,7 +339,9 @@ def check_choices(config_class: type, choices: Mapping[str, tuple[object, object
     model = config_class.__name__.removesuffix("Config").upper()
     for name, (found, wanted) in choices.items():
         if found is not None and found != wanted:
-            raise CheckpointError(f"{name}={found!r}: our {model} would need {name}={wanted!r}")
+            raise CheckpointError(
+                f"{name}={found!r} is not supported: our {model} needs {name}={wanted!r}"
+            )
 
 
 def _pattern(name: str) -> str:

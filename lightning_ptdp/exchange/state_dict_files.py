@@ -76,7 +76,7 @@ def open_state_dict(
     content = load_saved(file)
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not state:
-        raise CheckpointError(f"{file} holds a {type(state).__name__}, not a state dict")
+        raise CheckpointError(f"{file} contains a {type(state).__name__} instead of a state dict")
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(
@@ -133,7 +133,7 @@ def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: {damaged} does not have its checksum")
+        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")
     return metadata
 
 
@@ -234,15 +234,14 @@ def to_state_dict(
     """
     reader, target = TensorReader(source), Path(os.path.abspath(destination))
     if target.is_dir():
-        raise CheckpointError(f"{target} is a folder; name the file to write")
+        raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
     stored = reader.model_names()
     names = {
         name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)
     }
     if not names:
         raise CheckpointError(
-            f"{source} holds no tensor whose name begins with {prefix!r}; there are "
-            f"{sorted(stored)[:3]}"
+            f"{source} has no tensor whose name starts with {prefix!r}; it has {sorted(stored)[:3]}"
         )
     with files.replacing(target) as part:
         if target.suffix == _SAFETENSORS:

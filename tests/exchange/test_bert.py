@@ -214,20 +214,24 @@ def test_names_of_older_files(tmp_path: Path) -> None:
     [
         (
             {"hidden_act": "relu"},
-            r"hidden_act is 'relu', not one of \['gelu', 'gelu_new', 'gelu_pytorch_tanh'\]",
+            r"hidden_act is 'relu', but must be one of \['gelu', 'gelu_new', 'gelu_pytorch_tanh'\]",
         ),
         (
             {"position_embedding_type": "relative_key"},
-            r"position_embedding_type='relative_key': our BERT would need",
+            r"position_embedding_type='relative_key' is not supported: our BERT needs",
+        ),
+        (
+            {"is_decoder": True},
+            r"is_decoder=True is not supported: our BERT needs is_decoder=False",
         ),
         ({"is_decoder": True}, r"is_decoder=True: our BERT would need is_decoder=False"),
         (
             {"tie_word_embeddings": False},
-            r"tie_word_embeddings=False: our BERT would need tie_word_embeddings=True",
+            r"tie_word_embeddings=False is not supported: our BERT needs tie_word_embeddings=True",
         ),
         ({"num_attention_heads": 5}, r"hidden_size=32 is not divisible by num_heads=5"),
         ({"num_hidden_layers": 3}, r"lacks \['bert\.encoder\.layer\.2\."),
-        ({"model_type": "megatron-bert"}, r"no place for 'bert\.embeddings\.LayerNorm"),
+        ({"model_type": "megatron-bert"}, r"does not know 'bert\.embeddings\.LayerNorm"),
     ],
 )
 def test_what_our_model_cannot_be_is_said(

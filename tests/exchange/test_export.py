@@ -181,12 +181,12 @@ def _fail(rank: int, target: Path, how: str) -> str:
         ("full disk", r"exporting .*out failed: rank 1: OSError: .*File too large"),
         (
             "lacking",
-            r"exporting .*out failed: rank 0: the module has no 'model.head.weight', which its "
-            r"hyperparameters' model has",
+            r"exporting .*out failed: rank 0: the module has no 'model.head.weight', which the model of "
+            r"its hyperparameters has",
         ),
         (
             "not shared",
-            r"rank 1: .*safetensors was made but is not seen here: all ranks must write to one "
+            r"rank 1: .*safetensors was written but is not visible to this rank. All ranks must write to one "
             r"shared file system",
         ),
     ],

@@ -211,7 +211,7 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
 def test_experts_that_hugging_face_has_not(changes: dict[str, Any], tmp_path: Path) -> None:
     config = replace(VARIANTS["mixtral"], **changes)
     ((name, value),) = changes.items()
-    with pytest.raises(CheckpointError, match=rf"Mixtral.* has nothing like {name}={value!r}"):
+    with pytest.raises(CheckpointError, match=rf"Mixtral.* no equivalent of {name}={value!r}"):
         model_of_hyper_parameters({"config": asdict(config)}).write()
 
 
@@ -273,10 +273,10 @@ def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ("adapter", "has 'transformer.h.0.lora_A.weight', which it does not know"),
+        ("adapter", "has the unknown 'transformer.h.0.lora_A.weight'"),
         ("missing", "lacks 'transformer.ln_f.bias'"),
         ("shape", "'transformer.ln_f.bias' has the shape"),
-        ("architecture", "none that transformers"),
+        ("architecture", "unknown to transformers"),
     ],
 )
 def test_what_the_architecture_does_not_have_is_not_exported(
@@ -345,21 +345,30 @@ def _edit(folder: Path, **changes: Any) -> None:
     [
         (
             {"model_type": "opt"},
-            r"model_type='opt'; our own models are read from and written to 'gpt2', 'llama', "
+            r"model_type='opt', but models of this package can only be converted from and to 'gpt2', 'llama', "
             r"'mixtral', 'bert', 'megatron-bert'",
         ),
-        ({"hidden_act": "gelu"}, r"hidden_act='gelu': our GPT would need hidden_act='silu'"),
+        (
+            {"hidden_act": "gelu"},
+            r"hidden_act='gelu' is not supported: our GPT needs hidden_act='silu'",
+        ),
         (
             {"rope_parameters": {"rope_type": "llama3"}},
-            r"rope_type='llama3': our GPT would need rope_type='default'",
+            r"rope_type='llama3' is not supported: our GPT needs rope_type='default'",
         ),
         ({"num_hidden_layers": 4}, r"lacks \['model\.layers\.3\."),
-        ({"num_hidden_layers": 2}, r"has \['blocks\.2\..* that its config\.json does not have"),
+        (
+            {"num_hidden_layers": 2},
+            r"has \['blocks\.2\..* which the model of its config\.json does not have",
+        ),
         (
             {"vocab_size": 60},
-            r"'wte\.weight' would have the shape \(61, 32\), but config\.json makes it \(60, 32\)",
+            r"'wte\.weight' would have the shape \(61, 32\), but must have \(60, 32\) according to config\.json",
         ),
-        ({"num_key_value_heads": 4}, r"k_proj\.weight' has 16 rows, but config\.json says 32"),
+        (
+            {"num_key_value_heads": 4},
+            r"k_proj\.weight' has 16 rows, but must have 32 according to config\.json",
+        ),
     ],
 )
 def test_what_our_model_cannot_be_is_said(
@@ -385,7 +394,7 @@ def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -
     file.unlink()
     with pytest.raises(
         CheckpointError,
-        match=rf"index\.json names \d+ files, of which 1 is not there \({file.name}\)",
+        match=rf"of the \d+ files in .*index\.json, 1 is missing \({file.name}\)",
     ):
         from_huggingface(folder, tmp_path / "ours")
     (folder / "config.json").unlink()
@@ -405,9 +414,9 @@ def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
         ({"config": vars(replace(GPT2, bias=False))}, r"has biases .* bias=False"),
         (
             {"config": {"hidden_sise": 3}},
-            r"not one of our models' .* its fields are \['hidden_sise'\]",
+            r"not one of a model of this package .* its fields are \['hidden_sise'\]",
         ),
-        ({}, r"name that model's config\.json"),
+        ({}, r"give that model's config\.json"),
     ):
         one = {"model/model.w": (torch.ones(2), Placement.replicated((2,)))}
         save_checkpoint(

@@ -83,7 +83,7 @@ def test_prefixes(checkpoint: Path, tmp_path: Path) -> None:
     convert(tmp_path / "x.pt", tmp_path / "back", prefix="other.")
     assert list(read_full(tmp_path / "back")) == ["other.weight"]
     with pytest.raises(
-        CheckpointError, match=r"begins with 'nothing\.'; there are \['embedding\.weight'"
+        CheckpointError, match=r"starts with 'nothing\.'; it has \['embedding\.weight'"
     ):
         convert(checkpoint, tmp_path / "y.pt", prefix="nothing.")
     assert not (tmp_path / "y.pt").exists()
@@ -96,7 +96,7 @@ def test_what_cannot_be_converted_is_said(checkpoint: Path, tmp_path: Path) -> N
     (tmp_path / "torn.pt").write_bytes((tmp_path / "nested.pt").read_bytes()[:100])
     (tmp_path / "empty").mkdir()
     for source, words in (
-        ("list.pt", "holds a list"),
+        ("list.pt", "contains a list"),
         ("nested.pt", r"'a' is a dict"),
         ("class.pt", "cannot be read"),
         ("torn.pt", "cannot be read"),
@@ -107,7 +107,7 @@ def test_what_cannot_be_converted_is_said(checkpoint: Path, tmp_path: Path) -> N
             convert(tmp_path / source, tmp_path / "out")
     with pytest.raises(CheckpointError, match="there is nothing to convert"):
         convert(checkpoint, tmp_path / "out", to="checkpoint")
-    with pytest.raises(CheckpointError, match="convert to a checkpoint first"):
+    with pytest.raises(CheckpointError, match="first convert to a checkpoint"):
         convert(tmp_path / "nested.pt", tmp_path / "out", to="huggingface")
     assert not (tmp_path / "out").exists()
 
@@ -125,7 +125,7 @@ def test_on_the_command_line(
         (["convert", str(tmp_path / "no"), "x"], "no does not exist"),
         (
             ["convert", str(checkpoint), str(tmp_path / "hf")],
-            "name no configuration of one of our models",
+            "have no configuration of a model of this package",
         ),
         (
             ["convert", str(checkpoint), "x", "--shard_size", "big"],
@@ -156,7 +156,7 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert main(["ckpt", "inspect", str(checkpoint), "--json"]) == 0
     assert '"optimizer/0/exp_avg/embedding.weight"' in capsys.readouterr().out
     assert main(["ckpt", "verify", str(checkpoint)]) == 0
-    assert "c: whole, " in capsys.readouterr().out
+    assert "c: undamaged, " in capsys.readouterr().out
     data = checkpoint / "rank0-0.safetensors"
     content = bytearray(data.read_bytes())
     content[-200] ^= 16

@@ -162,18 +162,22 @@ def _fit(
 @pytest.mark.parametrize(
     ("kind", "model", "words"),
     [
-        (LitHuggingFace, "encoder", r"hyperparameters name no configuration of one of our models"),
+        (
+            LitHuggingFace,
+            "encoder",
+            r"hyperparameters have no configuration of a model of this package",
+        ),
         (
             LitTwo,
             "llama",
             r"LitTwo has several Hugging Face models \['model', 'teacher'\]. Name the one.*, such "
             r"as prefix='model\.'",
         ),
-        (LitFull, "llama", r"will have 0\.\d+ MB, but its disk has 0\.0 MB left"),
+        (LitFull, "llama", r"needs 0\.\d+ MB, but its disk has only 0\.0 MB left"),
         (
             LitAdapted,
             "llama",
-            r"adapter of 'model.model.layers.0.self_attn.q_proj' is more than a product of two "
+            r"adapter of 'model.model.layers.0.self_attn.q_proj' is not a simple product of two "
             r"matrices",
         ),
     ],

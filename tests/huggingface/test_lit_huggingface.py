@@ -228,13 +228,13 @@ def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(
     (tmp_path / "m/config.json").write_text(json.dumps(config | sizes))
     said = refused(tmp_path / "m")
     assert re.search(
-        r"path='.*/m': the weights are not this model's: it lacks "
+        r"path='.*/m': the weights do not fit this model: the folder has no "
         r"'model.model.layers.0.self_attn.q_proj.bias'.* and 4 more",
         said,
     )
     assert "the model has no 'model.model.layers.3." in said
     assert (
-        "'model.model.layers.0.mlp.gate_proj.weight' is (48, 32) there and (40, 32) in the model"
+        "'model.model.layers.0.mlp.gate_proj.weight' has the shape (48, 32) in the folder, but (40, 32) in the model"
         in said
     )
 
@@ -266,7 +266,7 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(
         (refused(folders / "llama" / "config.json"), "is a file: name the folder"),
         (
             refused(changed("none", lambda f: (f / "model.safetensors").unlink(), "llama")),
-            "put the weights there, as save_pretrained",
+            "Put the weights there, as save_pretrained",
         ),
         (
             refused(changed("bin", pickled, "llama")),
@@ -274,7 +274,7 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(
         ),
         (
             refused(changed("half", half)),
-            r"names 8 files, of which 4 are not there \(model-00001.*…\): download",
+            r"of the 8 files in model\.safetensors\.index\.json, 4 are missing \(model-00001.*…\)\. Download",
         ),
         (refused(changed("bare", lambda f: (f / "config.json").unlink())), "has no config.json"),
         (

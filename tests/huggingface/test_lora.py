@@ -109,7 +109,7 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(
         stream.write(b"\1\2\3\4")
     with pytest.raises(
         WorkerFailure,
-        match="has other weights than those beside which the checkpoint's adapters were trained",
+        match="does not have the weights with which the checkpoint's adapters were trained",
     ):
         pool.run(fit, world_size=1, args=(replace(run, resume=saved),))
 
@@ -147,7 +147,7 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
         r"--verify .* load a Hugging Face folder .* would be of the kind .adapter",
         capsys.readouterr().err,
     )
-    with pytest.raises(ValueError, match="merge makes a Hugging Face folder"):
+    with pytest.raises(ValueError, match="merge creates a Hugging Face folder"):
         convert(saved, tmp_path / "adapter", to="adapter", merge=True)
     assert not (tmp_path / "adapter").exists()
     assert convert(saved, tmp_path / "adapter") == "adapter"
